@@ -1,0 +1,1 @@
+"""What the five stages share; a module imports lower layers only (see the README)."""

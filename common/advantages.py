@@ -1,0 +1,257 @@
+"""From rewards to advantages, and which candidates of a prompt to keep.
+
+Rewards are (N, G): N prompts with G completions each. Work is done in float64, results are float32.
+`EPSILON` is added to every standard deviation, which is the unbiased one (torch's default; TRL's
+choice of both). A group of equal rewards has advantage exactly 0.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from common.losses import check_choice
+from common.noise import derive_seed, hash_counters, uniform
+
+SCALES = ("group", "batch", "none")
+BASELINES = ("mean", "leave_one_out")
+REJECTION_METHODS = ("rso", "gumbel", "max_variance")
+EPSILON = 1e-4
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    scale: str = "group",
+    baseline: str = "mean",
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Rewards relative to the other completions of the same prompt.
+
+    Args:
+        rewards: (N, G), G at least 2.
+        scale: What the centred rewards are divided by. `group`: the standard deviation in the group
+            (DeepSeekMath section 4.1.2). `batch`: that of all rewards of the batch. `none`: nothing
+            (Dr. GRPO, Liu et al. 2025).
+        baseline: What is subtracted. `mean`: the group's mean. `leave_one_out`: the mean of the
+            other completions (RLOO, Ahmadian et al. 2024), G / (G - 1) times as far away.
+        all_reduce: Sums a tensor over the ranks, for `batch`, which otherwise sees this rank's
+            prompts only. Then every rank has to call this function.
+
+    Returns:
+        (N, G) float32.
+
+    Raises:
+        ValueError: An unknown scale or baseline, or groups of one.
+    """
+    check_choice("scale", scale, SCALES)
+    check_choice("baseline", baseline, BASELINES)
+    num_generations = rewards.shape[1]
+    if num_generations < 2:
+        raise ValueError(f"num_generations is {num_generations} but a group needs at least 2")
+    deviations = _deviations(rewards)  # (N, G)
+    advantages = deviations
+    if baseline == "leave_one_out":
+        advantages = deviations * num_generations / (num_generations - 1)
+    if scale == "group":
+        advantages = advantages / (deviations.std(dim=1, keepdim=True) + EPSILON)
+    elif scale == "batch":
+        _, std = _global_moments(rewards.double(), all_reduce)
+        advantages = advantages / (std + EPSILON)
+    return advantages.float()
+
+
+def normalise_globally(
+    advantages: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Shift and scale advantages to mean 0 and standard deviation 1 over all samples of all ranks.
+
+    A collective: every rank calls it, also one that has no sample.
+
+    Args:
+        advantages: Of any shape, one per sample.
+        mask: Same shape, bool, True = a sample that is kept and counts.
+        all_reduce: Sums a float64 tensor over the ranks and returns it.
+
+    Returns:
+        float32 of the same shape; 0 where the mask is False.
+    """
+    values = advantages.double()
+    mean, std = _global_moments(values[mask], all_reduce)
+    normalised = (values - mean) / (std + EPSILON)
+    return torch.where(mask, normalised, torch.zeros_like(normalised)).float()
+
+
+def step_advantages(
+    step_rewards: Sequence[Sequence[float]] | Tensor,
+    step_ends: Sequence[Sequence[int]] | Tensor,
+    completion_mask: Tensor,
+    *,
+    num_generations: int,
+) -> Tensor:
+    """Advantages of tokens from rewards of steps (process supervision, DeepSeekMath section 4.1.3).
+
+    All step rewards of a prompt's completions are normalised together; a token's advantage is the
+    sum of the normalised rewards of the steps that end at it or after it.
+
+    Args:
+        step_rewards: For each of the B completions the rewards of its steps, as lists of any length
+            or as a padded (B, S) tensor.
+        step_ends: In the same form, the index in the completion of each step's last token; -1 marks
+            padding.
+        completion_mask: (B, C) bool, True = the token counts. A completion without any such token
+            still contributes its rewards to the normalisation.
+        num_generations: Completions of a prompt, neighbouring rows.
+
+    Returns:
+        (B, C) float32; 0 where the mask is False.
+
+    Raises:
+        ValueError: A step that ends outside of the completion.
+    """
+    num_rows, num_columns = completion_mask.shape
+    assert len(step_rewards) == len(step_ends) == num_rows, "one list of steps per completion"
+    assert num_rows % num_generations == 0, "prompts come with all their completions"
+    at_end = torch.zeros((num_rows, num_columns), dtype=torch.float64)
+    for first_row in range(0, num_rows, num_generations):
+        steps = []  # of one prompt: (row, column of the last token, reward)
+        for row in range(first_row, first_row + num_generations):
+            steps += _steps_of(row, step_rewards[row], step_ends[row], num_columns)
+        if len(steps) < 2:
+            continue  # nothing to compare with: advantage 0, as for equal rewards
+        rows, columns, rewards = zip(*steps, strict=True)
+        deviations = _deviations(torch.tensor([rewards], dtype=torch.float64))[0]
+        normalised = deviations / (deviations.std() + EPSILON)
+        at_end.index_put_((torch.tensor(rows), torch.tensor(columns)), normalised, accumulate=True)
+    from_here_on = at_end.flip(1).cumsum(dim=1).flip(1).to(completion_mask.device)  # (B, C)
+    return torch.where(completion_mask, from_here_on, torch.zeros_like(from_here_on)).float()
+
+
+def rejection_sample(
+    rewards: Tensor, *, num_keep: int, temperature: float, method: str, seed: int | Tensor
+) -> Tensor:
+    """Choose which candidates of each prompt to keep, each at most once.
+
+    - `rso`: statistical rejection sampling (Liu et al. 2023, algorithm 1): pass over the candidates
+      left, accept each with probability exp((r - max r of those left) / temperature), stop when
+      there are enough, else pass again. It prefers early candidates, since it stops in mid-pass.
+    - `gumbel`: exact draws without replacement from softmax(r / temperature), which considers every
+      candidate: the largest r / temperature + Gumbel noise (Kool et al. 2019, section 2).
+    - `max_variance`: the subset whose rewards have the largest variance, which lies in both tails
+      (Xu et al. 2025, "Not all rollouts are useful"). No noise, no temperature.
+
+    Args:
+        rewards: (N, K) raw rewards, not normalised: the temperature is in their unit.
+        num_keep: How many to keep of each prompt, at most K.
+        temperature: Above 0; RSO's beta.
+        method: One of `REJECTION_METHODS`.
+        seed: An integer, or (N,) int64 with a seed per prompt, so that the choice does not depend
+            on which rank or batch holds the prompt.
+
+    Returns:
+        (N, num_keep) int64 indices of candidates: for `rso` and `gumbel` in the order in which they
+        were drawn, for `max_variance` from the highest reward to the lowest.
+
+    Raises:
+        ValueError: An unknown method, more to keep than there are, or a temperature not above 0.
+    """
+    check_choice("method", method, REJECTION_METHODS)
+    num_prompts, num_candidates = rewards.shape
+    if not 0 < num_keep <= num_candidates:
+        raise ValueError(f"num_keep is {num_keep} but must lie between 1 and {num_candidates}")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature} but must be above 0")
+    rewards = rewards.double()
+    assert rewards.isfinite().all(), "a candidate without a finite reward cannot be ranked"
+    if method == "max_variance":
+        return _keep_max_variance(rewards, num_keep)
+    if not isinstance(seed, Tensor):
+        seed = hash_counters(seed, torch.arange(num_prompts, device=rewards.device))
+    seeds = seed.to(rewards.device)[:, None]  # (N, 1)
+    keep = _keep_rso if method == "rso" else _keep_gumbel
+    return keep(rewards / temperature, num_keep, seeds)
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """Kish's effective sample size (sum w)^2 / sum w^2 over the last dimension, float32.
+
+    Between 1 (one weight holds everything) and the number of weights (all equal).
+    """
+    weights = weights.double()
+    return (weights.sum(dim=-1) ** 2 / (weights**2).sum(dim=-1)).float()
+
+
+def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
+    """RSO's algorithm 1 for all prompts at once; scores (N, K) are rewards / temperature."""
+    num_prompts, num_candidates = scores.shape
+    salt = derive_seed(0, "rejection_sample", "rso")
+    candidates = torch.arange(num_candidates, device=scores.device).expand_as(scores)  # (N, K)
+    # One column more than is kept: what comes too late is written there.
+    kept = torch.zeros((num_prompts, num_keep + 1), dtype=torch.long, device=scores.device)
+    num_kept = torch.zeros((num_prompts, 1), dtype=torch.long, device=scores.device)
+    left = torch.ones_like(scores, dtype=torch.bool)
+    # Every pass accepts at least the best candidate left, so num_keep passes are enough.
+    for number in range(num_keep):
+        scores_left = scores.masked_fill(~left, -torch.inf)
+        probabilities = (scores_left - scores_left.max(dim=1, keepdim=True).values).exp()
+        accepted = uniform(salt, seeds, number, candidates) < probabilities  # (N, K)
+        slots = num_kept + accepted.long().cumsum(dim=1) - 1
+        slots = torch.where(accepted, slots, num_keep).clamp(max=num_keep)
+        kept.scatter_(1, slots, candidates)
+        left = left & ~accepted
+        num_kept = num_kept + accepted.sum(dim=1, keepdim=True)
+    return kept[:, :num_keep]
+
+
+def _keep_gumbel(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
+    """Top num_keep of the scores (N, K) plus standard Gumbel noise -log(-log u)."""
+    salt = derive_seed(0, "rejection_sample", "gumbel")
+    noise = uniform(salt, seeds, torch.arange(scores.shape[1], device=scores.device))  # (N, K)
+    return (scores - torch.log(-torch.log(noise))).topk(num_keep, dim=1).indices
+
+
+def _keep_max_variance(rewards: Tensor, num_keep: int) -> Tensor:
+    """The subset of largest variance: i candidates from the top and the others from the bottom.
+
+    Some i of at least 1 attains it, since moving a member away from the mean adds variance.
+    """
+    ordered, candidates = _deviations(rewards).sort(dim=1, descending=True, stable=True)  # (N, K)
+    ranks = torch.arange(num_keep, device=rewards.device)
+    from_below = rewards.shape[1] - num_keep + ranks
+    options = torch.where(ranks <= ranks[:, None], ranks, from_below)  # row i - 1: i from the top
+    variances = ordered[:, options].var(dim=2, correction=0)  # (N, num_keep)
+    best = options[variances.argmax(dim=1)]  # (N, num_keep) ranks
+    return candidates.gather(1, best)
+
+
+def _deviations(rewards: Tensor) -> Tensor:
+    """Rewards (N, G) minus the mean of their row, in float64; exactly 0 in a row of equal ones."""
+    relative = rewards.double() - rewards.double()[:, :1]
+    return relative - relative.mean(dim=1, keepdim=True)
+
+
+def _global_moments(
+    values: Tensor, all_reduce: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased standard deviation of float64 values over all ranks, as scalars."""
+    count = torch.tensor(values.numel(), dtype=torch.float64, device=values.device)
+    sums = torch.stack([values.sum(), (values**2).sum(), count])
+    total, total_squares, count = sums if all_reduce is None else all_reduce(sums)
+    mean = total / count.clamp(min=1)
+    squares = (total_squares - count * mean**2).clamp(min=0)  # rounding may leave it below 0
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def _steps_of(
+    row: int, rewards: Sequence[float] | Tensor, ends: Sequence[int] | Tensor, num_columns: int
+) -> list[tuple[int, int, float]]:
+    """The steps of one completion as (row, column of the last token, reward), without padding."""
+    reward_list = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
+    end_list = ends.tolist() if isinstance(ends, Tensor) else list(ends)
+    if any(not -1 <= end < num_columns for end in end_list):
+        raise ValueError(
+            f"step_ends of completion {row} are {end_list} but must lie between 0 and "
+            f"{num_columns - 1}, the last token, or be -1 for padding"
+        )
+    pairs = zip(end_list, reward_list, strict=True)
+    return [(row, end, reward) for end, reward in pairs if end >= 0]

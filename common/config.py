@@ -1,0 +1,291 @@
+"""Typed configuration: a recipe (YAML) and the command line become one dataclass.
+
+A recipe is turned into command-line arguments, the real command line is appended, and the whole is
+parsed once: the last value wins, `1e-5` is a float whatever YAML makes of it, and a typo in either
+place is refused.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+Config = TypeVar("Config")
+
+
+class UserError(ValueError):
+    """Something the user can put right: printed as one sentence, exit status 2."""
+
+
+def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
+    """A dataclass field with a help text, and with the values it may take."""
+    metadata: dict[str, Any] = {"help": description}
+    if choices is not None:
+        metadata["choices"] = list(choices)
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class CommonConfig:
+    """The fields that every stage shares. Batch sizes are global: they do not depend on ranks."""
+
+    # --- what ---
+    output_dir: str = knob("", "folder this run writes to (required)")
+    seed: int = knob(0, "row order, initialisation and sampling noise are functions of it")
+
+    # --- model ---
+    model_name_or_path: str = knob(
+        "", "hub id, folder, or a transformers config .json (random weights of that shape)"
+    )
+    tokenizer_name_or_path: str = knob(
+        "", "hub id, folder or `synthetic`; empty: the one beside the model"
+    )
+    trust_remote_code: bool = knob(False, "run Python code that comes with a model folder")
+    stop_token: str = knob("eos", "what ends a completion: `eos` or a text that is one token")
+
+    # --- data ---
+    dataset_name: str = knob(
+        "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic"
+    )
+    dataset_config: str = knob("", "name of the hub data set's configuration")
+    dataset_train_split: str = knob("train", "split to train on")
+    dataset_test_split: str = knob("validation", "split to evaluate on; empty: no evaluation")
+    num_train_rows: int = knob(0, "use the first rows only (0: all)")
+    num_eval_rows: int = knob(0, "use the first rows only (0: all)")
+    max_prompt_length: int = knob(512, "tokens; longer prompts are truncated")
+    max_completion_length: int = knob(56, "tokens, stop token included")
+    prompt_truncation: str = knob(
+        "tldr",
+        "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
+        ["tldr", "start"],
+    )
+    max_dropped_fraction: float = knob(0.05, "refuse a split that loses more rows than this")
+
+    # --- memory and sharding: none of these changes a loss ---
+    micro_batch_size: int = knob(8, "prompts or pairs in one forward pass on one process")
+    generation_batch_size: int = knob(64, "completions decoded at once on one process")
+    bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
+    gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
+    cpu_offload: bool = knob(False, "keep parameters and optimiser state in host memory")
+    num_replicas: int = knob(1, "HSDP: number of groups of processes, each holding all shards")
+
+    # --- watching ---
+    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
+    run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
+    self_check: bool = knob(True, "check the loaded model before the first step")
+    num_sample_prompts: int = knob(3, "prompts in the printed table of samples (0: no table)")
+
+    def __post_init__(self) -> None:
+        """Refuse values that no field may have."""
+        if not self.output_dir:
+            raise UserError("--output_dir is required: the folder this run writes to.")
+        for name in (
+            "max_prompt_length",
+            "max_completion_length",
+            "micro_batch_size",
+            "generation_batch_size",
+        ):
+            require_positive(self, name)
+        require_positive(self, "num_replicas")
+        for name in ("num_train_rows", "num_eval_rows", "num_sample_prompts", "seed"):
+            require_not_negative(self, name)
+        if not 0 <= self.max_dropped_fraction <= 1:
+            raise UserError(
+                f"--max_dropped_fraction is {self.max_dropped_fraction}; it must lie in [0, 1]."
+            )
+        check_choices(self)
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer comes from."""
+        return self.tokenizer_name_or_path or self.model_name_or_path
+
+
+@dataclass
+class TrainConfig(CommonConfig):
+    """The fields that the four training stages share."""
+
+    # --- optimisation ---
+    batch_size: int = knob(64, "prompts or pairs per optimiser step, over all processes")
+    learning_rate: float = knob(1e-5, "peak learning rate")
+    lr_scheduler_type: str = knob(
+        "cosine", "shape of the decay after warmup", ["cosine", "linear", "constant"]
+    )
+    warmup_steps: int = knob(0, "steps of linear warmup from 0")
+    num_train_epochs: float = knob(1.0, "passes over the rows, if max_steps is 0")
+    max_steps: int = knob(0, "steps of this run (0: num_train_epochs)")
+    weight_decay: float = knob(0.0, "AdamW weight decay, on matrices only")
+    adam_beta1: float = knob(0.9, "AdamW beta 1")
+    adam_beta2: float = knob(0.999, "AdamW beta 2")
+    adam_epsilon: float = knob(1e-8, "AdamW epsilon")
+    max_grad_norm: float = knob(1.0, "clip the global gradient norm to this (0: measure only)")
+
+    # --- logging, evaluation, checkpoints ---
+    logging_steps: int = knob(10, "steps between lines of metrics.jsonl")
+    eval_steps: int = knob(0, "steps between evaluations (0: at the end only)")
+    sample_steps: int = knob(0, "steps between printed samples (0: at the end only)")
+    save_steps: int = knob(0, "steps between checkpoints (0: none)")
+    resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
+
+    def __post_init__(self) -> None:
+        """Refuse values that no training run may have."""
+        super().__post_init__()
+        if not self.model_name_or_path:
+            raise UserError("--model_name_or_path is required: hub id, folder, or config .json.")
+        for name in ("batch_size", "logging_steps", "learning_rate"):
+            require_positive(self, name)
+        for name in (
+            "warmup_steps",
+            "max_steps",
+            "eval_steps",
+            "sample_steps",
+            "save_steps",
+            "max_grad_norm",
+        ):
+            require_not_negative(self, name)
+        if self.max_steps == 0 and self.num_train_epochs <= 0:
+            raise UserError(
+                f"--num_train_epochs is {self.num_train_epochs}; it must be positive "
+                "unless --max_steps is set."
+            )
+
+
+def is_due(step: int, interval: int, total_steps: int) -> bool:
+    """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
+    return step == total_steps or (interval > 0 and step % interval == 0)
+
+
+def require_positive(config: Any, name: str) -> None:
+    """Raise a UserError unless the field is above zero."""
+    value = getattr(config, name)
+    if not value > 0:
+        raise UserError(f"--{name} is {value}; it must be positive.")
+
+
+def check_choices(config: Any) -> None:
+    """Raise a UserError for a field whose value is not one of its choices."""
+    for f in dataclasses.fields(config):
+        choices = f.metadata.get("choices")
+        values = getattr(config, f.name)
+        for value in values if isinstance(values, list) else [values]:
+            if choices and value not in choices:
+                raise UserError(f"--{f.name} is {value!r}; it must be one of {choices}.")
+
+
+def require_not_negative(config: Any, name: str) -> None:
+    """Raise a UserError if the field is below zero."""
+    if getattr(config, name) < 0:
+        raise UserError(f"--{name} is {getattr(config, name)}; it must be 0 or more.")
+
+
+def require_within(config: Any, name: str, low: float, high: float) -> None:
+    """Raise a UserError unless low <= field < high."""
+    value = getattr(config, name)
+    if not low <= value < high:
+        raise UserError(f"--{name} is {value}; it must be at least {low} and below {high}.")
+
+
+def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """The stage's config from `--config recipe.yaml` and `--field value` arguments; the last wins.
+
+    Exits with status 2 and one sentence on an unknown flag or key, a value of the wrong type, or
+    values that contradict each other.
+    """
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise UserError(f"{message} (see --help for the flags).")
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(cls, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--config", metavar="RECIPE", help="YAML file with values for these fields")
+    try:
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        arguments, strays = parser.parse_known_args([*recipe_arguments(argv, known), *argv])
+        if strays:
+            raise UserError(f"unknown argument {strays[0]!r} (see --help for the flags).")
+        values = vars(arguments)
+        values.pop("config")
+        return cls(**values)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def recipe_arguments(argv: Sequence[str], known: set[str]) -> list[str]:
+    """The recipe named by `--config` in argv, as `--key value` arguments."""
+    import yaml
+
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path = finder.parse_known_args(list(argv))[0].config
+    if path is None:
+        return []
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--config {path} cannot be read as YAML: {reason}.") from None
+    if not isinstance(recipe, dict):
+        raise UserError(f"--config {path} must hold `key: value` lines.")
+    arguments = []
+    for key, value in recipe.items():
+        if key not in known:
+            raise UserError(f"--config {path} has the unknown key {key!r} (--help lists them).")
+        if value is None:
+            raise UserError(f"--config {path} gives no value for {key!r}.")
+        values = value if isinstance(value, list) else [value]
+        arguments += [f"--{key}", *(str(v) for v in values)]
+    return arguments
+
+
+def config_dict(config: Any) -> dict[str, Any]:
+    """The config's fields as plain values."""
+    return dataclasses.asdict(config)
+
+
+def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
+    """Write `config.yaml` (resolved values) and `environment.json` (what ran them). Rank 0 only."""
+    import yaml
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "config.yaml").write_text(yaml.safe_dump(config_dict(config), sort_keys=False))
+    packages = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "world_size": world_size,
+        "git_commit": git_commit(),
+        "packages": {name: package_version(name) for name in packages},
+        "script": Path(sys.argv[0]).name,
+    }
+    (output_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+
+
+def package_version(name: str) -> str | None:
+    """The installed version, None where the package is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with `-dirty` where files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

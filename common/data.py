@@ -1,0 +1,439 @@
+"""Rows become token ids, and token ids become each rank's batches.
+
+`tokenize_rows` makes `Example`s and counts what it truncated and dropped; `BatchOrder` gives each
+rank its rows as a function of the step; `micro_batches` puts them into the padded layout. Reading
+and checking the rows themselves is in `common/rows.py`, cutting a prompt in `common/truncation.py`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from common import distributed
+from common.config import CommonConfig, TrainConfig, UserError
+from common.noise import permutation
+from common.padding import Batch, padded_batch
+from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
+from common.truncation import encode, truncate_prompt
+
+__all__ = [
+    "BatchOrder",
+    "DataReport",
+    "Example",
+    "load_rows",
+    "micro_batches",
+    "row_source",
+    "tokenize_rows",
+]
+
+MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
+
+
+@dataclass
+class Example:
+    """A prompt with its K completions as token ids.
+
+    Attributes:
+        row: Index into the rows it was made from.
+        prompt: The prompt's text, after truncation.
+        prompt_ids: Ids of `prompt`, never empty.
+        completions: K lists of ids (sft 1, preference 2: chosen, rejected; prompts 0), each ending
+            in the stop token unless it was truncated.
+        columns: The row's other columns, for reward functions and reports.
+    """
+
+    row: int
+    prompt: str
+    prompt_ids: list[int]
+    completions: list[list[int]]
+    columns: dict[str, Any]
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
+
+    split: str
+    num_rows: int
+    num_kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    num_prompts_truncated: int = 0
+    num_completions_truncated: int = 0
+    num_duplicates: int = 0
+    num_boundary_merges: int = 0
+    num_boundaries_checked: int = 0
+    prompt_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
+    completion_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that did not become examples."""
+        return self.dropped.total()
+
+    @property
+    def drop_counts(self) -> str:
+        """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
+        return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
+
+    def __str__(self) -> str:
+        """Two lines to print."""
+        dropped = f" ({self.drop_counts})" if self.num_dropped else ""
+        lines = (
+            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
+            f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
+            f"completions, {self.num_duplicates} duplicates\n"
+            f"  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
+        )
+        if self.num_boundaries_checked:
+            lines += (
+                f", completion {_slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
+                f"{self.num_boundaries_checked} would merge across the boundary"
+            )
+        return lines
+
+
+class _Text(NamedTuple):
+    """A prompt or a completion: its text, its ids, whether tokens were cut away."""
+
+    text: str
+    ids: list[int]
+    is_truncated: bool
+
+
+def tokenize_rows(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    kind: Kind,
+    stop_id: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    truncation: str,
+    max_dropped_fraction: float,
+    split: str,
+) -> tuple[list[Example], DataReport]:
+    """Tokenise prompts and completions apart (DESIGN contract 8) and count what is lost.
+
+    A completion ends at its first stop token; one is appended where there is none. What is longer
+    than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
+    when a completion is empty, a pair is identical, or a prompt's header alone is too long.
+
+    Args:
+        rows: Rows as `load_rows` gives them.
+        tokenizer: A Hugging Face tokenizer, a fast one for `tldr`.
+        kind: As in `load_rows`.
+        stop_id: Token that ends a completion.
+        max_prompt_length: Tokens.
+        max_completion_length: Tokens, stop token included.
+        truncation: `tldr` cuts the body of the prompt (`truncate_prompt`), `start` keeps the last
+            tokens of the prompt, whatever they are.
+        max_dropped_fraction: Refuse a split that loses more than this share of its rows.
+        split: Name for the report and for errors.
+
+    Raises:
+        UserError: Too many rows dropped or none left; `tldr` without a fast tokenizer.
+    """
+    completion_columns = COMPLETION_COLUMNS[kind]
+    prompts = _tokenize_prompts(
+        [row["prompt"] for row in rows], tokenizer, max_prompt_length, truncation
+    )
+    texts = [
+        _tokenize_completions([row[c] for row in rows], tokenizer, stop_id, max_completion_length)
+        for c in completion_columns
+    ]
+    groups = list(zip(*texts, strict=True)) if texts else [()] * len(rows)
+
+    report = DataReport(split=split, num_rows=len(rows))
+    examples: list[Example] = []
+    for index, (row, prompt, group) in enumerate(zip(rows, prompts, groups, strict=True)):
+        reason = _drop_reason(prompt, group)
+        if prompt is None or reason:
+            report.dropped[reason] += 1
+            continue
+        report.num_prompts_truncated += prompt.is_truncated
+        report.num_completions_truncated += sum(completion.is_truncated for completion in group)
+        columns = {k: v for k, v in row.items() if k not in ("prompt", *completion_columns)}
+        ids = [completion.ids for completion in group]
+        examples.append(Example(index, prompt.text, prompt.ids, ids, columns))
+
+    report.num_kept = len(examples)
+    keys = {tuple(row[c] for c in ("prompt", *completion_columns)) for row in rows}
+    report.num_duplicates = len(rows) - len(keys)
+    report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
+    report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
+    sample = examples[:: -(-len(examples) // MERGE_SAMPLE) or 1]
+    pairs = [(e.prompt, completion.text) for e in sample for completion in groups[e.row]]
+    report.num_boundaries_checked = len(pairs)
+    report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
+    _refuse_lossy(report, max_dropped_fraction)
+    return examples, report
+
+
+def load_examples(
+    config: CommonConfig,
+    dataset_name: str,
+    split: str,
+    kind: Kind,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    num_rows: int = 0,
+) -> list[Example]:
+    """Read, check and tokenise one split, and print what was lost; [] for an empty name.
+
+    The embedded task has one data set, whatever the seed of the run.
+    """
+    if not dataset_name or not split:
+        return []
+    rows = load_rows(
+        dataset_name,
+        split,
+        kind=kind,
+        seed=0,
+        num_rows=num_rows,
+        dataset_config=config.dataset_config or None,
+    )
+    examples, report = tokenize_rows(
+        rows,
+        tokenizer,
+        kind=kind,
+        stop_id=stop_ids[0],
+        max_prompt_length=config.max_prompt_length,
+        max_completion_length=config.max_completion_length,
+        truncation=config.prompt_truncation,
+        max_dropped_fraction=config.max_dropped_fraction,
+        split=split,
+    )
+    distributed.print_rank0(report)
+    return examples
+
+
+def load_splits(
+    config: CommonConfig, kind: Kind, tokenizer: Any, stop_ids: Sequence[int]
+) -> tuple[list[Example], list[Example]]:
+    """The training and the held-out examples of a stage; the latter [] without a test split."""
+    train, test = config.dataset_train_split, config.dataset_test_split
+    name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
+    return (
+        load_examples(config, name, train, *rest, num_rows=config.num_train_rows),
+        load_examples(config, name, test, *rest, num_rows=config.num_eval_rows),
+    )
+
+
+def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
+    """How many (prompt, completion) pairs have other tokens when tokenised as one text.
+
+    Such rows teach the model a split that it would not meet in running text; most often a missing
+    space at the start of the completion is the cause.
+    """
+    prompts = encode([prompt for prompt, _ in pairs], tokenizer)
+    completions = encode([completion for _, completion in pairs], tokenizer)
+    joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
+    return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
+
+
+def _tokenize_prompts(
+    prompts: Sequence[str], tokenizer: Any, max_length: int, truncation: str
+) -> list[_Text | None]:
+    """Prompts of at most `max_length` tokens; None where header and cue do not fit."""
+    assert truncation in ("tldr", "start"), truncation
+    result: list[_Text | None] = []
+    for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
+        if len(ids) <= max_length:
+            result.append(_Text(prompt, ids, False))
+        elif truncation == "start":
+            ids = ids[-max_length:]
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            result.append(_Text(text, ids, True))
+        elif not tokenizer.is_fast:
+            raise UserError(
+                "prompt_truncation 'tldr' needs a fast tokenizer; use 'start' with "
+                f"{type(tokenizer).__name__}."
+            )
+        else:
+            shorter = truncate_prompt(prompt, tokenizer, max_length)
+            result.append(shorter and _Text(*shorter, True))
+    return result
+
+
+def _tokenize_completions(
+    completions: Sequence[str], tokenizer: Any, stop_id: int, max_length: int
+) -> list[_Text]:
+    """Completions that end in the first stop token they have, in an appended one, or cut short."""
+    stop_text = tokenizer.decode([stop_id])
+    # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
+    # would miss. Where the text is not that of the token (SentencePiece bytes), the ids decide.
+    if stop_text and encode([stop_text], tokenizer) == [[stop_id]]:
+        completions = [text.split(stop_text, 1)[0] for text in completions]
+    result = []
+    for text, ids in zip(completions, encode(completions, tokenizer), strict=True):
+        if stop_id in ids:
+            ids = ids[: ids.index(stop_id)]
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        ids = [*ids, stop_id]
+        result.append(_Text(text, ids[:max_length], len(ids) > max_length))
+    return result
+
+
+def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
+    """Why a row cannot be used, empty if it can."""
+    if prompt is None:
+        return "header over max_prompt_length"
+    if any(not completion.text.strip() for completion in completions):
+        return "empty completion"
+    if len(completions) == 2 and completions[0].ids == completions[1].ids:
+        return "identical pair"
+    return ""
+
+
+def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
+    """Raise a UserError if too few rows are left."""
+    fraction = report.num_dropped / report.num_rows
+    if fraction > max_dropped_fraction or fraction == 1:
+        raise UserError(
+            f"split {report.split!r} would lose {report.num_dropped} of {report.num_rows} rows "
+            f"({report.drop_counts}) and max_dropped_fraction is {max_dropped_fraction}; "
+            "clean the data or change the length limits or max_dropped_fraction."
+        )
+
+
+def _quantiles(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+    """Median, 90 %, 99 % and maximum: the smallest length that the share does not exceed."""
+    if not lengths:
+        return (0, 0, 0, 0)
+    ordered = sorted(lengths)
+    median, p90, p99, longest = (
+        ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)
+    )
+    return median, p90, p99, longest
+
+
+def _slashed(numbers: Sequence[int]) -> str:
+    return "/".join(map(str, numbers))
+
+
+class BatchOrder:
+    """Which rows a rank works on at a step: a function of (seed, step), not a state.
+
+    Each epoch is a fresh permutation of all rows. A batch never reaches into the next epoch: the
+    last one is filled up with None, so that every rank always holds `batch_size / world_size`
+    entries. The ranks' entries together do not depend on their number.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        shuffle: bool = True,
+    ) -> None:
+        """Set up the order.
+
+        Args:
+            num_rows: Rows of an epoch.
+            batch_size: Rows of a step over all ranks, a multiple of `world_size`.
+            seed: Seed of the permutations.
+            rank: This process.
+            world_size: Number of processes.
+            shuffle: False keeps the rows in their order, for evaluation.
+        """
+        assert num_rows > 0
+        assert batch_size > 0
+        assert batch_size % world_size == 0, f"batch_size {batch_size} over {world_size} ranks"
+        assert 0 <= rank < world_size
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self._epoch_order: tuple[int, list[int]] = (-1, [])  # the last epoch asked for
+
+    @classmethod
+    def of_training(cls, config: TrainConfig, num_rows: int) -> "BatchOrder":
+        """The order in which this process trains on `num_rows` rows.
+
+        Raises:
+            UserError: the global batch cannot be shared evenly.
+        """
+        rank, world_size = distributed.rank(), distributed.world_size()
+        if config.batch_size % world_size != 0:
+            raise UserError(
+                f"--batch_size is {config.batch_size}, which {world_size} processes cannot share "
+                f"evenly; make it a multiple of {world_size}."
+            )
+        return cls(num_rows, config.batch_size, seed=config.seed, rank=rank, world_size=world_size)
+
+    def total_steps(self, config: TrainConfig) -> int:
+        """Steps of a run: `max_steps`, or what `num_train_epochs` come to."""
+        return config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
+
+    def epochs(self, num_steps: int) -> float:
+        """Passes over the rows that `num_steps` steps make."""
+        return num_steps / self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that see every row once."""
+        return -(-self.num_rows // self.batch_size)
+
+    def rows(self, step: int) -> list[int | None]:
+        """This rank's rows at a step (counted from 0); None stands for a row of weight 0."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self.batch_size
+        batch: list[int | None] = [*self._order(epoch)[start : start + self.batch_size]]
+        batch += [None] * (self.batch_size - len(batch))
+        return batch[self.rank :: self.world_size]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            epoch = 0
+        if self._epoch_order[0] != epoch:
+            rows = list(range(self.num_rows))
+            order = permutation(self.num_rows, self.seed, epoch) if self.shuffle else rows
+            self._epoch_order = (epoch, order)
+        return self._epoch_order[1]
+
+
+def micro_batches(
+    examples: Sequence[Example], rows: Sequence[int | None], micro_batch_size: int, pad_id: int
+) -> list[Batch]:
+    """This rank's rows of a step in the padded layout, `micro_batch_size` prompts at a time.
+
+    Their number, `ceil(len(rows) / micro_batch_size)`, is the same on every rank (DESIGN contract
+    5). A row that is None becomes the shortest possible prompt with K completions, of weight 0.
+    """
+    num_completions = len(examples[0].completions)
+    assert num_completions > 0, "prompts without completions have no loss"
+    filler = Example(-1, "", [pad_id], [[pad_id]] * num_completions, {})
+    batches = []
+    for start in range(0, len(rows), micro_batch_size):
+        part = rows[start : start + micro_batch_size]
+        chosen = [filler if row is None else examples[row] for row in part]
+        batches.append(
+            padded_batch(
+                [example.prompt_ids for example in chosen],
+                [example.completions for example in chosen],
+                pad_id,
+                is_real=[row is not None for row in part],
+            )
+        )
+    return batches
+
+
+def prompts(
+    examples: Sequence[Example], rows: Sequence[int | None]
+) -> tuple[list[Example], torch.Tensor]:
+    """This rank's prompts of a step, and which are real, (N,) bool.
+
+    The first example stands in for a row that is None: it is sampled from, so that every rank makes
+    as many forward passes, and counts nowhere.
+    """
+    real = torch.tensor([row is not None for row in rows])
+    return [examples[row or 0] for row in rows], real

@@ -1,0 +1,151 @@
+"""Processes and devices: the only module that reads the environment, and the only entry point.
+
+Without torchrun a run is a process group of one, so that every stage has one code path.
+"""
+
+import os
+import random
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from common.config import UserError
+
+Config = TypeVar("Config")
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # longer than any collective waits for a slow rank
+
+
+def run(main: Callable[[Config], Any], config: Config) -> None:
+    """Start the process group, run a stage, close; a UserError ends as one sentence, status 2."""
+    start()
+    try:
+        main(config)
+        dist.barrier()
+    except UserError as error:
+        print_rank0(f"error: {error}", file=sys.stderr)
+        close_and_exit(2)
+    except Exception:
+        # Printed at once: a peer waiting in a collective would hide it under its own timeout.
+        print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        close_and_exit(1)
+    dist.destroy_process_group()
+
+
+def close_and_exit(status: int) -> None:
+    """Leave at once, without waiting for peers that may be inside a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def start() -> None:
+    """Join the process group that torchrun describes, or make a group of one. Idempotent."""
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def rank() -> int:
+    """This process's number, 0 before `start`."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes, 1 before `start`."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_rank0() -> bool:
+    """Whether this process writes files and prints."""
+    return rank() == 0
+
+
+def device() -> torch.device:
+    """Where this process computes."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator, the same on all ranks: whatever is drawn is drawn alike."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries below us read the global generator
+    torch.manual_seed(seed)
+
+
+def mesh(num_replicas: int = 1) -> DeviceMesh:
+    """The mesh to shard over: 1-D, or (replicate, shard) for HSDP. Collective.
+
+    Raises:
+        UserError: the processes do not split into `num_replicas` equal groups.
+    """
+    if world_size() % num_replicas != 0:
+        raise UserError(
+            f"--num_replicas is {num_replicas}; it must divide the {world_size()} processes."
+        )
+    if num_replicas == 1:
+        return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("shard",))
+    shape = (num_replicas, world_size() // num_replicas)
+    return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over ranks, returned as a new tensor on the same device. Collective."""
+    result = tensor.detach().clone()
+    dist.all_reduce(result)
+    return result
+
+
+def count_all(counts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Sum of this rank's counts over all ranks, a float32 scalar on the device. Collective."""
+    local = torch.stack(list(counts)).sum().to(device())
+    return all_reduce_sum(local.float())
+
+
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest over ranks, returned as a new tensor on the same device. Collective."""
+    result = tensor.detach().clone()
+    dist.all_reduce(result, op=dist.ReduceOp.MAX)
+    return result
+
+
+def barrier() -> None:
+    """Wait for every rank. Collective."""
+    dist.barrier()
+
+
+def print_rank0(*values: object, **options: Any) -> None:
+    """`print` on rank 0, flushed; silent elsewhere."""
+    if is_rank0():
+        print(*values, flush=True, **options)
+
+
+def peak_memory_gb() -> float:
+    """Largest memory of any process so far, in GB: of the GPU if there is one. Collective."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated() / 1e9
+    else:
+        scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+    return float(all_reduce_max(torch.tensor(peak, dtype=torch.float64)))

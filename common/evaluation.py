@@ -1,0 +1,136 @@
+"""Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import data, distributed, fsdp
+from common.config import CommonConfig
+from common.data import Example
+from common.jsonl import read_jsonl
+from common.metrics import Accumulator
+from common.scoring import sequence_scores
+from common.statistics import PreferenceAccuracy, preference_accuracy
+from common.terminal import progress_bar
+
+
+@torch.no_grad()
+def score_examples(
+    model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int, title: str
+) -> Tensor:
+    """Score every completion of every example. Collective.
+
+    Args:
+        model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
+        examples: N prompts with K completions each.
+        config: `micro_batch_size` prompts are scored at once on each rank.
+        pad_id: fills padding; masked.
+        title: what the progress bar says.
+
+    Returns:
+        (N, K) float64 on the host, the same on every rank.
+    """
+    world_size, device = distributed.world_size(), distributed.device()
+    order = data.BatchOrder(
+        len(examples),
+        config.micro_batch_size * world_size,
+        seed=0,
+        rank=distributed.rank(),
+        world_size=world_size,
+        shuffle=False,
+    )
+    num_completions = len(examples[0].completions)
+    scores = torch.zeros(len(examples), num_completions, dtype=torch.float64, device=device)
+    bar = progress_bar(title, order.steps_per_epoch, unit="batch", active=distributed.is_rank0())
+    for step in range(order.steps_per_epoch):
+        bar.update()
+        rows = order.rows(step)
+        (batch,) = data.micro_batches(examples, rows, config.micro_batch_size, pad_id)
+        values = sequence_scores(model, batch.to(device)).view(-1, num_completions)  # (N', K)
+        for row, value in zip(rows, values, strict=True):
+            if row is not None:
+                scores[row] = value.double()
+    bar.close()
+    fsdp.reshard(model)
+    return distributed.all_reduce_sum(scores).cpu()
+
+
+def sft_loss(
+    model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int
+) -> float:
+    """Mean negative log-likelihood per completion token over all examples, in nats. Collective."""
+    logps = score_examples(model, examples, config, pad_id, "evaluating")  # (N, 1)
+    num_tokens = sum(len(example.completions[0]) for example in examples)
+    return float(-logps.sum()) / num_tokens
+
+
+def preferences(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    ref_scores: Tensor | None = None,
+) -> tuple[PreferenceAccuracy, Tensor]:
+    """How often the chosen completion scores higher. Collective.
+
+    Args:
+        model: a reward model, or a policy.
+        examples: pairs, chosen first.
+        config: see `score_examples`.
+        pad_id: see `score_examples`.
+        ref_scores: (N, 2) log-probabilities of the reference; with them a policy is judged by its
+            implicit reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023,
+            eq. 5).
+
+    Returns:
+        Accuracy with its interval, and the scores (N, 2).
+    """
+    scores = score_examples(model, examples, config, pad_id, "scoring pairs")  # (N, 2)
+    if ref_scores is not None:
+        scores = scores - ref_scores
+    return preference_accuracy(scores[:, 0], scores[:, 1]), scores
+
+
+def add_pair_metrics(metrics: Accumulator, rewards: Tensor, real: Tensor) -> None:
+    """Add what pairs are judged by.
+
+    Args:
+        metrics: gets chosen_reward, rejected_reward, reward_margin and accuracy (a tie is a half).
+        rewards: (N, 2) of chosen and rejected: of a reward model, or implicit ones.
+        real: (N,) bool, False = filler that counts nowhere.
+    """
+    margins = (rewards[:, 0] - rewards[:, 1]).detach()  # (N,)
+    wins = (margins > 0) + 0.5 * (margins == 0)  # (N,)
+    columns = {
+        "chosen_reward": rewards[:, 0],
+        "rejected_reward": rewards[:, 1],
+        "reward_margin": margins,
+        "accuracy": wins,
+    }
+    for name, values in columns.items():
+        metrics.add(name, (values * real).sum(), real.sum())
+
+
+def pair_table(
+    examples: Sequence[Example], scores: Tensor, tokenizer: Any, config: CommonConfig
+) -> list[dict[str, Any]]:
+    """Rows to print: prompt end, both completions and their scores (N, 2)."""
+    table = []
+    for example, (chosen, rejected) in zip(
+        examples[: config.num_sample_prompts], scores.tolist(), strict=False
+    ):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions]
+        row: dict[str, Any] = {"prompt": example.prompt, "chosen": texts[0], "rejected": texts[1]}
+        table.append(row | {"chosen score": chosen, "rejected score": rejected})
+    return table
+
+
+def run_cost(run_dir: Path) -> dict[str, float]:
+    """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
+    cost: dict[str, float] = {}
+    for record in read_jsonl(run_dir / "metrics.jsonl"):
+        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
+    return cost

@@ -1,0 +1,194 @@
+"""Sharding with FSDP2: which modules become units, precision, offload, and one copy for rollouts.
+
+Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP gathers bfloat16
+copies of the parameters and computes with them.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from common import distributed
+from common.config import CommonConfig
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated decoder blocks inside `module`, wherever the language model sits in it.
+
+    Hugging Face models name their block classes in `_no_split_modules`; a model that names none
+    gets its largest `nn.ModuleList`.
+    """
+    names = {
+        name
+        for part in module.modules()
+        for name in (getattr(part, "_no_split_modules", None) or ())
+    }
+    found = [part for part in module.modules() if type(part).__name__ in names]
+    if found:
+        return found
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def shard(
+    module: nn.Module,
+    config: CommonConfig,
+    mesh: DeviceMesh,
+    *,
+    float32_modules: Iterable[nn.Module] = (),
+) -> nn.Module:
+    """Shard `module` in place and give every rank its part of rank 0's weights. Collective.
+
+    Args:
+        module: real weights on rank 0; elsewhere the same module on the meta device, so that only
+            rank 0 ever holds the whole model.
+        config: `bf16`, `cpu_offload` and `gradient_checkpointing` are read.
+        mesh: from `distributed.mesh`: 1-D, or (replicate, shard) for HSDP.
+        float32_modules: computed in float32 also under bf16 (a reward head: bfloat16 rewards tie).
+
+    Returns:
+        The same module, every block a unit of its own and the rest in the root unit.
+    """
+    device = distributed.device()
+    full_state = module.state_dict() if distributed.is_rank0() else {}
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(module)
+    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    compute_dtype = torch.bfloat16 if config.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    single = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    for part in float32_modules:
+        fully_shard(part, mp_policy=single, **options)
+    for block in blocks(module):
+        fully_shard(block, mp_policy=precision, **options)
+    # A frozen model has no backward that would free its root unit, so its forward does.
+    trains = any(p.requires_grad for p in module.parameters())
+    fully_shard(
+        module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
+    )
+
+    if not distributed.is_rank0():
+        module.to_empty(device="cpu" if config.cpu_offload else device)
+    set_model_state_dict(
+        module,
+        full_state,
+        # strict=False: a tied lm_head has no entry of its own
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
+    )
+    share_buffers(module, device)
+    for unit in fsdp_units(module):
+        # Losses are divided by global counts before backward, so ranks sum gradients: FSDP's own
+        # division by the number of ranks is undone here and nowhere else.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # or gloo is asked for NCCL's PREMUL_SUM
+    return module
+
+
+def enable_gradient_checkpointing(module: nn.Module) -> None:
+    """Recompute every block in backward, through the language models' own switch."""
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+            return
+
+
+def share_buffers(module: nn.Module, device: torch.device) -> None:
+    """Give every rank rank 0's buffers: rotary tables are in no state dict. Collective."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            shared = buffer.to(device) if buffer.device != device else buffer
+            dist.broadcast(shared, 0)
+            part.register_buffer(
+                name, shared, persistent=name not in part._non_persistent_buffers_set
+            )
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit inside `module`, the root included."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def reduce_gradients_in_next_backward(module: nn.Module, enabled: bool) -> None:
+    """Reduce gradients over ranks in the next backward, or keep accumulating them locally."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(enabled)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what a forward without backward left gathered, so that parameters are shards again."""
+    for part in fsdp_units(module):
+        part.reshard()
+
+
+def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state on rank 0, on the host; empty elsewhere. Collective."""
+    reshard(module)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(module, options=options)
+    return state
+
+
+class RolloutCopy:
+    """A plain replica of a sharded language model, filled once per rollout phase.
+
+    Sampling from the sharded model would gather every unit once per token and tie the ranks to
+    the same number of tokens. The replica costs one gather, holds the compute dtype, lets each
+    rank stop when its own samples have stopped, and is freed before training goes on.
+    """
+
+    def __init__(self, lm: Any, config: CommonConfig) -> None:
+        """Build the replica without storage. `lm` is the Hugging Face model inside the policy."""
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        with torch.device("meta"):
+            self.replica = type(lm)(lm.config).to(dtype).eval().requires_grad_(False)
+        self.source = lm
+        for name, buffer in lm.named_buffers():
+            parent, _, leaf = name.rpartition(".")
+            self.replica.get_submodule(parent).register_buffer(leaf, buffer, persistent=False)
+
+    @contextmanager
+    def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
+        """Fill the replica from `policy`, whose submodule the source is. Collective on entry."""
+        reshard(policy)
+        weights = dict(self.source.named_parameters())
+        device = distributed.device()
+        for name, target in list(self.replica.named_parameters()):
+            weight = weights[name].data.to(device)
+            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            set_parameter(self.replica, name, full.to(target.dtype))
+        try:
+            yield self.replica
+        finally:
+            for name, target in list(self.replica.named_parameters()):
+                set_parameter(self.replica, name, torch.empty_like(target, device="meta"))
+
+
+def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter by a frozen one, in every module that shares it (tied embeddings)."""
+    old = module.get_parameter(name)
+    new = nn.Parameter(value, requires_grad=False)
+    for part in module.modules():
+        for leaf, parameter in list(part.named_parameters(recurse=False)):
+            if parameter is old:
+                setattr(part, leaf, new)

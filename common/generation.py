@@ -1,0 +1,253 @@
+"""Sampling: every prompt prefilled once, noise as a function of what is sampled, no collective.
+
+A token is drawn by inverse CDF at a uniform number hashed from (seed, step, prompt, sample,
+position), so a completion does not depend on the rank or batch that drew it (up to the rounding of
+a matrix product in a batch of another shape).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from common import distributed, fsdp, noise, padding
+from common.config import CommonConfig
+from common.data import Example
+from common.terminal import progress_bar, show_status
+
+DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
+
+
+@dataclass
+class Rollouts:
+    """Completions of N prompts, K each, prompt-major, cut after their first stop token."""
+
+    completion_ids: list[list[int]] = field(default_factory=list)  # (N*K, ragged)
+    token_logps: list[list[float]] = field(default_factory=list)  # (N*K, ragged) nats, float32
+    has_stop: list[bool] = field(default_factory=list)  # False: stopped by the length limit
+
+    def extend(self, other: "Rollouts") -> None:
+        """Append another batch of prompts."""
+        self.completion_ids += other.completion_ids
+        self.token_logps += other.token_logps
+        self.has_stop += other.has_stop
+
+    def texts(self, tokenizer: Any) -> list[str]:
+        """The completions as text, without the stop token."""
+        return [
+            tokenizer.decode(ids[:-1] if stopped else ids)
+            for ids, stopped in zip(self.completion_ids, self.has_stop, strict=True)
+        ]
+
+
+def draw(logps: Tensor, uniforms: Tensor) -> Tensor:
+    """The token whose interval of the cumulative distribution holds the uniform number.
+
+    Args:
+        logps: (B, V) float32 log-probabilities.
+        uniforms: (B,) float64 in (0, 1).
+
+    Returns:
+        (B,) ids; a token of probability 0 is never drawn.
+    """
+    cumulative = logps.double().exp().cumsum(-1)  # (B, V)
+    target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # the sum is 1 only up to rounding
+    tokens: Tensor = torch.searchsorted(cumulative, target).squeeze(-1)
+    return tokens.clamp_(max=logps.shape[-1] - 1)
+
+
+class Sampler:
+    """Samples from a policy that is being trained, through a plain copy of its weights."""
+
+    def __init__(
+        self, policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: CommonConfig
+    ) -> None:
+        """Prepare the copy; `policy.lm` is the Hugging Face model."""
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.stop_ids = list(stop_ids)
+        self.config = config
+        self.copy = fsdp.RolloutCopy(policy.lm, config)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_samples: int = 1,
+        temperature: float = 1.0,
+        step: int = 0,
+        report: Callable[[str], object] | None = None,
+    ) -> Rollouts:
+        """Complete this rank's prompts; ranks may differ in length. Collective at its start only.
+
+        Args:
+            examples: N prompts; their row numbers identify them in the noise.
+            num_samples: completions per prompt, K.
+            temperature: divides the logits; 0 takes the most likely token.
+            step: of the run; another step draws other completions.
+            report: told what is happening, for a progress bar.
+        """
+        prompts_at_once = max(1, self.config.generation_batch_size // num_samples)
+        rollouts = Rollouts()
+        with self.copy.gathered(self.policy) as lm:
+            for start in range(0, len(examples), prompts_at_once):
+                part = examples[start : start + prompts_at_once]
+                which = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
+                rollouts.extend(
+                    decode(
+                        lm,
+                        [example.prompt_ids for example in part],
+                        keys=torch.tensor([example.row for example in part]),
+                        num_samples=num_samples,
+                        stop_ids=self.stop_ids,
+                        max_completion_length=self.config.max_completion_length,
+                        temperature=temperature,
+                        seed=noise.derive_seed(self.config.seed, "sampling", step),
+                        pad_id=self.tokenizer.pad_token_id,
+                        title=which,
+                        report=report,
+                    )
+                )
+        return rollouts
+
+    def sample_shared(
+        self, examples: Sequence[Example], *, temperature: float, title: str
+    ) -> Rollouts:
+        """Complete every prompt once, shared by the ranks; each gets all, in order. Collective."""
+        rank, world_size = distributed.rank(), distributed.world_size()
+        mine = list(range(rank, len(examples), world_size))
+        with progress_bar(title, len(mine), unit="prompt", active=distributed.is_rank0()) as bar:
+            local = self.sample(
+                [examples[i] for i in mine],
+                temperature=temperature,
+                report=lambda text: show_status(bar, f"{title}: {text}"),
+            )
+        shape = (len(examples), self.config.max_completion_length)
+        ids, logps = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+        lengths, has_stop = torch.zeros(2, len(examples), dtype=torch.long)
+        for place, i in enumerate(mine):
+            lengths[i] = length = len(local.completion_ids[place])
+            ids[i, :length] = torch.tensor(local.completion_ids[place])
+            logps[i, :length] = torch.tensor(local.token_logps[place])
+            has_stop[i] = local.has_stop[place]
+        ids, logps, lengths, has_stop = map(
+            distributed.all_reduce_sum, (ids, logps, lengths, has_stop)
+        )
+        return Rollouts(
+            [row[:n] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)],
+            [row[:n] for row, n in zip(logps.tolist(), lengths.tolist(), strict=True)],
+            has_stop.bool().tolist(),
+        )
+
+    def table(
+        self,
+        examples: Sequence[Example],
+        rollouts: Rollouts | None = None,
+        **columns: Sequence[float],
+    ) -> list[dict[str, Any]]:
+        """Rows to print: prompt end, completion, further columns, why it stopped. Collective.
+
+        Args:
+            examples: N prompts. Without rollouts the first `num_sample_prompts` are completed with
+                their most likely tokens.
+            rollouts: K completions of each, prompt-major.
+            columns: one value per completion.
+        """
+        if rollouts is None:
+            examples = examples[: self.config.num_sample_prompts]
+            rollouts = self.sample(examples, temperature=0)
+        per_prompt = len(rollouts.has_stop) // max(1, len(examples))
+        return [
+            {
+                "prompt": examples[i // per_prompt].prompt,
+                "completion": text,
+                **{name: values[i] for name, values in columns.items()},
+                "stopped by": "stop token" if rollouts.has_stop[i] else "length limit",
+            }
+            for i, text in enumerate(rollouts.texts(self.tokenizer))
+        ]
+
+
+def decode(
+    lm: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    keys: Tensor,
+    num_samples: int,
+    stop_ids: Sequence[int],
+    max_completion_length: int,
+    temperature: float,
+    seed: int,
+    pad_id: int,
+    title: str = "",
+    report: Callable[[str], object] | None = None,
+) -> Rollouts:
+    """Sample one batch: prefill the prompts once, then one token per forward for the live rows."""
+    device = lm.get_input_embeddings().weight.device
+    ids, mask = padding.left_pad([list(p) for p in prompts], pad_id)
+    ids, mask = ids.to(device), mask.to(device)  # (N, P)
+    cache = DynamicCache(config=lm.config)
+    output = lm(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=padding.position_ids(mask),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache.batch_repeat_interleave(num_samples)  # the prompt's keys and values, once per sample
+    logits = output.logits[:, -1].repeat_interleave(num_samples, 0)  # (B, V)
+    mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
+    keys = keys.repeat_interleave(num_samples).to(device)  # (B,)
+    samples = torch.arange(num_samples, device=device).repeat(len(prompts))  # (B,)
+    stops = torch.tensor(list(stop_ids), device=device)
+
+    num_rows = len(prompts) * num_samples
+    tokens_out = torch.full((num_rows, max_completion_length), pad_id, device=device)  # (B, C)
+    logps_out = torch.zeros(num_rows, max_completion_length, device=device)  # (B, C)
+    rows = torch.arange(num_rows, device=device)  # which output row each cached row writes
+    finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    for position in range(max_completion_length):
+        if report:
+            report(f"{title}, token {position + 1} of {max_completion_length}")
+        logps = torch.log_softmax(logits.float() / (temperature or 1.0), -1)  # (B', V)
+        if temperature == 0:
+            tokens = logps.argmax(-1)
+        else:
+            tokens = draw(logps, noise.uniform(seed, keys, samples, position))
+        tokens_out[rows, position] = torch.where(finished, pad_id, tokens)
+        logps_out[rows, position] = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        finished = finished | torch.isin(tokens, stops)
+        live = int((~finished).sum())
+        if live == 0 or position + 1 == max_completion_length:
+            break
+        if live <= (1 - DROP_FRACTION) * len(rows):
+            kept = (~finished).nonzero().squeeze(-1)
+            cache.batch_select_indices(kept)
+            mask, keys, samples, tokens = mask[kept], keys[kept], samples[kept], tokens[kept]
+            rows, finished = rows[kept], finished[kept]
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], -1)  # (B', P + position + 1)
+        logits = lm(
+            input_ids=tokens.unsqueeze(-1),
+            attention_mask=mask.long(),
+            position_ids=padding.position_ids(mask)[:, -1:],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[:, -1]
+    return cut(tokens_out, logps_out, position + 1, stop_ids)
+
+
+def cut(tokens: Tensor, logps: Tensor, length: int, stop_ids: Sequence[int]) -> Rollouts:
+    """Keep each row up to its first stop token."""
+    tokens, logps = tokens[:, :length], logps[:, :length]
+    mask, has_stop = padding.cut_at_stop(tokens, stop_ids)
+    lengths = mask.sum(-1).tolist()
+    return Rollouts(
+        [row[:n] for row, n in zip(tokens.tolist(), lengths, strict=True)],
+        [row[:n] for row, n in zip(logps.tolist(), lengths, strict=True)],
+        has_stop.tolist(),
+    )

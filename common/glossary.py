@@ -1,0 +1,80 @@
+"""Every metric a run records, defined once. Logging a name that is not here is refused."""
+
+from collections.abc import Iterable
+
+FUNCTION_PREFIX = "reward/"
+
+METRICS: dict[str, str] = {
+    # --- every stage ---
+    "loss": "Training loss of the step: SFT nats per completion token; reward model and DPO nats "
+    "per pair; GRPO the objective that is minimised, KL term included.",
+    "grad_norm": "Euclidean norm of the gradient of the step over all parameters, before clipping.",
+    "learning_rate": "Learning rate the step was made with.",
+    "epoch": "Passes over the training rows so far; fractional.",
+    "tokens": "Completion tokens in the loss of the step, over all ranks.",
+    "tokens_per_second": "Completion tokens in the loss per second of wall time, over all ranks.",
+    "step_seconds": "Wall time of an optimiser step in seconds without evaluation, mean since the "
+    "last log.",
+    "sample_seconds": "Wall time of drawing the completions of a step in seconds, mean over ranks.",
+    "elapsed_minutes": "Wall time of the training loop so far in minutes with evaluation, and with "
+    "earlier launches of a resumed run.",
+    "peak_memory_gb": "Largest memory of any process so far in GB (1e9 bytes), of the GPU if used.",
+    "eval_loss": "Loss over the whole held-out split, in the units of `loss`.",
+    "eval_accuracy": "Preference accuracy on the whole held-out split; a tie counts one half.",
+    # --- what the policy does to its tokens ---
+    "entropy": "Entropy of the policy's next-token distribution in nats, mean over the tokens.",
+    # --- pairs; a reward is the model's score, or the implicit one in DPO, beta log(pi / ref) ---
+    "accuracy": "Share of the step's pairs whose chosen reward is the higher; a tie is one half.",
+    "reward_margin": "Chosen minus rejected reward, mean over the pairs.",
+    "chosen_reward": "Reward of the chosen completion, mean over the pairs; in DPO "
+    "beta log(pi/ref) in beta times nats.",
+    "rejected_reward": "Reward of the rejected completion, mean over the pairs; in DPO "
+    "beta log(pi/ref) in beta times nats.",
+    "reward_shift": "What is taken off a reward so that SFT references have mean 0.",
+    "chosen_logp": "Log-probability of the chosen completion under the policy in nats, summed over "
+    "its tokens, mean over the pairs.",
+    "rejected_logp": "Log-probability of the rejected completion under the policy in nats, summed "
+    "over its tokens, mean over the pairs.",
+    # --- GRPO; a group is the completions of one prompt ---
+    "reward": "Weighted sum of the reward functions, mean over all completions drawn.",
+    "reward_std": "Standard deviation of the reward within a group, mean over the groups.",
+    "reward/<function>": "One reward function before its weight, mean over the completions it "
+    "applies to.",
+    "kept_reward": "Reward, mean over the completions that rejection sampling kept.",
+    "advantage_mean_kept": "Advantage, mean over the kept completions; far from 0, the baseline is "
+    "none.",
+    "effective_sample_size": "Kish's (sum w)^2 / sum w^2 of the rejection-sampling weights in "
+    "completions, mean over the groups.",
+    "zero_variance_fraction": "Share of groups whose rewards are all equal: they teach nothing.",
+    "kl": "Estimate of KL(policy || reference) in nats per completion: summed over the tokens, "
+    "mean over the completions.",
+    "clip_fraction": "Share of completion tokens whose ratio is clipped, so gives no gradient.",
+    "ratio_mean": "Policy over sampling-time probability, mean over the tokens; 1 if on-policy.",
+    "sampler_kl": "Sampler minus trainer log-probability in nats, mean over the tokens: estimates "
+    "KL(sampler || trainer), and 0 means that both compute the same policy.",
+    "completion_length": "Tokens per completion, stop token included, mean.",
+    "stop_rate": "Share of completions that ended with a stop token within the length limit.",
+}
+
+# What a console line and the bar show, in this order; metrics.jsonl has everything.
+CONSOLE = (
+    "loss",
+    "eval_loss",
+    "accuracy",
+    "eval_accuracy",
+    "reward",
+    "kl",
+    "completion_length",
+    "stop_rate",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+)
+POSTFIX = ("loss", "accuracy", "reward", "kl")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Assert that every name is defined: in `METRICS`, or `reward/` and a function's name."""
+    for name in names:
+        is_function = name.startswith(FUNCTION_PREFIX) and len(name) > len(FUNCTION_PREFIX)
+        assert name in METRICS or is_function, f"metric {name!r} has no definition in METRICS"

@@ -1,0 +1,63 @@
+"""JSON lines, written line by line by a run that may be killed at any of them."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file, [] if it does not exist.
+
+    An unfinished last line, left by a run that was killed while writing it, is dropped.
+
+    Raises:
+        RuntimeError: another line is not JSON.
+    """
+    if not path.exists():
+        return []
+    # A torn last line may end inside a character; "replace" leaves it to the parser below. Not
+    # splitlines: a text may hold a Unicode line separator, which JSON does not escape.
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise RuntimeError(f"{path}, line {number}: not JSON ({error}).") from error
+    return records
+
+
+def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
+    """Keep the lines up to `start_step`; a run from step 0 starts an empty file. Atomic.
+
+    The steps after the checkpoint that a run resumes from will be made, and logged, again.
+
+    Returns:
+        What was kept.
+    """
+    records = read_jsonl(path) if start_step > 0 else []
+    kept = [record for record in records if record["step"] <= start_step]
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.writelines(json_line(record) for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return kept
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One line of a `.jsonl` file."""
+    # JSON has no NaN or infinity. null keeps the file readable and the gap visible; a run whose
+    # loss or gradient is not finite stops by itself, with the value in its error message.
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"

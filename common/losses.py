@@ -1,0 +1,337 @@
+"""Every training objective, as small pure tensor functions.
+
+Losses are to be minimised. Token tensors are (B, C): one row per completion, one column per
+completion token; masks are bool, True = the token counts. Log-probabilities are in nats and float32
+or better; a lower precision is raised to float32 here. Where a loss is a mean, its denominator can
+be passed in, since it has to be the one of the whole optimiser step (all micro-batches, all ranks).
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "ipo_mean", "hinge", "simpo")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+RATIO_LEVELS = ("token", "sequence")
+AGGREGATIONS = ("grpo", "token", "constant", "prompt")
+
+
+def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{field} is {value!r} but must be one of {', '.join(allowed)}")
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of the values where the mask is True, over one dimension or all of them.
+
+    Selects instead of multiplying, so that an infinity or NaN under a False stays out.
+    """
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    return kept.sum() if dim is None else kept.sum(dim=dim)
+
+
+def sft_loss(token_logps: Tensor, completion_mask: Tensor, *, num_tokens: Tensor | float) -> Tensor:
+    """Negative log-likelihood per completion token: -sum m log pi / num_tokens.
+
+    Args:
+        token_logps: (B, C), log pi(token | what precedes it).
+        completion_mask: (B, C) bool, True = a completion token, the stop token included.
+        num_tokens: Completion tokens of the whole optimiser step, so that the micro-batches' losses
+            add up to the step's mean.
+
+    Returns:
+        Scalar, nats per token.
+    """
+    return -_mean(masked_sum(_precise(token_logps), completion_mask), num_tokens)
+
+
+def bradley_terry_loss(
+    chosen_rewards: Tensor, rejected_rewards: Tensor, *, margin: Tensor | None = None
+) -> Tensor:
+    """Reward-model loss -log sigma(r_w - r_l - margin).
+
+    Stiennon et al. 2020, section 3.4; the margin is Llama 2's (Touvron et al. 2023, eq. 2).
+
+    Args:
+        chosen_rewards: (N,) rewards of the preferred completions.
+        rejected_rewards: (N,) rewards of the others.
+        margin: (N,) by how much the first should exceed the second; default 0.
+
+    Returns:
+        (N,) loss of each pair, nats.
+    """
+    difference = _precise(chosen_rewards) - _precise(rejected_rewards)
+    return -F.logsigmoid(difference if margin is None else difference - margin)
+
+
+def preference_loss(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    *,
+    beta: float,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    gamma: float = 0.0,
+) -> Tensor:
+    """Loss of the DPO family on pairs of completions.
+
+    With D = (log pi_w - log pi_l) - (log ref_w - log ref_l), and e the label smoothing:
+
+    - `sigmoid`: -(1 - e) log sigma(beta D) - e log sigma(-beta D). With e = 0 DPO (Rafailov et al.
+      2023, eq. 7), else conservative DPO (Mitchell 2023), e being the chance of a wrong label.
+    - `robust`: [-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e), whose mean over
+      labels flipped with chance e is the loss on clean labels (Chowdhury et al. 2024).
+    - `ipo`: (D - 1 / (2 beta))^2 on summed log-probs (Azar et al. 2023, eq. 17).
+    - `ipo_mean`: the same on log-probs per token.
+    - `hinge`: max(0, 1 - beta D), RSO's hinge-norm (Liu et al. 2023, eq. 10).
+    - `simpo`: the sigmoid loss of beta (log pi_w / |y_w| - log pi_l / |y_l|) - gamma, no reference
+      (Meng et al. 2024, eq. 6).
+
+    Args:
+        chosen_logps: (N,) policy log-probs of the preferred completions, summed over their tokens.
+        rejected_logps: (N,) the same of the others.
+        ref_chosen_logps: (N,) reference log-probs of the preferred completions, summed.
+        ref_rejected_logps: (N,) the same of the others.
+        beta: Strength of the tie to the reference, or for `simpo` scale of the reward.
+        loss_type: One of `PREFERENCE_LOSSES`.
+        label_smoothing: e above, in [0, 0.5).
+        chosen_lengths: (N,) completion tokens of the preferred ones, for `ipo_mean` and `simpo`.
+        rejected_lengths: (N,) completion tokens of the others.
+        gamma: Margin of `simpo`.
+
+    Returns:
+        (N,) loss of each pair.
+
+    Raises:
+        ValueError: An unknown loss type, or a label smoothing that is out of range or that the loss
+            type has no use for.
+    """
+    _check_preference_options(loss_type, label_smoothing)
+    chosen, rejected = _precise(chosen_logps), _precise(rejected_logps)
+    ref_chosen, ref_rejected = _precise(ref_chosen_logps), _precise(ref_rejected_logps)
+    if loss_type in ("ipo_mean", "simpo"):
+        assert chosen_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
+        assert rejected_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
+        chosen, ref_chosen = chosen / chosen_lengths, ref_chosen / chosen_lengths
+        rejected, ref_rejected = rejected / rejected_lengths, ref_rejected / rejected_lengths
+
+    if loss_type == "simpo":
+        return _smoothed_logistic(beta * (chosen - rejected) - gamma, label_smoothing)
+    log_ratio_gap = (chosen - rejected) - (ref_chosen - ref_rejected)  # (N,), D above
+    if loss_type in ("ipo", "ipo_mean"):
+        return (log_ratio_gap - 1 / (2 * beta)) ** 2
+    if loss_type == "hinge":
+        return torch.relu(1 - beta * log_ratio_gap)
+    if loss_type == "robust":
+        # The smoothed loss with a negative share of flipped labels, rescaled: weights sum to one.
+        flipped = -label_smoothing / (1 - 2 * label_smoothing)
+        return _smoothed_logistic(beta * log_ratio_gap, flipped)
+    return _smoothed_logistic(beta * log_ratio_gap, label_smoothing)
+
+
+def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str = "k3") -> Tensor:
+    """Estimate KL(pi || ref) at each token that was sampled from pi (Schulman 2020).
+
+    With d = log ref - log pi, and expectations over tokens drawn from pi:
+
+    - `k1` = -d: unbiased, of either sign; as a loss its expected gradient is 0: for rewards only.
+    - `k2` = d^2 / 2: biased; as a loss its expected gradient is that of KL(pi || ref).
+    - `k3` = exp(d) - d - 1: unbiased, never negative (DeepSeekMath eq. 4); as a loss its expected
+      gradient is that of KL(ref || pi).
+
+    Args:
+        token_logps: (B, C), log pi of the sampled tokens.
+        ref_token_logps: (B, C), log ref of the same tokens.
+        estimator: One of `KL_ESTIMATORS`.
+
+    Returns:
+        (B, C), nats. Not masked: log-probs at padding must be finite, or equal, which gives 0.
+
+    Raises:
+        ValueError: An unknown estimator.
+    """
+    check_choice("estimator", estimator, KL_ESTIMATORS)
+    difference = _precise(ref_token_logps) - _precise(token_logps)  # (B, C)
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return difference**2 / 2
+    return torch.expm1(difference) - difference  # expm1: near 0, exp(d) - 1 keeps no digits
+
+
+def policy_loss(
+    token_logps: Tensor,
+    old_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    ratio_level: str = "token",
+) -> Tensor:
+    """Clipped policy objective at each token, negated: -min(rho A, clip(rho) A).
+
+    PPO (Schulman et al. 2017, eq. 7) as used by GRPO (DeepSeekMath eq. 3), with DAPO's two bounds
+    (Yu et al. 2025, eq. 8) and the dual clip max(., delta A) where A < 0 (Ye et al. 2020). With one
+    update per rollout, pass the log-probs as their own old ones: rho is then exactly 1 and its
+    gradient is that of the log-prob, so the loss's gradient is REINFORCE's.
+
+    Args:
+        token_logps: (B, C), log pi with gradient.
+        old_token_logps: (B, C), log-probs of the policy that sampled; no gradient goes into them.
+        advantages: (B, C), or (B,) for one per completion.
+        completion_mask: (B, C) bool, True = the token counts.
+        epsilon_low: The ratio is clipped below at 1 - epsilon_low.
+        epsilon_high: The ratio is clipped above at 1 + epsilon_high.
+        delta: Bound, above 1 + epsilon_high, on the ratio of a token with negative advantage, which
+            the clip alone leaves unbounded; None = no bound.
+        ratio_level: `token`: rho = pi / old of the token. `sequence`: its geometric mean over the
+            completion (GSPO, Zheng et al. 2025, eq. 7) in the paper's token variant (eq. 14), whose
+            gradient is the same when a completion has one advantage.
+
+    Returns:
+        (B, C), to be minimised; 0 where the mask is False.
+
+    Raises:
+        ValueError: An unknown ratio level, or a delta that the clip makes meaningless.
+    """
+    check_choice("ratio_level", ratio_level, RATIO_LEVELS)
+    if delta is not None and delta <= 1 + epsilon_high:
+        raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    log_ratio = _precise(token_logps) - _precise(old_token_logps).detach()
+    # Masked before exp: an infinity there would turn the zero gradient of padding into NaN.
+    log_ratio = torch.where(completion_mask, log_ratio, torch.zeros_like(log_ratio))  # (B, C)
+    if ratio_level == "sequence":
+        mean = _mean(log_ratio.sum(dim=1), completion_mask.sum(dim=1))[:, None]  # (B, 1)
+        log_ratio = mean.detach() + log_ratio - log_ratio.detach()
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)  # (B, C)
+    if delta is not None:
+        bounded = torch.maximum(objective, delta * advantages)
+        objective = torch.where(advantages < 0, bounded, objective)
+    return torch.where(completion_mask, -objective, torch.zeros_like(objective))
+
+
+def clipped_tokens(
+    token_logps: Tensor,
+    old_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    *,
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+) -> Tensor:
+    """Which tokens `policy_loss` clips at token level, so that they give no gradient.
+
+    Args:
+        token_logps: As in `policy_loss`.
+        old_token_logps: As in `policy_loss`.
+        advantages: (B,), one per completion.
+        completion_mask: (B, C) bool, True = the token counts.
+        epsilon_low: As in `policy_loss`.
+        epsilon_high: As in `policy_loss`.
+
+    Returns:
+        (B, C) bool, without gradient.
+    """
+    with torch.no_grad():
+        ratio = (_precise(token_logps) - _precise(old_token_logps)).exp()  # (B, C)
+        too_low = (ratio < 1 - epsilon_low) & (advantages[:, None] < 0)
+        too_high = (ratio > 1 + epsilon_high) & (advantages[:, None] > 0)
+    return (too_low | too_high) & completion_mask
+
+
+def aggregate(
+    per_token: Tensor,
+    completion_mask: Tensor,
+    *,
+    aggregation: str = "grpo",
+    num_sequences: Tensor | float | None = None,
+    num_tokens: Tensor | float | None = None,
+    max_length: int | None = None,
+    num_generations: int | None = None,
+    num_prompts: Tensor | float | None = None,
+) -> Tensor:
+    """Reduce a loss per token to a scalar.
+
+    - `grpo`: mean over completions of their token mean (DeepSeekMath eq. 3).
+    - `token`: mean over all tokens (DAPO, Yu et al. 2025, eq. 8, read as one mean per step).
+    - `constant`: sum / (num_sequences * max_length) (Dr. GRPO, Liu et al. 2025).
+    - `prompt`: mean over prompts of the token mean over the prompt's completions (DAPO eq. 8, read
+      as one mean per prompt).
+
+    A denominator that is not given is the local batch's. A stage passes those of its optimiser step
+    (all micro-batches, all ranks): then the micro-batches' losses add up to the step's.
+
+    Args:
+        per_token: (B, C).
+        completion_mask: (B, C) bool, True = the token counts.
+        aggregation: One of `AGGREGATIONS`.
+        num_sequences: Completions of the step, for `grpo` and `constant`; default B.
+        num_tokens: For `token` the tokens of the step. For `prompt` (B,), the tokens of all
+            completions of the row's prompt; default: counted, each prompt's rows being here.
+        max_length: Longest completion allowed, tokens, for `constant`; default C, which depends on
+            the padding.
+        num_generations: Completions of a prompt (neighbouring rows), for `prompt`.
+        num_prompts: Prompts of the step, for `prompt`; default B / num_generations.
+
+    Returns:
+        Scalar. Where nothing counts it is 0, not 0 / 0.
+
+    Raises:
+        ValueError: An unknown aggregation.
+    """
+    check_choice("aggregation", aggregation, AGGREGATIONS)
+    num_rows, num_columns = per_token.shape
+    per_sequence = masked_sum(_precise(per_token), completion_mask, dim=1)  # (B,)
+    lengths = completion_mask.sum(dim=1)  # (B,)
+    if aggregation == "token":
+        return _mean(per_sequence.sum(), lengths.sum() if num_tokens is None else num_tokens)
+    if aggregation == "prompt":
+        assert num_generations is not None, "`prompt` needs num_generations"
+        if num_tokens is None:
+            num_tokens = lengths.view(-1, num_generations).sum(dim=1)  # (N,)
+            num_tokens = num_tokens.repeat_interleave(num_generations)  # (B,)
+        num_prompts = num_rows / num_generations if num_prompts is None else num_prompts
+        return _mean(_mean(per_sequence, num_tokens).sum(), num_prompts)
+    num_sequences = num_rows if num_sequences is None else num_sequences
+    if aggregation == "constant":
+        length = num_columns if max_length is None else max_length
+        return _mean(per_sequence.sum(), num_sequences * length)
+    return _mean(_mean(per_sequence, lengths).sum(), num_sequences)
+
+
+def _smoothed_logistic(logits: Tensor, flipped: float) -> Tensor:
+    """Logistic loss with a share of flipped labels: -(1 - f) log sigma(z) - f log sigma(-z)."""
+    return -(1 - flipped) * F.logsigmoid(logits) - flipped * F.logsigmoid(-logits)
+
+
+def _mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """Divide sums by counts; a count of 0, which has a sum of 0, gives 0."""
+    if isinstance(count, Tensor):
+        return total / count.clamp(min=1)
+    return total / max(count, 1)
+
+
+def _precise(values: Tensor) -> Tensor:
+    """The values in float32, or as they are if they are float64."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _check_preference_options(loss_type: str, label_smoothing: float) -> None:
+    """Raise ValueError for a loss type that does not exist or a label smoothing it cannot use."""
+    check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
+    if label_smoothing and loss_type not in ("sigmoid", "robust", "simpo"):
+        raise ValueError(
+            f"label_smoothing is {label_smoothing} but must be 0 with loss_type {loss_type}"
+        )

@@ -1,0 +1,285 @@
+"""What a run records and shows: exact means over ranks, files, bar, wandb, sample tables.
+
+`metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
+and evaluations are lines of their own. Every name is defined in `common/glossary.py`.
+"""
+
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from common.config import TrainConfig, config_dict, save_run_files
+from common.distributed import all_reduce_sum, is_rank0, peak_memory_gb, world_size
+from common.glossary import CONSOLE, METRICS, POSTFIX, check_names
+from common.jsonl import json_line, rewind_jsonl
+from common.terminal import format_number, progress_bar, show_status, wrapped_table
+
+
+class Accumulator:
+    """Means over micro-batches and ranks, as sums and counts in float64.
+
+    A mean of means weighs a short micro-batch like a long one; a sum over a count does not, so the
+    result does not depend on how the rows were split.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        """Start empty; sums live on `device`, where the totals are computed."""
+        self.device = device
+        self._sums: dict[str, Tensor] = {}  # name -> (2,) float64: sum, count
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
+        """Add a sum over `count` things. Local, and does not wait for the device.
+
+        Args:
+            name: a metric of `METRICS`.
+            total: 0-d sum of the values; detached here.
+            count: number of values summed; 0 where this rank has none.
+        """
+        check_names([name])
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self.device)
+        sums = self._sums[name]
+        # In place: a Python number becomes a kernel argument, not a blocking copy to the device.
+        sums[0] += total.detach() if isinstance(total, Tensor) else total
+        sums[1] += count.detach() if isinstance(count, Tensor) else count
+
+    def add_values(self, **values: Tensor | float) -> None:
+        """Add values of the whole step, each the same on every rank."""
+        for name, value in values.items():
+            self.add(name, value)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the wall time of the block, in seconds."""
+        started = time.monotonic()
+        yield
+        self.add(name, time.monotonic() - started)
+
+    def reduce(self) -> dict[str, float]:
+        """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
+
+        A name of `METRICS` may be missing on some ranks; `reward/<function>` must have been added
+        on all of them, with count 0 where a rank has no such row. Names that counted nothing on any
+        rank are left out.
+        """
+        # All of METRICS takes part, so that ranks agree on the layout whatever each one added.
+        names = sorted({*METRICS, *self._sums})
+        nothing = torch.zeros(2, dtype=torch.float64, device=self.device)
+        table = torch.stack([self._sums.get(name, nothing) for name in names])  # (names, 2)
+        self._sums = {}
+        reduced = all_reduce_sum(table).tolist()
+        return {
+            name: total / count
+            for name, (total, count) in zip(names, reduced, strict=True)
+            if count != 0
+        }
+
+
+class RunLogger:
+    """Shows and records a run. Call it on every rank: rank 0 writes and prints, others do nothing.
+
+    Args:
+        output_dir: gets `metrics.jsonl`, `samples.jsonl` and, with wandb, `wandb/`.
+        total_steps: optimiser steps of the whole run.
+        description: name of the stage, shown in the bar: "SFT".
+        report_to: "none" or "wandb".
+        run_name: name of the run in wandb.
+        config: the resolved configuration, recorded in wandb.
+        start_step: the step resumed from; what was logged after it is dropped.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        total_steps: int,
+        description: str,
+        report_to: str,
+        run_name: str,
+        config: Mapping[str, Any],
+        start_step: int = 0,
+    ) -> None:
+        """Open the files, the bar and, if asked for, wandb."""
+        assert report_to in ("none", "wandb"), report_to
+        self.description = description
+        self.total_steps = total_steps
+        self._active = is_rank0()
+        self._started = self._mark = time.monotonic()
+        self._step_seconds = 0.0  # spent in steps since the last `log_training`
+        self._step = self._logged_step = start_step
+        if not self._active:
+            return
+        output_dir = Path(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        earlier = rewind_jsonl(output_dir / "metrics.jsonl", start_step)
+        self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
+        rewind_jsonl(output_dir / "samples.jsonl", start_step)
+        self._metrics_file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._samples_file = (output_dir / "samples.jsonl").open("a", encoding="utf-8")
+        self._wandb: Any = None
+        if report_to == "wandb":
+            self._wandb = start_wandb(output_dir, run_name, dict(config), start_step)
+        self._bar = progress_bar(description, total_steps, start_step)
+
+    @classmethod
+    def start(
+        cls, config: TrainConfig, description: str, total_steps: int, start_step: int
+    ) -> "RunLogger":
+        """The logger of a training run; rank 0 also writes `config.yaml` and `environment.json`."""
+        output_dir = Path(config.output_dir)
+        if is_rank0():
+            save_run_files(output_dir, config, world_size())
+        return cls(
+            output_dir,
+            total_steps=total_steps,
+            description=description,
+            report_to=config.report_to,
+            run_name=config.run_name or output_dir.name,
+            config=config_dict(config),
+            start_step=start_step,
+        )
+
+    def log_training(self, step: int, metrics: Accumulator) -> None:
+        """Reduce and record what was added since the last call, with time and memory. Collective.
+
+        `tokens_per_second` needs `tokens` among the metrics.
+        """
+        values = metrics.reduce()
+        values["peak_memory_gb"] = peak_memory_gb()
+        values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
+        if self._step > self._logged_step:
+            seconds = self._step_seconds / (self._step - self._logged_step)
+            values["step_seconds"] = seconds
+            if "tokens" in values:
+                values["tokens_per_second"] = values["tokens"] / seconds
+        self._logged_step, self._step_seconds = self._step, 0.0
+        self.log(step, values)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step in every place, and print a short line of them."""
+        check_names(metrics)
+        if not self._active:
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append(self._metrics_file, {"step": step, **values})
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **values})
+        shown = [f"{name} {format_number(values[name])}" for name in CONSOLE if name in values]
+        postfix = {name: format_number(values[name]) for name in POSTFIX if name in values}
+        if postfix:  # an evaluation between two logs leaves the last training loss in the bar
+            self._bar.set_postfix(postfix, refresh=False)
+        self._write(f"{self.description} step {step}/{self.total_steps}: {', '.join(shown)}")
+        self._mark = time.monotonic()
+
+    def status(self, text: str) -> None:
+        """Say in the bar what is happening ("sampling 34/56 tokens"); "" for nothing special.
+
+        Cheap enough for every token: the bar is redrawn at its own pace.
+        """
+        if not self._active:
+            return
+        label = f"{self.description}: {text}" if text else self.description
+        show_status(self._bar, label)
+
+    def update(self, step: int) -> None:
+        """End a step: move the bar, and count the time since the last call as the step's.
+
+        `log` and `samples` restart that clock, so what is done between `update` and them, which is
+        evaluation, is not part of any step.
+        """
+        now = time.monotonic()
+        self._step_seconds += now - self._mark
+        self._step, self._mark = step, now
+        if self._active:
+            self._bar.update(step - self._bar.n)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print completions as a table, and add them to `samples.jsonl` and to wandb.
+
+        Args:
+            step: optimiser steps made.
+            rows: one mapping per completion with the same keys; the order of keys is the order of
+                columns. Values are text, numbers or None.
+        """
+        if not self._active or not rows:
+            return
+        table = [dict(row) for row in rows]
+        for row in table:
+            self._append(self._samples_file, {"step": step, **row})
+        width = shutil.get_terminal_size((120, 24)).columns
+        title = f"{self.description} samples at step {step}/{self.total_steps}"
+        self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
+        if self._wandb is not None:
+            import wandb
+
+            columns = list(table[0])
+            data = [[row.get(column) for column in columns] for row in table]
+            self._wandb.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+        self._mark = time.monotonic()
+
+    def close(self) -> None:
+        """End the bar, the files and the wandb run. The run is complete."""
+        if not self._active:
+            return
+        self._active = False
+        self._bar.close()
+        self._metrics_file.close()
+        self._samples_file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    @staticmethod
+    def _append(file: TextIO, record: Mapping[str, Any]) -> None:
+        file.write(json_line(record))
+        file.flush()  # a reader, or the next run after a crash, finds every logged step
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if sys.stderr.isatty():
+            tqdm.write(text, file=sys.stdout)  # above the bar
+        else:
+            print(text, flush=True)  # tqdm.write would redraw the bar at every line of a log file
+
+
+def start_wandb(output_dir: Path, run_name: str, config: dict[str, Any], start_step: int) -> Any:
+    """A wandb run, or None after one sentence of warning: a run of hours outlives its dashboard.
+
+    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...). A resumed run
+    goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`.
+    """
+    id_file = output_dir / "wandb" / "run_id"
+    resumed = start_step > 0 and id_file.exists()
+    run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
+    id_file.parent.mkdir(parents=True, exist_ok=True)
+    id_file.write_text(run_id)
+    try:
+        import wandb
+
+        run = wandb.init(
+            dir=str(output_dir),
+            name=run_name,
+            config=config,
+            id=run_id,
+            resume="allow" if resumed else None,
+            settings=wandb.Settings(init_timeout=60),
+        )
+        # Our own axis: wandb's counter refuses a step that a resumed run logs for the second time.
+        run.define_metric("*", step_metric="step")
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        print(
+            f"warning: wandb did not start ({reason}); metrics go to {output_dir} only.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+    return run

@@ -1,0 +1,208 @@
+"""Tokenizers and Hugging Face models: found, checked, and loaded on rank 0.
+
+Every other rank builds the same model on the meta device and receives its shards from rank 0
+(`fsdp.shard`), so a model is read from disk once. Only safetensors are read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from common import distributed, synthetic
+from common.config import CommonConfig, UserError
+from common.noise import derive_seed
+
+Kind = Literal["policy", "reward_model", "trunk"]
+RANDOM_SEED_PART = "model initialisation"
+
+
+def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
+
+    Without a pad token it pads with its eos: harmless here, where masks are carried as data.
+
+    Raises:
+        UserError: there is none, or it has no eos token.
+    """
+    if path == "synthetic":
+        return synthetic.train_tokenizer()
+    if path.endswith(".json"):
+        raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
+    check_location(path, "tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
+    """Ids that end a completion; the first is the one appended to training completions.
+
+    Raises:
+        UserError: `stop_token` is a text of more than one token.
+    """
+    eos = int(tokenizer.eos_token_id)
+    if stop_token == "eos":
+        return [eos]
+    text = stop_token.replace("\\n", "\n")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise UserError(
+            f"--stop_token {stop_token!r} is {len(ids)} tokens; it must be one, or eos."
+        )
+    return list(dict.fromkeys([int(ids[0]), eos]))
+
+
+def read_model_config(
+    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
+) -> PretrainedConfig:
+    """The model's configuration with dropout off, checked against its use before weights load.
+
+    `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
+    either is.
+
+    Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
+    first loss is not ln 2, and noise would depend on how rows are split over ranks.
+
+    Raises:
+        UserError: nothing there, the wrong kind of model, more tokens than embeddings, or prompt
+            and completion longer than the model's positions.
+    """
+    check_location(path, "model")
+    try:
+        if path.endswith(".json"):
+            fields = json.loads(Path(path).read_text())
+            fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+            fields |= {"bos_token_id": tokenizer.bos_token_id}
+            model_config = AutoConfig.for_model(**fields)
+        else:
+            model_config = AutoConfig.from_pretrained(
+                path, trust_remote_code=config.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"no model could be found at {path!r}: {reason(error)}") from None
+    check_kind(path, model_config, kind)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    needed = config.max_prompt_length + config.max_completion_length
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
+            f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
+        )
+    if kind == "policy" and len(tokenizer) > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
+            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+        )
+    for name, value in model_config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(model_config, name, 0.0)
+    return model_config
+
+
+def check_location(path: str, what: str) -> None:
+    """Raise a UserError for a local path that is not there (a hub id has one slash at most)."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
+    if looks_local and not Path(path).exists():
+        raise UserError(f"the {what} folder {path!r} does not exist.")
+
+
+def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
+    """Raise a UserError for a reward model given as a policy or the reverse."""
+    architectures = getattr(model_config, "architectures", None) or []
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    if kind == "policy" and is_classifier:
+        raise UserError(
+            f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
+        )
+    if kind == "reward_model" and not is_classifier:
+        found = architectures[0] if architectures else "an unknown architecture"
+        raise UserError(f"{path!r} is not a reward model: it holds {found}.")
+
+
+def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig) -> PreTrainedModel:
+    """A causal language model in float32: real on rank 0, on the meta device elsewhere."""
+    return load(AutoModelForCausalLM, path, model_config, config)
+
+
+def load_reward_model(
+    path: str, model_config: PretrainedConfig, tokenizer: Any, config: CommonConfig
+) -> PreTrainedModel:
+    """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
+
+    From a causal language model the trunk is taken and a head is drawn with variance 1/(d+1)
+    (Stiennon et al. 2020, B.1), before sharding, the same for any number of ranks. A pad token of
+    its own keeps the score of a padded row at the last real token for everyone who loads the folder
+    with transformers, which looks for the last token that is not pad.
+    """
+    architectures = getattr(model_config, "architectures", None) or []
+    fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
+    model_config.num_labels = 1
+    lm = load(AutoModelForSequenceClassification, path, model_config, config)
+    if not hasattr(lm, "score"):
+        raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
+    if len(tokenizer) > lm.config.vocab_size:
+        lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    lm.config.pad_token_id = tokenizer.pad_token_id
+    if fresh and distributed.is_rank0():
+        generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
+        head = lm.score.weight  # (1, D)
+        std = (head.shape[1] + 1) ** -0.5
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=generator) * std)
+    return lm
+
+
+def load(
+    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
+) -> PreTrainedModel:
+    """Read or initialise on rank 0 in float32; build on the meta device elsewhere."""
+    if not distributed.is_rank0():
+        with torch.device("meta"):
+            return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    if path.endswith(".json"):
+        torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
+        model = auto_class.from_config(model_config)
+        distributed.seed_everything(config.seed)
+        return model
+    try:
+        return auto_class.from_pretrained(
+            path,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
+            trust_remote_code=config.trust_remote_code,
+        )
+    except OSError as error:
+        raise UserError(
+            f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
+        ) from None
+
+
+def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a pad token that is not its eos: scores are read before the padding."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+
+
+def reason(error: Exception) -> str:
+    """The first sentence of an exception, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    head = text.split(". ")[0].rstrip(".")
+    return f"{head[:240]}."

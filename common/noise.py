@@ -1,0 +1,100 @@
+"""Randomness as a function of counters, not as state.
+
+A generator that is advanced gives numbers that depend on everything drawn before. Here a random
+number is a hash of a seed and of what it is for (step, prompt, sample, position), so it does not
+depend on the rank, the batch or the order in which it is drawn, and a resumed run needs no
+generator state (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The hash is
+SplitMix64's finaliser (Steele, Lea and Flood 2014), applied once per counter; integer arithmetic
+only, so the bits are the same on every device.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+# SplitMix64's increment (2**64 / golden ratio) and multipliers, as torch's signed 64-bit integers.
+INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - 2**64
+MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
+
+
+def hash_counters(seed: int, *counters: int | Tensor) -> Tensor:
+    """Hash a seed and any number of counters to 64 bits.
+
+    The order of the counters and their number matter. For a fixed seed and fixed leading counters
+    the hash is a bijection of the last counter: distinct values never collide.
+
+    Args:
+        seed: Any integer; taken modulo 2**64.
+        counters: Integers or integer tensors that broadcast against each other.
+
+    Returns:
+        int64 tensor of the broadcast shape on the counters' device; all 64 bits are used, so it may
+        be negative. Without any tensor among the counters it is a scalar on the CPU.
+    """
+    state = _mix(_as_int64(seed) + INCREMENT)
+    for counter in counters:
+        state = _mix(state + _as_int64(counter) + INCREMENT)
+    return state
+
+
+def uniform(seed: int, *counters: int | Tensor) -> Tensor:
+    """Draw uniform numbers keyed by seed and counters.
+
+    Never 0 and never 1, so that log(u) and log(-log(u)) are finite.
+
+    Args:
+        seed: Any integer.
+        counters: Integers or integer tensors that broadcast against each other.
+
+    Returns:
+        float64 tensor of the broadcast shape: midpoints of 2**52 equal cells of (0, 1).
+    """
+    # 52 bits and a half fill float64's significand; with 53 bits the last cell would round to 1.
+    cell = _logical_shift_right(hash_counters(seed, *counters), 12)
+    return (cell.double() + 0.5) * 2.0**-52
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """Derive a seed for a named purpose, the same in every process (Python's own `hash` is salted).
+
+    Args:
+        seed: The seed to derive from.
+        parts: What the new seed is for; the integer 1 and the string "1" are different parts.
+
+    Returns:
+        Non-negative integer below 2**63.
+    """
+    key = repr([part if isinstance(part, str) else int(part) for part in (seed, *parts)])
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**63
+
+
+def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """Order of the rows in an epoch: 0 .. num_rows - 1 sorted by their hashes, all distinct."""
+    keys = hash_counters(derive_seed(seed, "permutation", epoch), torch.arange(num_rows))
+    order: list[int] = torch.argsort(keys).tolist()
+    return order
+
+
+def _as_int64(value: int | Tensor) -> Tensor:
+    """Value as an int64 tensor; a Python integer is taken modulo 2**64."""
+    if isinstance(value, Tensor):
+        assert not value.is_floating_point(), f"counters are integers, not {value.dtype}"
+        return value.long()
+    # Zero-dimensional CPU tensors combine with tensors of any device without a copy.
+    return torch.tensor((int(value) + 2**63) % 2**64 - 2**63)
+
+
+def _mix(state: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of 64-bit integers; products wrap modulo 2**64."""
+    state = (state ^ _logical_shift_right(state, 30)) * MULTIPLIER_1
+    state = (state ^ _logical_shift_right(state, 27)) * MULTIPLIER_2
+    mixed: Tensor = state ^ _logical_shift_right(state, 31)
+    return mixed
+
+
+def _logical_shift_right(value: Tensor, num_bits: int) -> Tensor:
+    """Shift right and fill with zeros; torch's own shift of int64 copies the sign bit."""
+    return (value >> num_bits).bitwise_and(2 ** (64 - num_bits) - 1)

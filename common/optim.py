@@ -1,0 +1,80 @@
+"""AdamW, learning-rate schedules, and the one optimiser step that every stage takes."""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common import distributed
+from common.config import TrainConfig
+
+
+def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Fused AdamW over the trainable shards; weight decay on matrices, not on biases and norms."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """Learning rate of a step counted from 0: linear warmup to the peak, then the decay to 0."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    if config.lr_scheduler_type == "constant":
+        return config.learning_rate
+    progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    if config.lr_scheduler_type == "linear":
+        return config.learning_rate * (1 - progress)
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def clip_and_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    step: int,
+    total_steps: int,
+) -> dict[str, torch.Tensor | float]:
+    """Check that the gradient is finite, clip its global norm, step, clear. Collective.
+
+    Args:
+        module: sharded; its gradients are already reduced.
+        optimizer: over the module's trainable parameters.
+        config: `max_grad_norm` (0 only measures) and the learning-rate schedule are read.
+        step: counted from 0.
+        total_steps: of the run, for the schedule.
+
+    Returns:
+        `grad_norm`, the L2 norm over all parameters on all ranks before clipping (a scalar tensor),
+        and `learning_rate`, of this step.
+
+    Raises:
+        RuntimeError: the norm is NaN or infinite; nothing has been changed.
+    """
+    lr = learning_rate(step, total_steps, config)
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"gradient norm is {float(norm)} at step {step + 1}, rank {distributed.rank()}, "
+            f"learning rate {lr:g}; no parameter was changed."
+        )
+    if config.max_grad_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(trainable, config.max_grad_norm, norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": norm, "learning_rate": lr}

@@ -1,0 +1,170 @@
+"""Padding, position ids, the cut at the first stop token, and the padded layout of a batch.
+
+Masks are bool, True = a real token. They are made here together with the ids and carried along:
+nothing later may infer them from `ids != pad`, since GPT-2's pad token is its end-of-text token,
+which is also an action that is trained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+def position_ids(mask: Tensor) -> Tensor:
+    """Positions that count real tokens only, so that padding changes no log-probability.
+
+    A model with learned positions (GPT-2) that is not given them also counts padding on the left.
+
+    Args:
+        mask: (B, T) bool, True = a real token.
+
+    Returns:
+        (B, T) int64, never negative: 0 at a row's first real token and on the padding before it;
+        padding behind repeats the last position.
+    """
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad rows on the left to the longest one; returns what `right_pad` does."""
+    return _pad(rows, pad_id, left=True)
+
+
+def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Pad rows on the right to the longest one.
+
+    Args:
+        rows: B rows of token ids; a row may be empty.
+        pad_id: Id that fills the padding.
+
+    Returns:
+        ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
+    """
+    return _pad(rows, pad_id, left=False)
+
+
+def cut_at_stop(
+    completion_ids: Tensor, stop_ids: Sequence[int], valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find where each completion ends: the first stop token counts, what follows it does not.
+
+    Args:
+        completion_ids: (B, C) int64.
+        stop_ids: Token ids that end a completion; none of them means that only `valid` ends it.
+        valid: (B, C) bool, True = a token of the completion, False = padding, whose id is not
+            looked at; default all True.
+
+    Returns:
+        completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
+        bool, True where the completion has one, False where it was truncated.
+    """
+    if valid is None:
+        valid = torch.ones_like(completion_ids, dtype=torch.bool)
+    stops = torch.tensor(list(stop_ids), dtype=torch.long, device=completion_ids.device)
+    is_stop = torch.isin(completion_ids, stops) & valid  # (B, C)
+    num_stops_before = (
+        is_stop.long().cumsum(dim=-1) - is_stop.long()
+    )  # (B, C), the token itself not counted
+    return (num_stops_before == 0) & valid, is_stop.any(dim=-1)
+
+
+@dataclass
+class Batch:
+    """Prompts with their completions in the padded layout, one row per completion.
+
+    The K rows of a prompt are neighbours (prompt-major, B = N * K); the last C columns of the ids
+    are the completion.
+
+    Attributes:
+        input_ids: (B, T) int64, prompt padded on the left, completion on the right; T = P + C.
+        attention_mask: (B, T) bool, True = a real token.
+        position_ids: (B, T) int64, see `position_ids`.
+        completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
+            that is not real.
+        is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    completion_mask: Tensor
+    is_real: Tensor
+
+    @property
+    def completion_ids(self) -> Tensor:
+        """(B, C) int64, the completion's columns of `input_ids`."""
+        num_prompt_columns = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        return self.input_ids[:, num_prompt_columns:]
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
+        return self.completion_mask.sum()
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Copy to a device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def padded_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    pad_id: int,
+    *,
+    is_real: Sequence[bool] | None = None,
+) -> Batch:
+    """Put N prompts with K completions each into one row per completion.
+
+    Args:
+        prompts: N rows of token ids, none empty, since the last prompt token predicts the first
+            token of the completion.
+        completions: For each prompt the same number K of rows of token ids.
+        pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
+        is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
+            would give NaN) but count nowhere; default all True.
+
+    Returns:
+        Batch of B = N * K rows on the CPU, the K rows of a prompt next to each other.
+    """
+    is_real = [True] * len(prompts) if is_real is None else is_real
+    assert len(prompts) == len(completions) == len(is_real), (
+        "one list of completions and one flag per prompt"
+    )
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
+    num_completions = {len(group) for group in completions}
+    assert len(num_completions) <= 1, (
+        f"every prompt has the same number of completions, not {num_completions}"
+    )
+
+    prompt_rows = [
+        prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
+    ]
+    prompt_ids, prompt_mask = left_pad(prompt_rows, pad_id)  # (B, P)
+    completion_ids, token_mask = right_pad(
+        [row for group in completions for row in group], pad_id
+    )  # (B, C)
+    real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
+    is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
+
+    attention_mask = torch.cat([prompt_mask, token_mask], dim=1)  # (B, T)
+    return Batch(
+        input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+        attention_mask=attention_mask,
+        position_ids=position_ids(attention_mask),
+        completion_mask=token_mask & is_real_row[:, None],
+        is_real=is_real_row,
+    )
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows as one rectangle of ids and the mask of where they lie, both (B, T)."""
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for index, row in enumerate(rows):
+        columns = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[index, columns] = torch.tensor(list(row), dtype=torch.long)
+        mask[index, columns] = True
+    return ids, mask

@@ -1,0 +1,144 @@
+"""Reward models as reward functions, and all reward functions of a run applied to rollouts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from common import distributed, fsdp, models
+from common.config import CommonConfig
+from common.data import Example
+from common.generation import Rollouts
+from common.padding import padded_batch
+from common.rewards import RewardSet, load_reward_functions
+from common.scoring import RewardModel
+from common.truncation import encode
+
+
+class RewardModelFunction:
+    """A reward-model folder as a reward function. Collective: every rank scores as many rows."""
+
+    is_collective = True
+
+    def __init__(self, path: str, policy_tokenizer: Any, config: CommonConfig) -> None:
+        """Check the folder; `load` reads the weights.
+
+        Raises:
+            UserError: it holds no reward model.
+        """
+        self.path, self.config = path, config
+        self.tokenizer = models.load_tokenizer(path, config)
+        models.add_own_pad_token(self.tokenizer)
+        self.model_config = models.read_model_config(path, "reward_model", self.tokenizer, config)
+        vocabulary = policy_tokenizer.get_vocab()
+        own = self.tokenizer.get_vocab()
+        self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
+        self.model: nn.Module | None = None
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Load the frozen, sharded model. Collective."""
+        lm = models.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
+        frozen = RewardModel(lm).requires_grad_(False)
+        self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Sequence[Any],
+    ) -> list[float]:
+        """Rewards of B completions: of the policy's ids as they are if the vocabulary is the same.
+
+        Otherwise the texts are tokenised anew, and a completion that stopped gets this model's eos.
+        """
+        assert self.model is not None, "load() comes first"
+        if self.same_ids:
+            prompt_ids, ids = columns["prompt_ids"], completion_ids
+        else:
+            prompt_ids, ids = encode(prompts, self.tokenizer), encode(completions, self.tokenizer)
+            eos = [self.tokenizer.eos_token_id]
+            ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
+        rewards: list[float] = []
+        for start in range(0, len(prompts), self.config.micro_batch_size):
+            part = slice(start, start + self.config.micro_batch_size)
+            batch = padded_batch(
+                [list(row) for row in prompt_ids[part]],
+                [[list(row)] for row in ids[part]],
+                self.tokenizer.pad_token_id,
+            )
+            rewards += self.model(batch.to(distributed.device())).tolist()
+        return rewards
+
+
+class RewardScorer:
+    """The reward functions of a run, applied to rollouts."""
+
+    def __init__(
+        self, names: Sequence[str], weights: Sequence[float], tokenizer: Any, config: CommonConfig
+    ) -> None:
+        """Find and check every function; `load` reads the reward models' weights.
+
+        Raises:
+            UserError: a name is no function, or a folder holds no reward model.
+        """
+        self.names = [short_name(name) for name in names]
+        self.tokenizer = tokenizer
+        self.functions = RewardSet({}, [])
+        if names:
+            self.functions = load_reward_functions(
+                names,
+                weights or None,
+                load_reward_model=lambda path: RewardModelFunction(path, tokenizer, config),
+            )
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Load the reward models. Collective."""
+        for function in self.functions.functions.values():
+            if isinstance(function, RewardModelFunction):
+                function.load(mesh)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The loaded reward models by folder."""
+        functions = self.functions.functions.items()
+        return {
+            name: function.model
+            for name, function in functions
+            if isinstance(function, RewardModelFunction) and function.model is not None
+        }
+
+    def __call__(
+        self, examples: Sequence[Example], rollouts: Rollouts
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rewards of K completions of each of N prompts. Collective if a reward model takes part.
+
+        Returns:
+            The weighted sum (N, K), and each function's own rewards by short name, (N, K) with nan
+            where it does not apply; float32 on the host.
+        """
+        num_samples = len(rollouts.has_stop) // len(examples)
+        repeated = [example for example in examples for _ in range(num_samples)]  # (N*K,)
+        columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
+        columns |= {"prompt_ids": [e.prompt_ids for e in repeated], "has_stop": rollouts.has_stop}
+        total, by_function = self.functions(
+            [example.prompt for example in repeated],
+            rollouts.texts(self.tokenizer),
+            rollouts.completion_ids,
+            columns,
+        )
+        shape = (len(examples), num_samples)
+        short = {short_name(name): values.view(shape) for name, values in by_function.items()}
+        return total.view(shape), short
+
+
+def short_name(path: str) -> str:
+    """What a table calls a function or model folder; `run` for the folder `.../run/model`."""
+    if ".py:" in path:
+        return path.rpartition(":")[2]
+    parts = Path(path).parts
+    return parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1]

@@ -1,0 +1,270 @@
+"""Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
+
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from common import synthetic
+from common.config import UserError
+
+Kind = Literal["sft", "preference", "prompts"]
+Row = dict[str, Any]
+
+COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
+    "sft": ("completion",),
+    "preference": ("chosen", "rejected"),
+    "prompts": (),
+}
+"""Text columns of each kind beside `prompt`, in the order of the K completions."""
+
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of a reward function
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+HUB_TIMEOUT = 10  # seconds for the first answer of the hub
+
+
+def load_rows(
+    dataset_name: str,
+    split: str,
+    *,
+    kind: Kind,
+    seed: int,
+    num_rows: int | None = None,
+    dataset_config: str | None = None,
+) -> list[Row]:
+    """Read one split and check every row against the schema of its kind.
+
+    Args:
+        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet), which is the split
+            `train`, or the one it is named after (`validation.jsonl`); a folder with a file, or
+            shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); else a
+            hub id.
+        split: Name of the split; no other one takes its place.
+        kind: `sft` (prompt, completion), `preference` (prompt, chosen, rejected; without a `prompt`
+            column it is the prefix that both texts share) or `prompts` (prompt). Other columns are
+            kept as they are.
+        seed: Seed of the embedded task; unused for other data.
+        num_rows: Take the first rows only; None or 0 takes all.
+        dataset_config: Name of the hub data set's configuration, if it has several.
+
+    Returns:
+        At least one row; texts are neither empty nor blank.
+
+    Raises:
+        UserError: Names the file or split, the row (counted from 1) and the column.
+    """
+    assert kind in COMPLETION_COLUMNS, kind
+    if dataset_name == "synthetic":
+        return synthetic.make_rows(kind, split, num_rows or None, seed)
+    path = Path(dataset_name).expanduser()
+    if path.is_dir():
+        files = _split_files(path, split)
+    elif path.is_file():
+        files = [_single_file(path, split)]
+    elif _looks_like_path(dataset_name):
+        raise UserError(f"dataset_name {dataset_name!r} does not exist; give a file or a folder.")
+    else:
+        files = []
+    if files:
+        source = os.fspath(files[0]) if len(files) == 1 else f"{path} split {split!r}"
+        rows = [row for file in files for row in _read_file(file)]
+    else:
+        source = f"{dataset_name} split {split!r}"
+        rows = _read_hub(dataset_name, split, dataset_config)
+    if not rows:
+        raise UserError(f"{source} has no rows; at least one is needed.")
+    rows = rows[: num_rows or None]
+    if kind == "preference":
+        rows = [_with_explicit_prompt(row) for row in rows]
+    _check_rows(rows, kind, source)
+    return rows
+
+
+def row_source(row: Row) -> str:
+    """Where a row comes from, so that accuracies can be reported apart.
+
+    `trl-lib/tldr-preference` mixes CNN/DailyMail articles into its validation split and keeps no
+    column that says so; TRL's `examples/datasets/tldr_preference.py` gives them no SUBREDDIT and no
+    POST. Rows of `openai/summarize_from_feedback` have a `batch` column instead.
+
+    Args:
+        row: A row as `load_rows` gave it: a prompt truncated from the start has lost its header.
+
+    Returns:
+        The row's own `source` column if it has one, else `tldr`, `cnn_dm` or `other`.
+    """
+    if isinstance(row.get("source"), str):
+        return str(row["source"])
+    batch = row.get("batch")
+    if isinstance(batch, str) and "cnndm" in batch:
+        return "cnn_dm"
+    prompt = row["prompt"]
+    if prompt.startswith("SUBREDDIT: r/"):
+        return "tldr"
+    if prompt.startswith("TITLE:") and "\n\nPOST:" not in prompt:
+        return "cnn_dm"
+    return "other"
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a name that does not exist was meant as a path: `folder/name` is a valid hub id."""
+    return (
+        name.endswith(SUFFIXES)
+        or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
+        or name.startswith((".", "~"))
+    )
+
+
+def _single_file(path: Path, split: str) -> Path:
+    """The file itself if it holds the split: `train`, or the split that it is named after."""
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"dataset_name {os.fspath(path)!r} must end in {', '.join(SUFFIXES)}.")
+    if split not in ("train", path.name.split(".")[0]):
+        raise UserError(
+            f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', not "
+            f"{split!r}; put {split}.jsonl beside train.jsonl in a folder, or name another split."
+        )
+    return path
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The file or the shards of one split, in order."""
+    found = sorted(
+        file
+        for part in (folder, folder / "data")
+        if part.is_dir()
+        for file in part.iterdir()
+        if file.is_file() and file.name.endswith(SUFFIXES)
+    )
+    name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
+    matches = {file: match for file in found if (match := name.fullmatch(file.name))}
+    where = f"folder {os.fspath(folder)!r}"
+    if not matches:
+        there = ", ".join(os.fspath(file.relative_to(folder)) for file in found) or "no data files"
+        raise UserError(
+            f"{where} has no file for the split {split!r} ({split}.jsonl, .jsonl.gz, .json or "
+            f".parquet), it has: {there}; name another split or folder."
+        )
+    shards = [match["shards"] for match in matches.values()]
+    if len(matches) != int(shards[0] or 1) or len(set(shards)) > 1:
+        files = ", ".join(file.name for file in matches)
+        raise UserError(
+            f"{where} must have one file for the split {split!r}, or all its shards once; "
+            f"it has: {files}."
+        )
+    return list(matches)
+
+
+def _read_file(path: Path) -> list[Row]:
+    """Rows of one local file; a UserError names the file, and the line where one is at fault."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet  # type: ignore[import-untyped]
+
+            return list(pyarrow.parquet.read_table(path).to_pylist())
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return _parse_json(data.decode("utf-8"), os.fspath(path))
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's are the first two
+        raise UserError(f"{os.fspath(path)} cannot be read: {_reason(error)}.") from None
+
+
+def _parse_json(text: str, source: str) -> list[Row]:
+    """Rows of a JSON list of objects, or of one object per line."""
+    if text.lstrip().startswith("["):
+        documents = [("row", i, row) for i, row in enumerate(json.loads(text), start=1)]
+    else:
+        documents = []
+        # Not splitlines(): a JSON string may hold U+2028, which that takes for a line break.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                documents.append(("line", number, json.loads(line)))
+            except ValueError as error:
+                raise UserError(f"{source}, line {number}: {_reason(error)}.") from None
+    for unit, number, row in documents:
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{source}, {unit} {number}: expected an object with named columns, "
+                f"found {type(row).__name__}."
+            )
+    return [row for _, _, row in documents]
+
+
+def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
+    """Rows of a hub data set, or one sentence quickly if it cannot be had."""
+    import datasets
+    import httpx
+    from huggingface_hub import HfApi, is_offline_mode
+
+    try:
+        if not is_offline_mode():
+            # datasets 5.2 retries for 23 s without a network; the hub's own client fails at once.
+            HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
+        return list(datasets.load_dataset(name, config or None, split=split).to_list())
+    except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(
+            f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
+            f"loaded from the hub: {_reason(error)}."
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """The gist of an error as the end of a sentence."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text[:200] + "..." if len(text) > 200 else text).rstrip(".")
+
+
+def _with_explicit_prompt(row: Row) -> Row:
+    """A preference row with a `prompt` column: if it has none, the prefix that both texts share.
+
+    The prefix ends at a word boundary, and a single space there goes to the completions, as in the
+    layout of `trl-lib/tldr`; other white space stays with the prompt.
+    """
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if "prompt" in row or not isinstance(chosen, str) or not isinstance(rejected, str):
+        return row
+    shared = os.path.commonprefix([chosen, rejected])
+    if not (chosen[len(shared) :][:1].isspace() and rejected[len(shared) :][:1].isspace()):
+        shared = re.sub(r"\S*\Z", "", shared)
+    if re.search(r"\S \Z", shared):
+        shared = shared[:-1]
+    texts = {"chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
+    return {**row, "prompt": shared, **texts}
+
+
+def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
+    """Raise a UserError for the first row that does not fit the schema."""
+    columns = (*COMPLETION_COLUMNS[kind], "prompt")
+    for number, row in enumerate(rows, start=1):
+        for column in columns:
+            fault = _column_fault(row, column)
+            if fault:
+                raise UserError(f"{source}, row {number}: column {column!r} {fault}.")
+        clash = sorted(RESERVED_COLUMNS & row.keys())
+        if kind == "prompts" and clash:
+            raise UserError(
+                f"{source}, row {number}: column {clash[0]!r} has the name of a reward function's "
+                "argument; rename it."
+            )
+
+
+def _column_fault(row: Row, column: str) -> str:
+    """What is wrong with a text column, empty if nothing is."""
+    if column not in row:
+        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}"
+    value = row[column]
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return (
+            "holds a list of messages, and conversational rows are not supported; "
+            "render them to text with a chat template first"
+        )
+    if not isinstance(value, str):
+        return f"holds {type(value).__name__}, it must be text"
+    return "" if value.strip() else "is empty; remove the row or fill it in"

@@ -1,0 +1,91 @@
+"""One forward pass: completion log-probabilities and entropy, or sequence rewards.
+
+The wrappers are what FSDP shards: their `forward` is the scoring pass, so the root unit is gathered
+once per call and the full (B, T, V) logits never exist. They return NamedTuples or tensors because
+FSDP finds the tensors to hook for backward only inside containers it can flatten.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common.padding import Batch
+
+
+class CompletionScores(NamedTuple):
+    """What a policy says of the completions in a batch; entries past a completion are 0."""
+
+    token_logps: Tensor  # (B, C) float32, nats
+    entropy: Tensor  # (B, C) float32, nats, without gradient; zeros unless asked for
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward scores completions."""
+
+    def __init__(self, lm: Any) -> None:
+        """Wrap a Hugging Face causal language model."""
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> CompletionScores:
+        """Log-probability of every completion token given what stands before it.
+
+        Position ids come from the mask in every call: without them GPT-2 counts the left padding
+        as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
+
+        Args:
+            batch: B sequences, prompt left-padded, completion of C tokens right-padded.
+            temperature: divides the logits; the policy that sampled has the same.
+            with_entropy: also compute the entropy of each next-token distribution.
+        """
+        num_completion_tokens = batch.completion_mask.shape[1]
+        logits = self.lm(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask.long(),
+            position_ids=batch.position_ids,
+            logits_to_keep=num_completion_tokens + 1,
+            use_cache=False,
+        ).logits[:, :-1]  # (B, C, V): the logits at position t predict token t + 1
+        logits = logits.float() / temperature
+        normaliser = logits.logsumexp(-1)  # (B, C)
+        chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)  # (B, C)
+        token_logps = (chosen - normaliser) * batch.completion_mask
+        entropy = torch.zeros_like(token_logps)
+        if with_entropy:
+            with torch.no_grad():
+                expected = (torch.softmax(logits, -1) * logits).sum(-1)  # (B, C)
+                entropy = (normaliser - expected) * batch.completion_mask
+        return CompletionScores(token_logps, entropy.detach())
+
+
+class RewardModel(nn.Module):
+    """A sequence classifier with one label whose forward is the reward of each sequence."""
+
+    def __init__(self, lm: Any) -> None:
+        """Wrap a Hugging Face sequence classifier with a `score` head."""
+        super().__init__()
+        self.lm = lm
+        self.shift = float(getattr(lm.config, "reward_shift", 0.0))  # 0 where it is in the weights
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Reward (B,), float32, read at the last real token of each sequence."""
+        hidden = self.lm.base_model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask.long(),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state  # (B, T, D)
+        places = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
+        last = (batch.attention_mask * places).argmax(-1)  # (B,)
+        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        rewards: Tensor = self.lm.score(hidden[rows, last].float()).squeeze(-1)  # (B,)
+        return rewards.float() + self.shift
+
+
+def sequence_scores(model: nn.Module, batch: Batch) -> Tensor:
+    """Score (B,) of whole completions: log-probability of a policy, reward of a reward model."""
+    output = model(batch)
+    return output.token_logps.sum(-1) if isinstance(output, CompletionScores) else output

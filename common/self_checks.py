@@ -1,0 +1,132 @@
+"""Checks of the loaded model and data that refuse to train on something wrong.
+
+Each is a property that must hold whatever the weights are, and takes a second or less. Collective:
+every rank runs them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from common import distributed, fsdp
+from common.config import TrainConfig
+from common.data import Example
+from common.losses import kl_estimate, preference_loss
+from common.padding import Batch, padded_batch
+from common.scoring import sequence_scores
+
+TOLERANCE = {False: 2e-3, True: 0.3}  # nats or reward units over a sequence, by bf16
+
+
+def padding_invariance(model: nn.Module, example: Example, pad_id: int, bf16: bool) -> None:
+    """The score of a sequence does not change when a longer prompt stands beside it.
+
+    Raises:
+        RuntimeError: it does, as for GPT-2 without position ids.
+    """
+    prompt = example.prompt_ids
+    completion = example.completions[0] if example.completions else prompt[-4:]
+    half = prompt[len(prompt) // 2 :]
+    alone = padded_batch([half], [[completion]], pad_id)
+    beside = padded_batch([half, prompt], [[completion], [completion]], pad_id)
+    with torch.no_grad():
+        device = distributed.device()
+        difference = (
+            sequence_scores(model, alone.to(device)) - sequence_scores(model, beside.to(device))[:1]
+        )
+    fsdp.reshard(model)
+    refuse_unless(
+        float(difference.abs().max()) <= TOLERANCE[bf16],
+        f"padding changes the score of a sequence by {float(difference.abs().max()):.3g}: "
+        "the model ignores position_ids or attention_mask",
+    )
+
+
+def stop_token_is_trained(examples: Sequence[Example], stop_ids: Sequence[int]) -> None:
+    """Completions that were not truncated end in a stop token, and the mask counts it.
+
+    Raises:
+        RuntimeError: no completion ends in a stop token.
+    """
+    ended = [e for e in examples[:256] if e.completions[0][-1] in stop_ids]
+    refuse_unless(bool(ended), "no training completion ends in a stop token: stopping is untrained")
+    batch = padded_batch([ended[0].prompt_ids], [[ended[0].completions[0]]], stop_ids[0])
+    counted = bool(batch.completion_mask[0, len(ended[0].completions[0]) - 1])
+    refuse_unless(counted, "the stop token is outside the loss")
+
+
+def equal_across_ranks(name: str, parameter: Tensor) -> None:
+    """A sharded parameter has the same bits on every rank once it is gathered.
+
+    Raises:
+        RuntimeError: it has not, as for a head made after sharding.
+    """
+    value = parameter.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    spread = distributed.all_reduce_max(value) + distributed.all_reduce_max(-value)
+    refuse_unless(not bool(spread.any()), f"{name} differs between ranks")
+
+
+def dpo_starts_at_ln_2(
+    policy: nn.Module, reference: nn.Module, example: Example, config: TrainConfig, pad_id: int
+) -> None:
+    """A policy that equals its reference has the DPO loss ln 2, whatever beta and smoothing are.
+
+    Raises:
+        RuntimeError: reference and policy are not scored alike.
+    """
+    batch = padded_batch([example.prompt_ids], [example.completions], pad_id)
+    batch = batch.to(distributed.device())
+    with torch.no_grad():
+        logps, ref_logps = sequence_scores(policy, batch), sequence_scores(reference, batch)  # (2,)
+    loss = preference_loss(*logps[:, None], *ref_logps[:, None], beta=1.0)  # (1,)
+    fsdp.reshard(policy)
+    refuse_unless(
+        abs(float(loss) - math.log(2)) <= TOLERANCE[config.bf16],
+        f"the first DPO loss is {float(loss):.5f}, not ln 2: policy and reference differ",
+    )
+
+
+def first_rollout(
+    policy: nn.Module,
+    batch: Batch,
+    sampled_logps: Tensor,
+    ref_token_logps: Tensor | None,
+    config: TrainConfig,
+    temperature: float,
+) -> None:
+    """Before the first update, sampler, trainer and reference are one distribution.
+
+    So the ratio to the sampling-time policy is 1, and the KL to a reference that was loaded from
+    the same weights is 0.
+
+    Args:
+        policy: scored again here, as in the update.
+        batch: B completions that the sampler has just drawn.
+        sampled_logps: (B, C) recorded while sampling.
+        ref_token_logps: (B, C) of the reference; None if it is another model.
+        config: `bf16` widens the tolerance.
+        temperature: of sampling.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    with torch.no_grad():
+        logps = policy(batch, temperature=temperature).token_logps  # (B, C)
+    fsdp.reshard(policy)
+    num_tokens = batch.completion_mask.sum().clamp(min=1)
+    tolerance = 0.05 if config.bf16 else 1e-3  # nats per token
+    gap = float(((sampled_logps - logps) * batch.completion_mask).abs().sum() / num_tokens)
+    refuse_unless(gap <= tolerance, f"sampler and trainer differ by {gap:.3g} nats per token")
+    if ref_token_logps is not None:
+        kl = float(kl_estimate(logps, ref_token_logps).abs().sum() / num_tokens)
+        refuse_unless(kl <= tolerance, f"the first KL to the reference is {kl:.3g} nats per token")
+
+
+def refuse_unless(holds: bool, message: str) -> None:
+    """Raise a RuntimeError that says how to go on regardless."""
+    if not holds:
+        raise RuntimeError(f"self-check failed: {message} (--self_check false skips this).")

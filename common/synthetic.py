@@ -1,0 +1,361 @@
+"""The embedded TL;DR task: posts from a seeded grammar, reference summaries and a known gold reward.
+
+Every post states five facts (who, event, thing, place, wish) among filler sentences. A summary is
+worth the facts it states, less the facts it gets wrong, less what it says beyond need; so the true
+reward of any text is known, and so is the best accuracy that any model of the labels can reach.
+
+A row is a function of (kind, split, seed, index): asking for fewer rows gives a prefix. Validation
+posts use (who, thing, place) combinations that no training post uses, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from common.config import UserError
+from common.noise import derive_seed
+
+SLOTS: dict[str, tuple[str, ...]] = {
+    "who": tuple(
+        "sister brother boss neighbor roommate cousin uncle aunt girlfriend boyfriend teacher "
+        "landlord coworker mother father wife husband friend nephew grandma".split()
+    ),
+    "event": tuple(
+        "sold broke stole lost hid burned painted borrowed scratched dropped traded ruined "
+        "crushed melted swapped pawned cracked tossed smashed wasted".split()
+    ),
+    "thing": tuple(
+        "guitar laptop bicycle camera phone couch piano drone violin bracelet jacket tent mirror "
+        "necklace wallet skateboard kayak trophy blender telescope suitcase tablet scooter "
+        "lamp".split()
+    ),
+    "place": tuple(
+        "airport library office beach wedding gym school church hospital hotel market museum "
+        "station park theater stadium garage farm cafe festival".split()
+    ),
+    "wish": tuple(
+        "revenge closure advice forgiveness money peace honesty respect sympathy reassurance "
+        "permission distance privacy proof justice answers support clarity courage trust".split()
+    ),
+}
+"""The values of each fact. Every value is one word that occurs in no other slot and no filler."""
+
+# Gold reward, in units of reward: a post has 5 facts, each worth 1/5.
+WRONG_FACT = 0.5  # cost of a wrong value, in facts
+REPEATED_FACT = 0.1  # cost of each further mention of a value already given
+EXTRA_WORD = 0.03  # cost of each word beyond NEEDED_WORDS
+NEEDED_WORDS = 15  # the longest reference
+
+LABEL_SCALE = 8.0  # Bradley-Terry: p(a preferred to b) = sigmoid(LABEL_SCALE * (gold_a - gold_b))
+HELD_OUT_SHARE = 8  # one (who, thing, place) in so many is kept for validation
+
+SUBREDDITS = ("relationships", "advice", "tifu", "family", "offmychest", "legaladvice", "rant")
+TITLES = (
+    "Trouble with my {who}",
+    "What happened to my {thing}",
+    "A bad day at the {place}",
+    "Looking for {wish}",
+    "Is this normal?",
+    "I do not know what to do",
+)
+STORIES = (
+    "My {who} {event} my {thing} at the {place}.",
+    "Last week my {who} {event} my {thing} at the {place}.",
+    "We were at the {place} when my {who} {event} my {thing}.",
+    "I found out that my {who} {event} my {thing} at the {place}.",
+    "At the {place} my {who} {event} my {thing}.",
+)
+WISHES = (
+    "I just want {wish}.",
+    "All I want now is {wish}.",
+    "I only hope for {wish}.",
+    "Is it wrong to expect {wish}?",
+    "I think I deserve {wish}.",
+)
+FILLERS = (
+    "This has been going on for a while.",
+    "Sorry for the long post.",
+    "I am new here.",
+    "English is not my first language.",
+    "I have been thinking about it all day.",
+    "Nobody seems to care about it.",
+    "It was a very long day.",
+    "I did not sleep at all.",
+    "We used to get along well.",
+    "The weather was really bad.",
+    "I was already tired that morning.",
+    "Everybody else thinks it is funny.",
+    "I tried to stay calm.",
+    "It was not the first time.",
+    "I am still quite upset.",
+    "I usually do not post here.",
+    "Maybe I am too sensitive.",
+    "It cost me a lot.",
+    "Nothing like this happened before.",
+    "I am on mobile.",
+)
+REFERENCES = (
+    " {clause} and I want {wish}.",
+    " I want {wish} because {clause}.",
+    " {clause}, now I want {wish}.",
+)
+PADDING = (
+    ", and honestly I do not know what else to say about it",
+    ", which is a very long story that I could tell for many hours",
+    ", and I have been thinking about all of it for a while now",
+)
+
+DEFAULT_ROWS = {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
+VALIDATION_ROWS = 512
+NUM_CORRUPTIONS = ((0, 1, 2, 3), (0.3, 0.3, 0.25, 0.15))  # values and weights
+CORRUPTIONS = (("wrong", "missing", "padding", "repeat"), (0.45, 0.35, 0.1, 0.1))
+
+_WORD = re.compile(r"[a-z']+")
+_SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
+_STATEMENT = {  # the words before a value (and after it) that make a mention a statement
+    "who": r"\bmy ({})\b",
+    "event": r"\b({}) (?:my|something)\b",
+    "thing": r"\bmy ({})\b",
+    "place": r"\bat the ({})\b",
+    "wish": r"\bwant ({})\b",
+}
+_PATTERNS = {
+    slot: re.compile(pattern.format("|".join(SLOTS[slot]))) for slot, pattern in _STATEMENT.items()
+}
+
+Facts = dict[str, str]
+
+
+def make_rows(
+    kind: str, split: str, num_rows: int | None = None, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Rows of the embedded task, in TRL's column layouts.
+
+    Args:
+        kind: `sft` (prompt, completion, facts), `preference` (prompt, chosen, rejected, facts,
+            chosen_gold, rejected_gold, label_probability) or `prompts` (as `sft`; the completion
+            is there for reference only).
+        split: `train` or `validation`.
+        num_rows: how many; by default 20,000 / 8,000 / 4,000 for training and 512 for validation.
+        seed: of the grammar and of the preference labels.
+
+    Returns:
+        A list of rows; row i does not depend on `num_rows`.
+
+    Raises:
+        UserError: unknown kind or split, or no rows asked for.
+    """
+    if kind not in DEFAULT_ROWS:
+        raise UserError(f"kind is {kind!r}, allowed are {', '.join(DEFAULT_ROWS)}")
+    if split not in ("train", "validation"):
+        raise UserError(
+            f"split is {split!r}, the embedded task has train and validation: change the split"
+        )
+    if num_rows is None:
+        num_rows = DEFAULT_ROWS[kind] if split == "train" else VALIDATION_ROWS
+    if num_rows < 1:
+        raise UserError(f"num_rows is {num_rows}, at least 1 is needed: change num_rows")
+    make = _preference_row if kind == "preference" else _sft_row
+    return [
+        make(random.Random(derive_seed(seed, "synthetic", kind, split, row)), split)
+        for row in range(num_rows)
+    ]
+
+
+def gold_reward(completion: str, facts: Facts) -> float:
+    """How good a summary is, in [0, 1]; the reference has 1, an empty or unrelated text 0.
+
+    A fact is stated by its value in a phrase ("at the airport"); a bare keyword earns nothing. A
+    wrong value anywhere costs half a fact and forfeits the slot, so listing several values is
+    worse than the right one, and a guess is worse than silence. Mentioning a value again and words
+    beyond `NEEDED_WORDS` cost too.
+    """
+    text = " ".join(completion.lower().split())
+    words = _WORD.findall(text)
+    mentions = [word for word in words if word in _SLOT_OF]
+    wrong = {word for word in mentions if facts[_SLOT_OF[word]] != word}
+    contradicted = {_SLOT_OF[word] for word in wrong}
+    num_right = sum(
+        facts[slot] in pattern.findall(text)
+        for slot, pattern in _PATTERNS.items()
+        if slot not in contradicted
+    )
+    num_repeated = len(mentions) - len(set(mentions))
+    num_extra = max(0, len(words) - NEEDED_WORDS)
+    reward = (num_right - WRONG_FACT * len(wrong)) / len(SLOTS)
+    return max(0.0, reward - REPEATED_FACT * num_repeated - EXTRA_WORD * num_extra)
+
+
+def gold(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]] | None = None,
+    *,
+    facts: Sequence[Facts],
+    **columns: Any,
+) -> list[float]:
+    """`gold_reward` of each completion, as a reward function in TRL's signature."""
+    return [gold_reward(text, row) for text, row in zip(completions, facts, strict=True)]
+
+
+def attainable_accuracy(rows: Sequence[dict[str, Any]]) -> float:
+    """Expected accuracy on preference rows of a judge that knows the gold reward: mean max(p, 1-p).
+
+    Labels are one Bradley-Terry draw each, so no judge can expect more.
+
+    Raises:
+        UserError: rows without a `label_probability`.
+    """
+    if not rows or any("label_probability" not in row for row in rows):
+        raise UserError("attainable accuracy needs preference rows of the embedded task")
+    return sum(max(row["label_probability"], 1 - row["label_probability"]) for row in rows) / len(
+        rows
+    )
+
+
+def train_tokenizer(vocab_size: int = 1024, seed: int = 0) -> Any:
+    """A byte-level BPE tokenizer trained on the task's training posts; the same bytes every time.
+
+    Args:
+        vocab_size: tokens, at least the 256 bytes and the two special ones.
+        seed: of the corpus.
+
+    Returns:
+        A `PreTrainedTokenizerFast`: `<|endoftext|>` is token 0 (eos, bos), `<|pad|>` token 1.
+
+    Raises:
+        UserError: `vocab_size` below 258.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 258:
+        raise UserError(f"vocab_size is {vocab_size}, at least 258 is needed: change vocab_size")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(seed), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+    )
+
+
+def _corpus(seed: int) -> Iterator[str]:
+    """Texts that the tokenizer is trained on: posts, references and the summaries of pairs."""
+    for row in make_rows("sft", "train", 4_000, seed):
+        yield row["prompt"] + row["completion"]
+    for row in make_rows("preference", "train", 1_000, seed):
+        yield row["chosen"] + row["rejected"]
+
+
+def _held_out(facts: Facts) -> bool:
+    """Whether this (who, thing, place) is kept for validation; does not depend on any seed."""
+    combination = derive_seed(0, "held out", facts["who"], facts["thing"], facts["place"])
+    return combination % HELD_OUT_SHARE == 0
+
+
+def _draw_facts(rng: random.Random, split: str) -> Facts:
+    while True:
+        facts = {slot: rng.choice(values) for slot, values in SLOTS.items()}
+        if _held_out(facts) == (split == "validation"):
+            return facts
+
+
+def _draw_prompt(rng: random.Random, facts: Facts) -> str:
+    first, second = rng.sample(FILLERS, 2)
+    story, wish = rng.choice(STORIES), rng.choice(WISHES)
+    post = rng.choice(
+        (
+            (first, story, second, wish),
+            (story, first, wish, second),
+            (first, second, story, wish),
+            (story, first, second, wish),
+        )
+    )
+    return (
+        f"SUBREDDIT: r/{rng.choice(SUBREDDITS)}\n\n"
+        f"TITLE: {rng.choice(TITLES)}\n\n"
+        f"POST: {' '.join(post)}\n\nTL;DR:"
+    ).format(**facts)
+
+
+def _summary(template: str, facts: Facts) -> str:
+    """One sentence, with a leading space, that states those of the facts that are given."""
+    who = f"my {facts['who']}" if "who" in facts else "someone"
+    event = facts.get("event", "did")
+    thing = f"my {facts['thing']}" if "thing" in facts else "something"
+    if "event" not in facts and "thing" in facts:
+        event = "did something to"
+    place = f" at the {facts['place']}" if "place" in facts else ""
+    clause = f"{who} {event} {thing}{place}"
+    if "wish" not in facts:
+        return f" {clause}."
+    return template.format(clause=clause, wish=facts["wish"])
+
+
+def _draw_summary(rng: random.Random, facts: Facts) -> str:
+    """A summary of graded quality: the reference with 0 to 3 corruptions."""
+    told = dict(facts)
+    template = rng.choice(REFERENCES)
+    slots = rng.sample(list(SLOTS), len(SLOTS))
+    num_corruptions = rng.choices(*NUM_CORRUPTIONS)[0]
+    tail = ""
+    for slot, corruption in zip(slots, rng.choices(*CORRUPTIONS, k=num_corruptions), strict=False):
+        if corruption == "wrong":
+            told[slot] = rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
+        elif corruption == "missing":
+            del told[slot]
+        elif corruption == "padding":
+            tail = rng.choice(PADDING)
+        else:
+            tail = f", my {facts['who']} {facts['event']} my {facts['thing']}"
+    return _summary(template, told)[:-1] + tail + "."
+
+
+def _sft_row(rng: random.Random, split: str) -> dict[str, Any]:
+    facts = _draw_facts(rng, split)
+    prompt = _draw_prompt(rng, facts)
+    return {
+        "prompt": prompt,
+        "completion": _summary(rng.choice(REFERENCES), facts),
+        "facts": facts,
+    }
+
+
+def _preference_row(rng: random.Random, split: str) -> dict[str, Any]:
+    facts = _draw_facts(rng, split)
+    prompt = _draw_prompt(rng, facts)
+    first = second = _draw_summary(rng, facts)
+    while second == first:
+        second = _draw_summary(rng, facts)
+    first_gold, second_gold = gold_reward(first, facts), gold_reward(second, facts)
+    if rng.random() >= _label_probability(first_gold, second_gold):
+        first, second = second, first
+        first_gold, second_gold = second_gold, first_gold
+    return {
+        "prompt": prompt,
+        "chosen": first,
+        "rejected": second,
+        "facts": facts,
+        "chosen_gold": first_gold,
+        "rejected_gold": second_gold,
+        "label_probability": _label_probability(first_gold, second_gold),
+    }
+
+
+def _label_probability(first_gold: float, second_gold: float) -> float:
+    """Bradley-Terry probability that the first is preferred to the second."""
+    return 1 / (1 + math.exp(-LABEL_SCALE * (first_gold - second_gold)))

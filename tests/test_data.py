@@ -1,0 +1,456 @@
+"""Claim: what is tokenised is what was meant, what is lost is counted, and order is a function.
+
+A truncated prompt fits, keeps header and cue, and ends where a brute-force search over all line
+breaks (sentence ends, words) would end it. Completions end in exactly one stop token. The rows of a
+step do not depend on the number of ranks, and every epoch shows every row once.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from common import synthetic
+from common.config import UserError
+from common.data import (
+    BatchOrder,
+    Example,
+    count_boundary_merges,
+    load_rows,
+    micro_batches,
+    tokenize_rows,
+)
+from common.truncation import cut_body, encode, split_prompt, truncate_prompt
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+EOS, NEWLINE = "<|endoftext|>", "\n"
+
+
+@pytest.fixture(scope="module", params=["synthetic", "gpt2"])
+def tokenizer(request):
+    if request.param == "synthetic":
+        return synthetic.train_tokenizer()
+    return load_gpt2()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return load_gpt2()
+
+
+def load_gpt2() -> Any:
+    from transformers import AutoTokenizer
+
+    if not (SHARED / "gpt2_tokenizer").is_dir():
+        pytest.skip("the GPT-2 tokenizer is not in ../shared/data/gpt2_tokenizer")
+    return AutoTokenizer.from_pretrained(SHARED / "gpt2_tokenizer")
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def tokenize(rows: list[dict[str, Any]], tokenizer: Any, stop: str = EOS, **changes: Any) -> Any:
+    (stop_id,) = ids_of(tokenizer, stop)
+    settings = {
+        "kind": "sft",
+        "stop_id": stop_id,
+        "max_prompt_length": 400,
+        "max_completion_length": 60,
+        "truncation": "tldr",
+        "max_dropped_fraction": 0.0,
+        "split": "train",
+    }
+    return tokenize_rows(rows, tokenizer, **(settings | changes))
+
+
+# --- truncation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "cue"),
+    [
+        ("SUBREDDIT: r/a\n\nTITLE: t\n\nPOST:", " x\ny\n\nPOST: z", "\n\nTL;DR:"),
+        ("TITLE: t\n\nPOST:", " x TL;DR: y", "\n\nTL;DR:"),
+        ("POST:", " x", " TL;DR: "),
+        ("TITLE: t\n\n", "An article.\nThe POST: is a newspaper.", "\n\nTL;DR:"),
+        ("SUBREDDIT: r/a\n\nTITLE: t\n\n", "x", "\n\nTL;DR:"),
+        ("", "Question?\n\nPOST: no header", "\n\nTL;DR:"),
+        ("", "Question? Answer:", ""),
+        ("TITLE: t\n\nPOST:", " no cue", ""),
+        ("TITLE: t\n\nPOST:", "", "\n\nTL;DR:"),
+    ],
+)
+def test_split_prompt(header, body, cue):
+    assert split_prompt(header + body + cue) == (header, body, cue)
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"),
+    [
+        (99, " One two. Three\nfour! Five six\n"),  # all of it up to the last line break
+        (30, " One two. Three\nfour! Five six"),
+        (29, " One two. Three"),  # a line break comes before a later sentence end
+        (15, " One two. Three"),
+        (14, " One two."),  # no line break fits: the sentence
+        (9, " One two."),
+        (8, " One"),  # no sentence fits: the word
+        (4, " One"),
+        (3, " On"),  # no word fits
+        (1, ""),
+        (0, ""),
+    ],
+)
+def test_cut_body_prefers_lines_then_sentences_then_words(limit, kept):
+    assert cut_body(" One two. Three\nfour! Five six\n", limit).rstrip() == kept.rstrip()
+
+
+def test_cut_body_never_keeps_only_white_space():
+    assert cut_body("\n\n  \nSome words here", 12) == "\n\n  \nSome"
+    assert cut_body('He said "no." Then', 15) == 'He said "no."'
+
+
+def fits(text: str, tokenizer: Any, max_length: int) -> bool:
+    return len(ids_of(tokenizer, text)) <= max_length
+
+
+def brute_force(prompt: str, tokenizer: Any, max_length: int) -> str | None:
+    """The longest cut at a line break that fits, else at a sentence end, else at a word."""
+    header, body, cue = split_prompt(prompt)
+    breaks = [i for i, character in enumerate(body) if character == "\n"]
+    words = [i for i, character in enumerate(body) if character.isspace()]
+    sentences = [i for i in words if re.search(r"[.!?][\"')\]]*\Z", body[:i])]
+    for cuts in (breaks, sentences, words):
+        texts = [header + body[:i].rstrip() + cue for i in cuts if body[:i].strip()]
+        fitting = [text for text in texts if fits(text, tokenizer, max_length)]
+        if fitting:
+            return fitting[-1]
+    return None
+
+
+WORDS = st.sampled_from(
+    ["my", "sister", "sold.", "TL;DR:", "(why?)", '"no!"', "naïve", "喵喵", "supercalifragilistic"]
+    + ["🙂", "e.g.", "POST:", "1,000", "don't"]
+)
+BODIES = st.lists(
+    st.tuples(WORDS, st.sampled_from([" ", " ", " ", " ", "\n", "\n\n", "  "])), min_size=5
+).map(lambda pieces: " " + "".join(word + space for word, space in pieces))
+HEADERS = st.sampled_from(["SUBREDDIT: r/a\n\nTITLE: b\n\nPOST:", "TITLE: b c\n\n", "POST:", ""])
+CUES = st.sampled_from(["\n\nTL;DR:", " TL;DR:", ""])
+
+
+@settings(max_examples=300, deadline=None)
+@given(header=HEADERS, body=BODIES, cue=CUES, share=st.floats(0, 0.999))
+def test_truncation_keeps_header_and_cue_and_fits(tokenizer, header, body, cue, share):
+    prompt = header + body.rstrip() + cue
+    header, body, cue = split_prompt(prompt)
+    least, most = (len(ids_of(tokenizer, text)) for text in (header + cue, prompt))
+    max_length = int(least + share * (most - least))
+    assume(max_length < most)
+    result = truncate_prompt(prompt, tokenizer, max_length)
+    expected = brute_force(prompt, tokenizer, max_length)
+    if result is None:
+        assert expected is None
+        return
+    text, ids = result
+    assert ids == ids_of(tokenizer, text)
+    assert len(ids) <= max_length
+    assert text.startswith(header)
+    assert text.endswith(cue)
+    kept = text[len(header) : len(text) - len(cue)]
+    assert kept.strip()
+    assert body.startswith(kept)
+    if expected is not None:
+        assert text == expected
+
+
+def test_truncation_of_a_post_without_any_space_cuts_inside_it(tokenizer):
+    prompt = "TITLE: t\n\nPOST: " + "喵" * 200 + "\n\nTL;DR:"
+    text, ids = truncate_prompt(prompt, tokenizer, 60)
+    assert re.fullmatch("TITLE: t\n\nPOST: 喵+\n\nTL;DR:", text)
+    assert 50 < len(ids) <= 60
+
+
+def test_real_prompts_fit_and_keep_their_structure(gpt2):
+    rows = load_rows(str(SHARED / "scitldr"), "validation", kind="sft", seed=0)
+    examples, report = tokenize(rows, gpt2, max_prompt_length=200, max_completion_length=200)
+    assert len(examples) == len(rows) == 619
+    lengths = [len(ids_of(gpt2, row["prompt"])) for row in rows]
+    assert report.num_prompts_truncated == sum(length > 200 for length in lengths) > 200
+    for row, example, length in zip(rows, examples, lengths, strict=True):
+        if length <= 200:
+            assert example.prompt == row["prompt"]
+        else:
+            assert row["prompt"].startswith(example.prompt.removesuffix("\n\nTL;DR:"))
+            assert example.prompt.startswith(row["prompt"].split("POST:")[0] + "POST:")
+            # one paragraph: cut behind a sentence
+            assert re.search(r"[.!?][\"')]*\n\nTL;DR:\Z", example.prompt)
+            assert len(example.prompt_ids) <= 200
+    assert report.prompt_lengths[0] > 170  # the cuts waste little
+
+
+def test_start_drops_tokens_from_the_start(tokenizer):
+    row = {"prompt": "one two three four five\n\nTL;DR:", "completion": " x"}
+    whole = ids_of(tokenizer, row["prompt"])
+    (example,), report = tokenize([row], tokenizer, truncation="start", max_prompt_length=6)
+    assert example.prompt_ids == whole[-6:]
+    assert row["prompt"].endswith(example.prompt)
+    assert report.num_prompts_truncated == 1
+
+
+def test_a_slow_tokenizer_is_refused_where_characters_are_needed(gpt2):
+    class Slow:
+        is_fast = False
+        decode = gpt2.decode
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return gpt2(*args, **kwargs)
+
+    row = {"prompt": "one two three four", "completion": " x"}
+    with pytest.raises(UserError, match="'tldr' needs a fast tokenizer; use 'start'"):
+        tokenize_rows(
+            [row],
+            Slow(),
+            kind="sft",
+            stop_id=50256,
+            max_prompt_length=2,
+            max_completion_length=5,
+            truncation="tldr",
+            max_dropped_fraction=0,
+            split="train",
+        )
+
+
+# --- tokenisation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [EOS, NEWLINE])
+@pytest.mark.parametrize("tail", ["", "{stop}", "{stop}{stop}", "{stop} more{stop}"])
+def test_a_completion_ends_in_one_stop_token(tokenizer, stop, tail):
+    completion = " a cat" + tail.format(stop=stop)
+    (example,), _ = tokenize([{"prompt": "p", "completion": completion}], tokenizer, stop)
+    assert example.completions == [ids_of(tokenizer, " a cat") + ids_of(tokenizer, stop)]
+    assert example.prompt_ids == ids_of(tokenizer, "p")
+
+
+def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(gpt2):
+    (first,) = ids_of(gpt2, " cat")
+
+    class Disguised:  # decodes the stop id to a text that has another token, like SentencePiece
+        is_fast = True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return gpt2(*args, **kwargs)
+
+        def decode(self, ids: list[int], **kwargs: Any) -> str:
+            return "cat" if ids == [first] else gpt2.decode(ids, **kwargs)
+
+    rows = [{"prompt": "p", "completion": " one cat two"}]
+    (example,), _ = tokenize(rows, Disguised(), stop=" cat")
+    assert example.completions == [[*ids_of(gpt2, " one"), first]]
+
+
+@pytest.mark.parametrize(("room", "is_cut"), [(4, False), (3, True), (1, True)])
+def test_a_completion_that_is_too_long_keeps_no_stop_token(gpt2, room, is_cut):
+    rows = [{"prompt": "p", "completion": " one two three"}]
+    (example,), report = tokenize(rows, gpt2, max_completion_length=room)
+    expected = [*ids_of(gpt2, " one two three"), gpt2.eos_token_id][:room]
+    assert example.completions == [expected]
+    assert report.num_completions_truncated == is_cut
+
+
+def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
+    pair = {"prompt": "p", "chosen": " a", "rejected": " b", "batch": "x", "facts": {"k": "v"}}
+    (example,), _ = tokenize([pair], tokenizer, kind="preference")
+    eos = ids_of(tokenizer, EOS)
+    assert example.completions == [ids_of(tokenizer, " a") + eos, ids_of(tokenizer, " b") + eos]
+    assert example.columns == {"batch": "x", "facts": {"k": "v"}}
+    row = {"prompt": "p", "completion": " reference", "facts": 1}
+    (example,), report = tokenize([row], tokenizer, kind="prompts")
+    assert example == Example(
+        0, "p", ids_of(tokenizer, "p"), [], {k: row[k] for k in list(row)[1:]}
+    )
+    assert report.completion_lengths == (0, 0, 0, 0)
+
+
+def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
+    texts = [f"row {i} of\n many" for i in range(2345)]
+    assert encode(texts, tokenizer) == [ids_of(tokenizer, text) for text in texts]
+
+
+def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
+    long_title = "TITLE: " + "long " * 60 + "\n\nPOST: p\n\nTL;DR:"
+    rows = [
+        {"prompt": "p", "chosen": " a", "rejected": " b"},
+        {"prompt": "p", "chosen": " a", "rejected": " b"},  # duplicate
+        {"prompt": "p", "chosen": "\nlate", "rejected": " b"},  # empty before its stop
+        {"prompt": "p", "chosen": " b\nx", "rejected": " b\ny"},  # identical up to the stop
+        {"prompt": "p", "chosen": " 1 2 3 4", "rejected": " 1 2 3 5"},  # identical when cut
+        {"prompt": long_title, "chosen": " a", "rejected": " b"},  # no room for a post
+        {"prompt": "p", "chosen": " 1 2 3 4", "rejected": " c"},
+    ]
+    limits = {"max_prompt_length": 50, "max_completion_length": 3, "stop": NEWLINE}
+    examples, report = tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.6, **limits)
+    assert [example.row for example in examples] == [0, 1, 6]
+    assert (report.num_rows, report.num_kept, report.num_dropped) == (7, 3, 4)
+    expected = {"empty completion": 1, "identical pair": 2, "header over max_prompt_length": 1}
+    assert report.dropped == expected
+    assert report.num_duplicates == 1
+    assert report.num_completions_truncated == 1
+    assert report.prompt_lengths == (1, 1, 1, 1)
+    assert report.completion_lengths == (2, 3, 3, 3)  # 2 2 2 2 2 3
+    with pytest.raises(UserError) as caught:
+        tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.5, **limits)
+    assert str(caught.value) == (
+        "split 'train' would lose 4 of 7 rows (1 empty completion, 1 header over "
+        "max_prompt_length, 2 identical pair) and max_dropped_fraction is 0.5; clean the data or "
+        "change the length limits or max_dropped_fraction."
+    )
+    with pytest.raises(UserError, match="lose 1 of 1 rows"):
+        tokenize(rows[2:3], gpt2, kind="preference", max_dropped_fraction=1.0, **limits)
+
+
+def test_the_report_is_two_lines(gpt2):
+    rows = [{"prompt": "p " * n, "completion": " c"} for n in range(1, 101)]
+    _, report = tokenize(rows, gpt2, max_prompt_length=99)
+    lines = str(report).split("\n")
+    assert lines[0] == (
+        "train: 100 of 100 rows, truncated 2 prompts and 0 completions, 0 duplicates"
+    )
+    assert "prompt 51/91/99/99" in lines[1]  # "p p p " is n + 1 tokens
+    assert "completion 2/2/2/2; 0 of 100 would merge" in lines[1]
+    assert len(lines) == 2
+
+
+def test_boundary_merges_are_found(gpt2):
+    # "TL;DR:" + " Cat" stays apart; "water" is one token; "a b" moves the space.
+    pairs = [("TL;DR:", " Cat"), ("wat", "er"), ("a ", "b")]
+    assert count_boundary_merges(pairs, gpt2) == 2
+    rows = [{"prompt": "wat", "completion": "er"}, {"prompt": "TL;DR:", "completion": " Cat"}]
+    _, report = tokenize(rows, gpt2)
+    assert (report.num_boundary_merges, report.num_boundaries_checked) == (1, 2)
+
+
+def test_the_boundary_sample_is_bounded_and_spread(gpt2):
+    rows = [{"prompt": "wat" if i < 1250 else "TL;DR:", "completion": "er"} for i in range(2500)]
+    _, report = tokenize(rows, gpt2)
+    assert 500 < report.num_boundaries_checked <= 1000
+    assert report.num_boundary_merges == report.num_boundaries_checked / 2
+
+
+def test_the_embedded_task_loses_nothing():
+    tokenizer = synthetic.train_tokenizer()
+    for kind in ("sft", "preference", "prompts"):
+        rows = load_rows("synthetic", "train", kind=kind, seed=0, num_rows=200)
+        examples, report = tokenize(rows, tokenizer, kind=kind, max_prompt_length=128)
+        assert len(examples) == 200
+        assert report.num_prompts_truncated == report.num_boundary_merges == 0
+        assert examples[7].columns["facts"] == rows[7]["facts"]
+
+
+def test_rows_of_the_real_pairs_are_kept(gpt2):
+    folder = str(SHARED / "summeval_preference")
+    rows = load_rows(folder, "validation", kind="preference", seed=0, num_rows=300)
+    limits = {"max_prompt_length": 384, "max_completion_length": 200}
+    examples, report = tokenize(rows, gpt2, kind="preference", **limits)
+    assert report.num_kept == len(rows) == 300
+    assert report.num_completions_truncated == report.num_boundary_merges == 0
+    assert all(len(e.prompt_ids) <= 384 and e.prompt.endswith("\n\nTL;DR:") for e in examples)
+    assert all(c[-1] == gpt2.eos_token_id for e in examples for c in e.completions)
+
+
+# --- order and batches ----------------------------------------------------------------------------
+
+
+def orders(num_rows: int, batch_size: int, world_size: int, **kwargs: Any) -> list[BatchOrder]:
+    return [
+        BatchOrder(num_rows, batch_size, rank=rank, world_size=world_size, **{"seed": 0, **kwargs})
+        for rank in range(world_size)
+    ]
+
+
+@given(num_rows=st.integers(1, 40), batch_size=st.sampled_from([4, 8, 12]), seed=st.integers(0, 9))
+def test_every_epoch_shows_every_row_once_and_ranks_share_a_step(num_rows, batch_size, seed):
+    (one,) = orders(num_rows, batch_size, 1, seed=seed)
+    for epoch in range(3):
+        steps = range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch)
+        batches = [one.rows(step) for step in steps]
+        assert all(len(batch) == batch_size for batch in batches)
+        flat = [row for batch in batches for row in batch]
+        assert sorted(flat[:num_rows]) == list(range(num_rows))  # the fill comes last
+        assert flat[num_rows:] == [None] * (len(flat) - num_rows)
+        for world_size in (2, 4):
+            for step, batch in zip(steps, batches, strict=True):
+                parts = [
+                    order.rows(step)
+                    for order in orders(num_rows, batch_size, world_size, seed=seed)
+                ]
+                assert {len(part) for part in parts} == {batch_size // world_size}
+                # rank r holds every world_size-th entry: interleaving gives the batch back
+                assert [row for rows in zip(*parts, strict=True) for row in rows] == batch
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+    (order,) = orders(50, 50, 1)
+    first = [order.rows(step) for step in (0, 1, 2)]
+    assert len({tuple(rows) for rows in first}) == 3
+    (again,) = orders(50, 50, 1)
+    assert [again.rows(step) for step in (2, 0, 1)] == [first[2], first[0], first[1]]
+    (other,) = orders(50, 50, 1, seed=1)
+    assert other.rows(0) != first[0]
+
+
+def test_without_shuffling_rows_come_in_order_every_time():
+    (order,) = orders(5, 4, 1, shuffle=False)
+    assert order.steps_per_epoch == 2
+    assert [order.rows(step) for step in range(4)] == [[0, 1, 2, 3], [4, None, None, None]] * 2
+
+
+def test_an_indivisible_batch_is_a_programming_error():
+    with pytest.raises(AssertionError, match="batch_size 6 over 4 ranks"):
+        BatchOrder(10, 6, seed=0, rank=0, world_size=4)
+
+
+def pair_example(row: int, num_prompt: int, lengths: tuple[int, int]) -> Example:
+    completions = [[100 + row] * length for length in lengths]
+    return Example(row, "", [10 + row] * num_prompt, completions, {})
+
+
+def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero():
+    examples = [pair_example(row, row + 1, (row + 1, 2)) for row in range(5)]
+    batches = micro_batches(examples, [4, 0, None, 2, None], micro_batch_size=2, pad_id=7)
+    assert len(batches) == 3
+    assert [batch.is_real.tolist() for batch in batches] == [
+        [True] * 4,
+        [False, False, True, True],
+        [False, False],
+    ]
+    first = batches[0]
+    assert first.input_ids.shape == (4, 5 + 5)
+    assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 1, 2]
+    assert first.input_ids[2, :5].tolist() == [7, 7, 7, 7, 10]
+    assert first.completion_ids[0].tolist() == [104] * 5
+    assert first.completion_ids[3].tolist() == [100, 100, 7, 7, 7]
+    assert batches[1].completion_mask.sum(dim=1).tolist() == [0, 0, 3, 2]
+    assert batches[2].input_ids.shape == (2, 2)  # the filler is as small as can be
+    assert batches[2].num_tokens == 0
+    assert all(batch.attention_mask.any(dim=1).all() for batch in batches)
+
+
+def test_ranks_have_the_same_number_of_micro_batches_and_tokens_in_all():
+    examples = [pair_example(row, 2, (row + 1, 1)) for row in range(7)]
+    tokens = {}
+    for world_size in (1, 2, 4):
+        ranks = orders(7, 4, world_size)
+        totals = torch.zeros(2, dtype=torch.long)
+        for step in range(2):
+            per_rank = [micro_batches(examples, order.rows(step), 1, 0) for order in ranks]
+            assert len({len(batches) for batches in per_rank}) == 1
+            totals[step] = sum(int(b.num_tokens) for batches in per_rank for b in batches)
+        tokens[world_size] = totals.tolist()
+    assert tokens[1] == tokens[2] == tokens[4]
+    assert sum(tokens[1]) == sum(range(1, 8)) + 7

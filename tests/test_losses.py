@@ -1,0 +1,517 @@
+"""Claim: every loss is the formula it cites, in value, gradient and direction.
+
+Targets are enumerations of small distributions, numbers worked by hand, gradients derived on paper,
+and TRL's formulas written out where TRL says something else. No loss depends on what stands under
+its mask, nor on how the optimiser step is cut into micro-batches.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common import losses
+
+LN2 = math.log(2)
+SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
+SOFTPLUS_1 = 1.3132616875182228  # -log sigma(-1)
+
+
+def close(value: Tensor, expected: object, tolerance: float = 1e-6) -> None:
+    torch.testing.assert_close(
+        value, torch.as_tensor(expected, dtype=value.dtype), rtol=tolerance, atol=tolerance
+    )
+
+
+# ---- SFT and Bradley-Terry -----------------------------------------------------------------------
+
+
+def test_sft_loss_by_hand_ignores_padding():
+    logps = torch.tensor([[-1.0, -2.0, -torch.inf], [-4.0, torch.nan, -9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    loss = losses.sft_loss(logps, mask, num_tokens=3)
+    close(loss, 7 / 3)
+    loss.backward()
+    close(logps.grad, [[-1 / 3, -1 / 3, 0], [-1 / 3, 0, 0]])
+
+
+def test_sft_micro_batches_add_up_to_the_mean_over_tokens():
+    logps = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    num_tokens = mask.sum()
+    parts = [
+        losses.sft_loss(logps[i : i + 1], mask[i : i + 1], num_tokens=num_tokens) for i in (0, 1)
+    ]
+    close(sum(parts), 2.5)  # not the mean of the rows' means, (2 + 4) / 2
+    close(losses.sft_loss(logps, mask & False, num_tokens=0), 0.0)
+
+
+def test_bradley_terry_by_hand():
+    chosen, rejected = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([1.0, 2.0, 3.0])
+    close(losses.bradley_terry_loss(chosen, rejected), [SOFTPLUS_MINUS_1, SOFTPLUS_1, LN2])
+    margin = torch.tensor([0.0, -2.0, 1.0])  # differences 1, -1, 0 become 1, 1, -1
+    close(
+        losses.bradley_terry_loss(chosen, rejected, margin=margin),
+        [SOFTPLUS_MINUS_1, SOFTPLUS_MINUS_1, SOFTPLUS_1],
+    )
+
+
+def test_bradley_terry_is_the_likelihood_of_the_label_and_survives_extremes():
+    difference = torch.tensor([0.7, -100.0, 100.0], requires_grad=True)
+    loss = losses.bradley_terry_loss(difference, torch.zeros(3))
+    probability = math.exp(0.7) / (math.exp(0.7) + 1)  # e^r_w / (e^r_w + e^r_l)
+    close(loss, [-math.log(probability), 100.0, 0.0])
+    loss.sum().backward()
+    close(difference.grad, [probability - 1, -1.0, 0.0])
+
+
+# ---- preference losses ---------------------------------------------------------------------------
+
+# Two pairs, beta 0.5. Pair 0: D = (-10 + 14) - (-11 + 13) = 2, beta D = 1.
+# Pair 1: D = (-8 + 6) - (-7 + 7) = -2, beta D = -1.
+LOGPS = tuple(
+    torch.tensor(values) for values in ([-10.0, -8.0], [-14.0, -6.0], [-11.0, -7.0], [-13.0, -7.0])
+)
+LENGTHS = {"chosen_lengths": torch.tensor([2, 4]), "rejected_lengths": torch.tensor([4, 2])}
+# Per token: pair 0: (-5 + 3.5) - (-5.5 + 3.25) = 0.75; pair 1: (-2 + 3) - (-1.75 + 3.5) = -0.75.
+WORKED = [
+    ({"loss_type": "sigmoid"}, [SOFTPLUS_MINUS_1, SOFTPLUS_1]),
+    (
+        {"loss_type": "sigmoid", "label_smoothing": 0.1},
+        [0.9 * SOFTPLUS_MINUS_1 + 0.1 * SOFTPLUS_1, 0.9 * SOFTPLUS_1 + 0.1 * SOFTPLUS_MINUS_1],
+    ),
+    (
+        {"loss_type": "robust", "label_smoothing": 0.1},
+        [
+            (0.9 * SOFTPLUS_MINUS_1 - 0.1 * SOFTPLUS_1) / 0.8,
+            (0.9 * SOFTPLUS_1 - 0.1 * SOFTPLUS_MINUS_1) / 0.8,
+        ],
+    ),
+    ({"loss_type": "robust"}, [SOFTPLUS_MINUS_1, SOFTPLUS_1]),
+    ({"loss_type": "ipo"}, [1.0, 9.0]),  # (2 - 1)^2, (-2 - 1)^2
+    ({"loss_type": "ipo_mean", **LENGTHS}, [0.0625, 3.0625]),  # (0.75 - 1)^2, (-0.75 - 1)^2
+    ({"loss_type": "hinge"}, [0.0, 2.0]),
+    # 0.5 (-5 + 3.5) - 0.25 = -1; 0.5 (-2 + 3) - 0.25 = 0.25
+    (
+        {"loss_type": "simpo", "gamma": 0.25, **LENGTHS},
+        [SOFTPLUS_1, math.log(1 + math.exp(-0.25))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), WORKED)
+def test_preference_losses_by_hand(options: dict, expected: list[float]):
+    close(losses.preference_loss(*LOGPS, beta=0.5, **options), expected)
+
+
+def test_hinge_is_flat_beyond_its_margin():
+    close(losses.preference_loss(*LOGPS, beta=1.0, loss_type="hinge"), [0.0, 3.0])
+
+
+def test_dpo_loss_is_ln2_where_policy_and_reference_agree():
+    chosen, rejected = torch.tensor([-10.0]), torch.tensor([-20.0])
+    loss = losses.preference_loss(chosen, rejected, chosen, rejected, beta=0.3)
+    close(loss, [LN2])
+
+
+def test_dpo_gradient_raises_the_chosen_and_lowers_the_rejected():
+    chosen, rejected = LOGPS[0].clone().requires_grad_(), LOGPS[1].clone().requires_grad_()
+    losses.preference_loss(chosen, rejected, *LOGPS[2:], beta=0.5).sum().backward()
+    weight = torch.tensor([1 / (1 + math.e), 1 / (1 + 1 / math.e)])  # sigma(-beta D)
+    close(chosen.grad, -0.5 * weight)
+    close(rejected.grad, 0.5 * weight)
+
+
+@pytest.mark.parametrize("flip_rate", [0.05, 0.3, 0.45])
+def test_robust_loss_is_unbiased_under_flipped_labels_and_smoothing_is_not(flip_rate: float):
+    chosen, rejected, ref_chosen, ref_rejected = LOGPS
+    flipped = (rejected, chosen, ref_rejected, ref_chosen)
+    clean = losses.preference_loss(*LOGPS, beta=0.5)
+
+    def mean_over_labels(loss_type: str) -> Tensor:
+        options = {"beta": 0.5, "loss_type": loss_type, "label_smoothing": flip_rate}
+        kept, swapped = (losses.preference_loss(*pair, **options) for pair in (LOGPS, flipped))
+        return (1 - flip_rate) * kept + flip_rate * swapped
+
+    close(mean_over_labels("robust"), clean, 1e-5)
+    assert (mean_over_labels("sigmoid") - clean).abs().min() > 0.01
+
+
+def test_smoothed_dpo_is_least_where_the_model_says_what_the_smoothing_says():
+    gaps = torch.linspace(-6, 6, 1201)
+    zeros = torch.zeros_like(gaps)
+    loss = losses.preference_loss(gaps, zeros, zeros, zeros, beta=1.0, label_smoothing=0.2)
+    assert abs(gaps[loss.argmin()].item() - math.log(0.8 / 0.2)) < 0.01
+
+
+def test_simpo_needs_no_reference():
+    options = {"beta": 2.0, "loss_type": "simpo", "gamma": 0.5, **LENGTHS}
+    other_reference = [torch.randn(2), torch.randn(2)]
+    close(
+        losses.preference_loss(*LOGPS[:2], *other_reference, **options),
+        losses.preference_loss(*LOGPS, **options),
+    )
+
+
+def test_where_trl_disagrees():
+    """TRL's `ipo` averages over tokens where the paper sums, and its `sigmoid` drops smoothing."""
+    chosen, rejected, ref_chosen, ref_rejected = LOGPS
+    trl_chosen = (chosen - ref_chosen) / LENGTHS["chosen_lengths"]
+    trl_rejected = (rejected - ref_rejected) / LENGTHS["rejected_lengths"]
+    trl_ipo = (trl_chosen - trl_rejected - 1 / (2 * 0.5)) ** 2
+    ours = {
+        name: losses.preference_loss(*LOGPS, beta=0.5, loss_type=name, **LENGTHS)
+        for name in ("ipo", "ipo_mean")
+    }
+    close(ours["ipo_mean"], trl_ipo)
+    assert (ours["ipo"] - trl_ipo).abs().min() > 0.5
+
+    logits = 0.5 * ((chosen - ref_chosen) - (rejected - ref_rejected))
+    trl_sigmoid = torch.log1p(torch.exp(-logits))
+    smoothed = losses.preference_loss(*LOGPS, beta=0.5, label_smoothing=0.1)
+    close(losses.preference_loss(*LOGPS, beta=0.5), trl_sigmoid)
+    close(smoothed, trl_sigmoid + 0.1 * logits)  # log sigma(z) - log sigma(-z) = z
+
+
+# ---- KL ------------------------------------------------------------------------------------------
+
+VOCABULARY = 5
+
+
+def softmax_table(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(*shape, VOCABULARY, generator=generator, dtype=torch.float64)
+    return logits.softmax(-1)
+
+
+def kl(first: Tensor, second: Tensor) -> Tensor:
+    return (first * (first / second).log()).sum(-1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimators_over_all_sequences_of_two_tokens(estimator: str):
+    """By enumeration: k1 and k3 have KL(pi || ref) of the sequence as mean, never the reverse."""
+    pi_first, ref_first = softmax_table(seed=1), softmax_table(seed=2)
+    pi_second, ref_second = softmax_table(VOCABULARY, seed=3), softmax_table(VOCABULARY, seed=4)
+    pairs = list(itertools.product(range(VOCABULARY), repeat=2))
+    logps = torch.stack([torch.stack([pi_first[a], pi_second[a, b]]) for a, b in pairs]).log()
+    ref = torch.stack([torch.stack([ref_first[a], ref_second[a, b]]) for a, b in pairs]).log()
+    weights = logps.sum(dim=1).exp()  # (25,) probability of each sequence under pi
+    close(weights.sum(), 1.0, 1e-12)
+
+    per_token = losses.kl_estimate(logps, ref, estimator=estimator)  # (25, 2)
+    expectation = (weights[:, None] * per_token).sum()
+    forward = kl(pi_first, ref_first) + (pi_first * kl(pi_second, ref_second)).sum()
+    backward = kl(ref_first, pi_first) + (ref_first * kl(ref_second, pi_second)).sum()
+    assert (forward - backward).abs() > 0.05, "the two directions differ in this example"
+    if estimator == "k2":
+        log_ratios = torch.stack(
+            [(p / q).log() for p, q in zip(logps.exp(), ref.exp(), strict=True)]
+        )
+        close(expectation, (weights[:, None] * log_ratios.square() / 2).sum(), 1e-9)
+        assert (expectation - forward).abs() > 1e-3, "k2 is biased"
+    else:
+        close(expectation, forward, 1e-9)
+    if estimator != "k1":
+        assert (per_token >= 0).all()
+
+
+def test_kl_values_by_hand():
+    logps, ref = torch.tensor([[math.log(0.5)]]), torch.tensor([[math.log(0.25)]])
+    close(losses.kl_estimate(logps, ref, estimator="k1"), [[LN2]])
+    close(losses.kl_estimate(logps, ref, estimator="k2"), [[LN2**2 / 2]])
+    close(losses.kl_estimate(logps, ref, estimator="k3"), [[0.5 + LN2 - 1]])
+    close(losses.kl_estimate(logps, ref), [[0.5 + LN2 - 1]])  # the default
+    for estimator in losses.KL_ESTIMATORS:
+        assert losses.kl_estimate(logps, logps, estimator=estimator).item() == 0
+
+
+def test_k3_keeps_its_digits_near_zero():
+    logps = torch.tensor([[-2.0]])
+    for difference in (2.0**-10, -(2.0**-10), 2.0**-12):  # exact in float32 beside 2
+        estimate = losses.kl_estimate(logps, logps + difference).item()
+        exact = difference**2 / 2 + difference**3 / 6 + difference**4 / 24
+        assert abs(estimate / exact - 1) < 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_expected_gradient_of_each_estimator_as_a_loss(estimator: str):
+    """k2's is that of KL(pi || ref), k3's that of KL(ref || pi), k1's is zero (all enumerated)."""
+    logits = softmax_table(seed=5).log()
+    ref = softmax_table(seed=6)
+
+    def gradient(objective: object) -> Tensor:
+        leaf = logits.clone().requires_grad_()
+        objective(leaf.log_softmax(-1)).backward()
+        return leaf.grad
+
+    weights = logits.softmax(-1)
+    expected = {
+        "k1": torch.zeros(VOCABULARY, dtype=torch.float64),
+        "k2": gradient(lambda logps: kl(logps.exp(), ref)),
+        "k3": gradient(lambda logps: kl(ref, logps.exp())),
+    }
+    ours = gradient(
+        lambda logps: (
+            weights * losses.kl_estimate(logps[None], ref.log()[None], estimator=estimator)[0]
+        ).sum()
+    )
+    close(ours, expected[estimator], 1e-10)
+
+
+# ---- policy objective ----------------------------------------------------------------------------
+
+
+def test_policy_gradient_at_ratio_one_is_reinforce():
+    """On a softmax policy: d(-A log p_a)/d logits = A (p - onehot(a)), derived by hand."""
+    logits = torch.randn(3, 4, VOCABULARY, generator=torch.Generator().manual_seed(7)).double()
+    actions = torch.randint(VOCABULARY, (3, 4), generator=torch.Generator().manual_seed(8))
+    advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()
+    one_hot = torch.nn.functional.one_hot(actions, VOCABULARY)
+    expected = advantages[:, None, None] * (logits.softmax(-1) - one_hot) * mask[..., None] / 7
+    for ratio_level in losses.RATIO_LEVELS:
+        leaf = logits.clone().requires_grad_()
+        logps = leaf.log_softmax(-1).gather(-1, actions[..., None])[..., 0]
+        for old in (logps, logps.detach()):
+            loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
+            close(loss, -advantages[:, None] * mask)
+            total = losses.aggregate(loss, mask, aggregation="token")
+            (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
+            close(gradient, expected, 1e-10)
+
+
+# ratio, advantage, options -> loss, d loss / d log pi (-ratio A where no bound is active)
+CLIPPING = [
+    (1.1, 1.0, {}, -1.1, -1.1),
+    (1.5, 1.0, {}, -1.2, 0.0),
+    (1.5, -1.0, {}, 1.5, 1.5),
+    (0.5, 1.0, {}, -0.5, -0.5),
+    (0.5, -1.0, {}, 0.8, 0.0),
+    (1.25, 2.0, {"epsilon_high": 0.28}, -2.5, -2.5),
+    (1.3, 2.0, {"epsilon_high": 0.28}, -2.56, 0.0),
+    (0.75, -2.0, {"epsilon_high": 0.28}, 1.6, 0.0),
+    (0.75, -2.0, {"epsilon_low": 0.3}, 1.5, 1.5),
+    (0.6, -2.0, {"epsilon_low": 0.3}, 1.4, 0.0),
+    (1.25, 2.0, {"epsilon_low": 0.3}, -2.4, 0.0),
+    (2.5, -1.0, {"delta": 3.0}, 2.5, 2.5),
+    (4.0, -1.0, {"delta": 3.0}, 3.0, 0.0),
+    (4.0, -1.0, {}, 4.0, 4.0),
+    (4.0, 1.0, {"delta": 3.0}, -1.2, 0.0),
+    (0.5, -1.0, {"delta": 3.0}, 0.8, 0.0),
+    (4.0, 0.0, {"delta": 3.0}, 0.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "options", "loss", "slope"), CLIPPING)
+def test_clipping_by_hand(ratio: float, advantage: float, options: dict, loss: float, slope: float):
+    old = torch.tensor([[-1.3]])
+    logps = (old + math.log(ratio)).requires_grad_()
+    ours = losses.policy_loss(
+        logps, old, torch.tensor([[advantage]]), torch.ones(1, 1, dtype=torch.bool), **options
+    )
+    close(ours, [[loss]])
+    ours.sum().backward()
+    close(logps.grad, [[slope]])
+
+
+def test_clip_acts_on_the_ratio_of_each_level():
+    # Ratios 4, 1 and, under the mask, e^5: geometric mean 2.
+    log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0]])
+    mask = torch.tensor([[True, True, False]])
+    old, advantage = torch.full((1, 3), -6.0), torch.tensor([-1.0])
+    by_level = {
+        level: losses.policy_loss(old + log_ratio, old, advantage, mask, ratio_level=level)
+        for level in losses.RATIO_LEVELS
+    }
+    close(by_level["token"], [[4.0, 1.0, 0.0]])
+    close(by_level["sequence"], [[2.0, 2.0, 0.0]])
+    gain = losses.policy_loss(old + log_ratio, old, -advantage, mask, ratio_level="sequence")
+    close(gain, [[-1.2, -1.2, 0.0]])
+
+
+def test_sequence_gradient_is_that_of_the_geometric_mean():
+    """GSPO eq. 5 and 7 written out and differentiated through the mean, one advantage per row."""
+    generator = torch.Generator().manual_seed(9)
+    old = torch.randn(4, 6, generator=generator, dtype=torch.float64) - 3
+    mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
+    advantages = torch.tensor([1.0, -2.0, 0.5, -1.0], dtype=torch.float64)
+    shift = 0.3 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    for aggregation in ("grpo", "token", "constant"):
+        logps = (old + shift).requires_grad_()
+        per_token = losses.policy_loss(logps, old, advantages, mask, ratio_level="sequence")
+        losses.aggregate(per_token, mask, aggregation=aggregation).backward()
+
+        literal = (old + shift).requires_grad_()
+        rows = [(literal[i] - old[i])[mask[i]].mean().exp() for i in range(4)]
+        objective = torch.stack(
+            [torch.min(s * a, s.clamp(0.8, 1.2) * a) for s, a in zip(rows, advantages, strict=True)]
+        )
+        lengths = mask.sum(1).double()
+        weights = {"grpo": torch.full((4,), 0.25), "token": lengths / 14, "constant": lengths / 24}
+        (-(objective * weights[aggregation]).sum()).backward()
+        assert literal.grad.abs().sum() > 0
+        close(logps.grad, literal.grad, 1e-10)
+
+
+def test_token_advantages_are_used_token_by_token():
+    advantages = torch.tensor([[1.0, -2.0, 3.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for level in losses.RATIO_LEVELS:
+        logps = torch.zeros(1, 3, requires_grad=True)
+        loss = losses.policy_loss(logps, logps, advantages, mask, ratio_level=level)
+        close(loss, [[-1.0, 2.0, -3.0]])
+        loss.sum().backward()
+        close(logps.grad, [[-1.0, 2.0, -3.0]])
+
+
+def test_nothing_under_the_mask_reaches_value_or_gradient():
+    logps = torch.tensor([[-1.0, -1.0], [0.0, -torch.inf]], requires_grad=True)
+    old = torch.tensor([[-1.0, -500.0], [-torch.inf, torch.nan]])
+    mask = torch.tensor([[True, False], [False, False]])
+    for level in losses.RATIO_LEVELS:
+        logps.grad = None
+        per_token = losses.policy_loss(logps, old, torch.ones(2), mask, ratio_level=level)
+        close(per_token, [[-1.0, 0.0], [0.0, 0.0]])
+        losses.aggregate(per_token, mask).backward()
+        close(logps.grad, [[-0.5, 0.0], [0.0, 0.0]])
+
+
+# ---- aggregation ---------------------------------------------------------------------------------
+
+# Lengths 3, 1, 2, 4; sums 6, 4, 12, 8; what is masked would poison any sum.
+PER_TOKEN = torch.tensor(
+    [
+        [1.0, 2.0, 3.0, torch.nan],
+        [4.0, torch.inf, torch.nan, 9.0],
+        [5.0, 7.0, -torch.inf, 9.0],
+        [2.0, 2.0, 2.0, 2.0],
+    ]
+)
+MASK = torch.arange(4) < torch.tensor([3, 1, 2, 4])[:, None]
+AGGREGATED = [
+    ("grpo", {}, (2 + 4 + 6 + 2) / 4),
+    ("token", {}, 30 / 10),
+    ("constant", {"max_length": 5}, 30 / (4 * 5)),
+    ("constant", {}, 30 / (4 * 4)),
+    ("prompt", {"num_generations": 2}, (10 / 4 + 20 / 6) / 2),
+    ("prompt", {"num_generations": 4}, 30 / 10),
+    ("prompt", {"num_generations": 1}, (2 + 4 + 6 + 2) / 4),
+]
+
+
+@pytest.mark.parametrize(("aggregation", "options", "expected"), AGGREGATED)
+def test_aggregation_by_hand(aggregation: str, options: dict, expected: float):
+    close(losses.aggregate(PER_TOKEN, MASK, aggregation=aggregation, **options), expected)
+
+
+def test_aggregation_defaults_to_grpo():
+    close(losses.aggregate(PER_TOKEN, MASK), 3.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=8, max_size=8),
+    cuts=st.sets(st.integers(1, 7), max_size=7),
+    seed=st.integers(0, 1000),
+)
+def test_micro_batches_add_up_under_global_denominators(
+    lengths: list[int], cuts: set[int], seed: int
+):
+    """Any cut into micro-batches, also through a prompt's group, with any padding to the right."""
+    values = torch.randn(8, 5, generator=torch.Generator().manual_seed(seed)).double()
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    tokens_of_prompt = torch.tensor(lengths).view(2, 4).sum(1).repeat_interleave(4)  # (B,)
+    whole = {
+        "grpo": sum(v[m].sum() / max(m.sum(), 1) for v, m in zip(values, mask, strict=True)) / 8,
+        "token": values[mask].sum() / max(mask.sum(), 1),
+        "constant": values[mask].sum() / (8 * 7),
+        "prompt": sum(
+            values[i : i + 4][mask[i : i + 4]].sum() / max(mask[i : i + 4].sum(), 1) for i in (0, 4)
+        )
+        / 2,
+    }
+    bounds = [0, *sorted(cuts), 8]
+    for aggregation, expected in whole.items():
+        total = torch.zeros((), dtype=torch.float64)
+        for start, end in itertools.pairwise(bounds):
+            num_columns = max(*lengths[start:end], 0, 1)  # each micro-batch is padded to its own
+            total += losses.aggregate(
+                values[start:end, :num_columns],
+                mask[start:end, :num_columns],
+                aggregation=aggregation,
+                num_sequences=torch.tensor(8),
+                num_tokens=tokens_of_prompt[start:end] if aggregation == "prompt" else mask.sum(),
+                max_length=7,
+                num_generations=4,
+                num_prompts=2,
+            )
+        close(total, expected, 1e-12)
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_nothing_to_count_is_zero_and_has_a_zero_gradient(aggregation: str):
+    per_token = torch.full((2, 3), torch.nan, requires_grad=True)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    loss = losses.aggregate(per_token, mask, aggregation=aggregation, num_generations=2)
+    close(loss, 0.0)
+    loss.backward()
+    close(per_token.grad, torch.zeros(2, 3))
+
+
+def test_masked_sum_over_one_dimension_or_all():
+    close(losses.masked_sum(PER_TOKEN, MASK), 30.0)
+    close(losses.masked_sum(PER_TOKEN, MASK, dim=1), [6.0, 4.0, 12.0, 8.0])
+
+
+# ---- types and refusals --------------------------------------------------------------------------
+
+
+def test_half_precision_is_raised_to_float32():
+    half, mask = torch.full((2, 3), -1.0, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bool)
+    row = half[:, 0]
+    results = [
+        losses.sft_loss(half, mask, num_tokens=6),
+        losses.bradley_terry_loss(row, row),
+        losses.preference_loss(row, row, row, row, beta=0.1),
+        losses.kl_estimate(half, half),
+        losses.policy_loss(half, half, row, mask),
+        losses.aggregate(half, mask),
+    ]
+    assert {result.dtype for result in results} == {torch.float32}
+
+
+def test_unusable_options_are_refused_with_the_values_allowed():
+    logps, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    pair = [torch.zeros(1)] * 4
+    refusals = [
+        (lambda: losses.preference_loss(*pair, beta=0.1, loss_type="dpo"), "'dpo'.*sigmoid"),
+        (lambda: losses.preference_loss(*pair, beta=0.1, label_smoothing=0.5), "0.5.*must lie"),
+        (
+            lambda: losses.preference_loss(*pair, beta=0.1, loss_type="ipo", label_smoothing=0.1),
+            "must be 0 with loss_type ipo",
+        ),
+        (lambda: losses.kl_estimate(logps, logps, estimator="k4"), "'k4'.*k1, k2, k3"),
+        (
+            lambda: losses.policy_loss(logps, logps, logps, mask, ratio_level="word"),
+            "'word'.*token, sequence",
+        ),
+        (
+            lambda: losses.policy_loss(logps, logps, logps, mask, delta=1.1),
+            "delta is 1.1.*1 \\+ epsilon_high = 1.2",
+        ),
+        (lambda: losses.aggregate(logps, mask, aggregation="mean"), "'mean'.*grpo"),
+    ]
+    for call, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("loss_type", ["ipo_mean", "simpo"])
+def test_losses_per_token_need_lengths(loss_type: str):
+    with pytest.raises(AssertionError, match="lengths"):
+        losses.preference_loss(*LOGPS, beta=0.5, loss_type=loss_type)

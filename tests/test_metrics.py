@@ -1,0 +1,382 @@
+"""What a run records is the exact global mean, under a defined name, and survives a restart."""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from common import distributed, metrics
+from common.glossary import CONSOLE, METRICS, POSTFIX
+from common.jsonl import read_jsonl
+from common.metrics import Accumulator, RunLogger
+from common.terminal import fitted_widths, format_number, markdown_table, wrapped_table
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _process_group() -> Iterator[None]:
+    started_here = not dist.is_initialized()
+    distributed.start()
+    yield
+    if started_here:
+        dist.destroy_process_group()
+
+
+def logger(output_dir: Path, **changes: Any) -> RunLogger:
+    options = {
+        "total_steps": 100,
+        "description": "SFT",
+        "report_to": "none",
+        "run_name": "test",
+        "config": {"learning_rate": 1e-4},
+        "start_step": 0,
+    }
+    return RunLogger(output_dir, **(options | changes))
+
+
+# --- accumulator ---
+
+
+def test_means_weigh_by_count_not_by_micro_batch() -> None:
+    sums = Accumulator("cpu")
+    sums.add("loss", torch.tensor(30.0), torch.tensor(10))  # ten tokens at 3
+    sums.add("loss", 1.0, 1)  # one token at 1
+    sums.add("accuracy", torch.tensor(2), 4)
+    assert sums.reduce() == {"accuracy": 0.5, "loss": pytest.approx(31 / 11)}
+    assert sums.reduce() == {}
+
+
+def test_sums_are_kept_in_float64() -> None:
+    sums = Accumulator("cpu")
+    sums.add("tokens", float(2**24), 1)
+    sums.add("tokens", torch.tensor(1.0), 0)  # lost in float32
+    assert sums.reduce()["tokens"] == 2**24 + 1
+
+
+def test_totals_do_not_keep_the_graph() -> None:
+    sums = Accumulator("cpu")
+    weight = torch.ones(3, requires_grad=True)
+    sums.add("loss", (weight * 2).sum(), 3)
+    assert sums.reduce() == {"loss": 2.0}
+
+
+def test_nothing_counted_is_left_out() -> None:
+    sums = Accumulator("cpu")
+    sums.add("reward/gold", 0.0, 0)
+    assert sums.reduce() == {}
+
+
+def test_reduce_is_one_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(metrics, "all_reduce_sum", lambda table: calls.append(table) or table)
+    sums = Accumulator("cpu")
+    sums.add_values(loss=1.0, kl=2.0, grad_norm=torch.tensor(3.0))
+    with sums.timed("sample_seconds"):
+        pass
+    assert list(sums.reduce()) == ["grad_norm", "kl", "loss", "sample_seconds"]
+    assert len(calls) == 1
+    assert calls[0].dtype == torch.float64
+
+
+def _reduce_on_rank(rank: int, store: str, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    sums = Accumulator("cpu")
+    sums.add("loss", [6.0, 1.0][rank], [3, 1][rank])
+    if rank == 1:
+        sums.add("kl", 5.0, 2)  # rank 0 has none, and does not know of it
+    sums.add("reward/length", [0.0, 4.0][rank], [0, 2][rank])
+    Path(results, f"{rank}.json").write_text(json.dumps(sums.reduce()))
+    dist.destroy_process_group()
+
+
+def test_ranks_with_different_names_and_counts_agree_on_the_global_mean(tmp_path: Path) -> None:
+    mp.spawn(_reduce_on_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        reduced = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert reduced == {"kl": 2.5, "loss": 1.75, "reward/length": 2.0}
+
+
+# --- names ---
+
+
+@pytest.mark.parametrize("name", ["los", "reward/", "rewards/gold", "Loss", ""])
+def test_a_name_without_definition_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no definition"):
+        Accumulator("cpu").add(name, 1.0)
+    run = logger(tmp_path)
+    with pytest.raises(AssertionError, match="no definition"):
+        run.log(1, {name: 1.0})
+    run.close()
+
+
+def test_every_definition_is_a_sentence_and_what_is_shown_is_defined() -> None:
+    for name, definition in METRICS.items():
+        assert definition[0].isupper(), name
+        assert definition.endswith("."), name
+    assert set(CONSOLE) | set(POSTFIX) <= set(METRICS)
+
+
+# --- files ---
+
+
+def test_a_step_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = logger(tmp_path)
+    run.update(10)
+    run.log(10, {"loss": 1.25, "learning_rate": 3e-5, "reward/gold": 0.5})
+    # Flushed at once: read before close.
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {"step": 10, "loss": 1.25, "learning_rate": 3e-5, "reward/gold": 0.5}
+    ]
+    run.close()
+    assert "SFT step 10/100: loss 1.25, learning_rate 3.0e-05" in capsys.readouterr().out
+
+
+def test_values_that_json_lacks_are_null(tmp_path: Path) -> None:
+    run = logger(tmp_path)
+    run.log(1, {"loss": math.nan, "grad_norm": math.inf, "kl": 0.0})
+    run.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "kl": 0.0,
+    }
+
+
+def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> None:
+    run = logger(tmp_path)
+    for step in (10, 20, 30):
+        run.log(step, {"loss": float(step)})
+        run.samples(step, [{"completion": f"at {step}"}])
+    run.close()
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 40, "loss": "é'.encode()[:-1])  # killed inside a character
+    run = logger(tmp_path, start_step=20)
+    run.log(30, {"loss": -30.0})
+    run.close()
+    losses = [(line["step"], line["loss"]) for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert losses == [(10, 10.0), (20, 20.0), (30, -30.0)]
+    assert [line["step"] for line in read_jsonl(tmp_path / "samples.jsonl")] == [10, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+def test_a_new_run_starts_with_empty_files(tmp_path: Path) -> None:
+    run = logger(tmp_path)
+    run.log(10, {"loss": 1.0})
+    run.close()
+    logger(tmp_path).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(RuntimeError, match="line 2"):
+        logger(tmp_path, start_step=3)
+
+
+def test_other_ranks_write_and_print_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "is_rank0", lambda: False)
+    run = logger(tmp_path / "run", report_to="wandb")
+    run.status("sampling")
+    run.update(1)
+    run.log(1, {"loss": 1.0})
+    run.log_training(1, Accumulator("cpu"))
+    run.samples(1, [{"completion": "text"}])
+    run.close()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+# --- time ---
+
+
+def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    run, sums = logger(tmp_path), Accumulator("cpu")
+
+    def train(steps: range) -> None:
+        for step in steps:
+            clock.now += 2.0
+            sums.add_values(tokens=100)
+            run.update(step)
+        run.log_training(steps[-1], sums)
+
+    train(range(1, 4))
+    clock.now += 50.0  # evaluation
+    run.log(3, {"eval_loss": 1.0})
+    clock.now += 7.0  # sampling a table
+    run.samples(3, [{"completion": "text"}])
+    train(range(4, 6))
+    run.close()
+    first, _, second = read_jsonl(tmp_path / "metrics.jsonl")
+    for line in (first, second):
+        assert line["step_seconds"] == pytest.approx(2.0)
+        assert line["tokens_per_second"] == pytest.approx(50.0)
+        assert line["peak_memory_gb"] > 0.01
+    assert second["elapsed_minutes"] == pytest.approx((10 + 57) / 60)
+
+    clock.now = 1000.0
+    run = logger(tmp_path, start_step=3)  # goes on from 6 seconds
+    clock.now += 30.0
+    run.update(4)
+    run.log_training(4, sums)
+    run.close()
+    resumed = read_jsonl(tmp_path / "metrics.jsonl")[-1]
+    assert resumed["elapsed_minutes"] == pytest.approx(36 / 60)
+    assert resumed["step_seconds"] == pytest.approx(30.0)
+
+
+# --- the bar ---
+
+
+def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = logger(tmp_path, description="GRPO")
+    run._bar.delay = 0.0  # as after half a minute
+    for step in range(1, 101):
+        for token in range(20):
+            run.status(f"sampling {token}/20 tokens")
+        run.update(step)
+        run.log(step, {"loss": 1.0})
+    run.close()
+    captured = capsys.readouterr()
+    assert "\r" not in captured.err + captured.out
+    assert len(captured.err.splitlines()) <= 4
+    assert captured.err.splitlines()[-1].startswith("GRPO: sampling 19/20 tokens: 100%")
+    assert len(captured.out.splitlines()) == 100
+
+
+def test_on_a_terminal_the_bar_says_what_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run = logger(tmp_path, description="GRPO", start_step=40)
+    run._bar.mininterval = 0.0
+    run.status("sampling 34/56 tokens")
+    run.log(41, {"loss": 0.5})
+    run.update(41)
+    run.status("")
+    run.close()
+    drawn = capsys.readouterr().err
+    assert re.search(r"\rGRPO: sampling 34/56 tokens: +40%", drawn)
+    assert re.search(r"41/100 .*loss=0\.5", drawn)
+
+
+# --- samples ---
+
+
+def test_samples_are_printed_and_their_history_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "prompt": "A post.\n\nTL;DR:",
+        "completion": " My cat | left\u2028\x1b[2J",
+        "reward": 0.531,
+    }
+    run = logger(tmp_path)
+    run.samples(0, [row, {"prompt": "Other", "completion": "", "stop_reason": "length"}])
+    run.samples(50, [row])
+    run.close()
+    lines = read_jsonl(tmp_path / "samples.jsonl")
+    assert [line["step"] for line in lines] == [0, 0, 50]
+    assert lines[2] == {"step": 50, **row}
+    printed = capsys.readouterr().out.splitlines()
+    assert "SFT samples at step 0/100" in printed
+    header = next(line for line in printed if line.startswith("prompt"))
+    assert header.split() == ["prompt", "completion", "reward", "stop_reason"]
+    assert any("0.531" in line and "My cat | left↵�[2J" in line for line in printed)
+
+
+def test_wrapped_table_fits_and_keeps_the_end_of_prompts() -> None:
+    row = {"prompt": "begin " + "word " * 200 + "TL;DR:", "completion": "x " * 300, "reward": 1.0}
+    lines = wrapped_table([row, {**row, "reward": None}], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 2 + 2 * 4
+    assert any("TL;DR:" in line for line in lines)
+    assert not any("begin" in line for line in lines)
+    assert any("–" in line for line in lines)
+
+
+def test_fitted_widths_narrow_the_widest_first() -> None:
+    assert fitted_widths([5, 30, 100], 200) == [5, 30, 100]
+    assert fitted_widths([5, 30, 100], 85) == [5, 30, 50]
+    assert fitted_widths([5, 30, 100], 45) == [5, 20, 20]
+    assert fitted_widths([5, 30, 100], 10) == [5, 12, 12]
+
+
+def test_markdown_table_is_aligned_and_escaped() -> None:
+    assert markdown_table(["stage", "x"], [["a|b", "1.5"], ["long name", "-"]]) == (
+        "| stage     |   x |\n| --------- | --: |\n| a\\|b      | 1.5 |\n| long name |   - |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(12345.6, "12,346"), (0.0, "0"), (-1.23456, "-1.235"), (3e-5, "3.0e-05"), (0.5, "0.5")],
+)
+def test_format_number(value: float, text: str) -> None:
+    assert format_number(value) == text
+
+
+# --- wandb ---
+
+
+def test_wandb_offline_records_a_run_and_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = logger(tmp_path, report_to="wandb", run_name="sft-7")
+    run.log(10, {"loss": 1.5, "reward/gold": 0.5})
+    run.samples(10, [{"completion": "a table row", "reward": 1.0}])
+    run.close()
+    first = (tmp_path / "wandb" / "run_id").read_text()
+    (recorded,) = (tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb")
+    expected = (b"reward/gold", b"sft-7", b"learning_rate")
+    deadline = (
+        time.monotonic() + 20
+    )  # wandb 0.31 offline: finish() returns before the file is whole
+    while time.monotonic() < deadline and not all(
+        text in recorded.read_bytes() for text in expected
+    ):
+        time.sleep(0.05)
+    assert [text for text in expected if text not in recorded.read_bytes()] == []
+    (table,) = recorded.parent.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [["a table row", 1.0]]
+
+    logger(tmp_path, report_to="wandb", start_step=10).close()
+    assert (tmp_path / "wandb" / "run_id").read_text() == first
+    logger(tmp_path, report_to="wandb").close()
+    assert (tmp_path / "wandb" / "run_id").read_text() != first
+
+
+def test_a_run_goes_on_without_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: Any) -> None:
+        raise OSError("no route to host\nsecond line")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail, Settings=dict))
+    run = logger(tmp_path, report_to="wandb")
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == [
+        f"warning: wandb did not start (no route to host); metrics go to {tmp_path} only."
+    ]
+    run.log(1, {"loss": 1.0})
+    run.close()
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]

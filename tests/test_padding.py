@@ -1,0 +1,154 @@
+"""Claim: padding loses nothing and adds nothing.
+
+Every row comes back out of its padded form by its mask alone, whatever the pad id; positions count
+real tokens only; a completion ends with its first stop token; a batch pairs each completion with
+its own prompt.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import padding
+
+TOKENS = st.integers(0, 6)  # few ids, so that the pad id and the stop ids occur in the rows
+ROWS = st.lists(st.lists(TOKENS, max_size=6), min_size=1, max_size=5)
+FAST = settings(max_examples=150, deadline=None)
+
+
+@FAST
+@given(rows=ROWS, pad_id=TOKENS)
+def test_rows_come_back_from_either_side(rows: list[list[int]], pad_id: int):
+    for pad in (padding.left_pad, padding.right_pad):
+        ids, mask = pad(rows, pad_id)
+        assert ids.shape == mask.shape == (len(rows), max(map(len, rows)))
+        assert ids.dtype == torch.int64
+        assert mask.dtype == torch.bool
+        assert [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)] == rows
+        assert (ids[~mask] == pad_id).all()
+
+
+def test_sides():
+    assert padding.left_pad([[1, 2, 3], [4]], 0)[0].tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert padding.right_pad([[1, 2, 3], [4]], 0)[0].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert padding.left_pad([[1, 2, 3], [4]], 0)[1].int().tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert padding.right_pad([[1, 2, 3], [4]], 0)[1].int().tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@FAST
+@given(mask=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_positions_count_real_tokens(mask: list[list[bool]]):
+    positions = padding.position_ids(torch.tensor(mask))
+    assert positions.dtype == torch.int64
+    for row, flags in zip(positions.tolist(), mask, strict=True):
+        real = [position for position, flag in zip(row, flags, strict=True) if flag]
+        assert real == list(range(len(real)))
+        assert all(0 <= position < max(len(real), 1) for position in row), "inside the table"
+
+
+@FAST
+@given(
+    rows=st.lists(st.lists(TOKENS, min_size=5, max_size=5), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    stop_ids=st.lists(TOKENS, max_size=3),
+)
+def test_cut_at_the_first_stop_token(
+    rows: list[list[int]], lengths: list[int], stop_ids: list[int]
+):
+    lengths = lengths[: len(rows)]
+    valid = torch.arange(5) < torch.tensor(lengths)[:, None]
+    mask, has_stop = padding.cut_at_stop(torch.tensor(rows), stop_ids, valid)
+    for row, length, kept, stopped in zip(rows, lengths, mask.tolist(), has_stop, strict=True):
+        end = next((i + 1 for i, token in enumerate(row[:length]) if token in stop_ids), None)
+        assert stopped == (end is not None)
+        assert kept == [i < (length if end is None else end) for i in range(5)]
+
+
+def test_stop_token_is_kept_and_valid_defaults_to_everything():
+    ids = torch.tensor([[5, 9, 5, 9], [5, 5, 5, 5], [8, 9, 5, 5]])
+    mask, has_stop = padding.cut_at_stop(ids, [9, 8])
+    assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert has_stop.tolist() == [True, False, True]
+    assert mask.dtype == has_stop.dtype == torch.bool
+
+
+GROUPS = st.integers(1, 3).flatmap(
+    lambda size: st.lists(
+        st.tuples(
+            st.lists(TOKENS, min_size=1, max_size=5),
+            st.lists(st.lists(TOKENS, max_size=4), min_size=size, max_size=size),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@FAST
+@given(groups=GROUPS, pad_id=TOKENS)
+def test_batch_holds_each_prompt_beside_its_completions(groups: list, pad_id: int):
+    prompts, completions, flags = map(list, zip(*groups, strict=True))
+    batch = padding.padded_batch(prompts, completions, pad_id, is_real=flags)
+    expected = [
+        (prompt, completion, flag)
+        for prompt, group, flag in zip(prompts, completions, flags, strict=True)
+        for completion in group
+    ]
+    num_columns = max(len(completion) for _, completion, _ in expected)
+    assert batch.input_ids.shape[0] == len(expected)
+    assert batch.completion_mask.shape == (len(expected), num_columns)
+    assert torch.equal(
+        batch.completion_ids, batch.input_ids[:, batch.input_ids.shape[1] - num_columns :]
+    )
+    for row, (prompt, completion, flag) in enumerate(expected):
+        kept = batch.attention_mask[row]
+        assert batch.input_ids[row][kept].tolist() == prompt + completion
+        assert batch.position_ids[row][kept].tolist() == list(range(len(prompt + completion)))
+        counted = batch.completion_ids[row][batch.completion_mask[row]].tolist()
+        assert counted == (completion if flag else [])
+        assert batch.is_real[row] == flag
+        # The prompt is flush with the completion's first column, where scoring looks for it.
+        assert kept[: batch.input_ids.shape[1] - num_columns].sum() == len(prompt)
+    assert batch.num_tokens == sum(len(c) for _, c, flag in expected if flag)
+    assert batch.attention_mask.any(dim=1).all(), "a row without attention would be NaN"
+
+
+def test_batch_by_hand():
+    batch = padding.padded_batch([[7, 8], [9]], [[[1], [2, 3]], [[4], [5]]], 0)
+    assert batch.input_ids.tolist() == [[7, 8, 1, 0], [7, 8, 2, 3], [0, 9, 4, 0], [0, 9, 5, 0]]
+    assert batch.attention_mask.int().tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 1, 1],
+        [0, 1, 1, 0],
+        [0, 1, 1, 0],
+    ]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 2], [0, 1, 2, 3], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert batch.completion_mask.int().tolist() == [[1, 0], [1, 1], [1, 0], [1, 0]]
+    assert batch.is_real.tolist() == [True] * 4
+    assert batch.num_tokens == 5
+
+
+def test_completions_without_tokens_have_no_columns():
+    batch = padding.padded_batch([[1, 2], [3]], [[[]], [[]]], 0)
+    assert batch.completion_ids.shape == batch.completion_mask.shape == (2, 0)
+    assert batch.input_ids.tolist() == [[1, 2], [0, 3]]
+
+
+def test_moving_a_batch_moves_every_tensor():
+    batch = padding.padded_batch([[1]], [[[2]]], 0).to("meta")
+    assert all(tensor.device.type == "meta" for tensor in vars(batch).values())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "message"),
+    [
+        ([[]], [[[1]]], "at least one token"),
+        ([[1], [2]], [[[1]], [[1], [2]]], "same number"),
+        ([[1]], [], "one list of completions"),
+    ],
+)
+def test_malformed_batches_are_refused(prompts: list, completions: list, message: str):
+    with pytest.raises(AssertionError, match=message):
+        padding.padded_batch(prompts, completions, 0)

@@ -1,0 +1,232 @@
+"""Figures and the report show what was recorded: the right numbers, in files that can be read."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from common import plots, report
+from common.glossary import METRICS
+from common.plots import PANELS, draw_series, moving_mean, plot_run, series
+from common.report import chain_report, results_table
+
+
+def record(run_dir: Path, lines: list[dict[str, Any]]) -> Path:
+    run_dir.mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text)
+    return run_dir
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def ink(path: Path) -> float:
+    """Share of the pixels that are not white."""
+    return float((pixels(path) < 250).any(-1).mean())
+
+
+def accuracy(value: float, low: float, high: float, num_ties: int = 0) -> dict[str, Any]:
+    return {"accuracy": value, "low": low, "high": high, "num_pairs": 200, "num_ties": num_ties}
+
+
+def system(name: str, **changes: Any) -> dict[str, Any]:
+    values = {
+        "name": name,
+        "kind": "policy",
+        "path": "model",
+        "accuracy": accuracy(0.5, 0.43, 0.57),
+        "accuracy_by_source": {"tldr": accuracy(0.5, 0.43, 0.57)},
+        "gold_reward": {"mean": 0.55, "low": 0.5, "high": 0.6},
+        "reward": None,
+        "kl": {"mean": 1.25, "low": 1.0, "high": 1.5},
+        "length": 20.0,
+        "stop_rate": 0.95,
+        "minutes": 2.5,
+        "peak_memory_gb": 1.234,
+    }
+    return values | changes
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    nothing = dict.fromkeys(("gold_reward", "reward", "kl", "length", "stop_rate"))
+    return {
+        "dataset": "synthetic",
+        "num_pairs": 200,
+        "attainable_accuracy": 0.842,
+        "systems": [
+            system("SFT", kl=None),
+            system("Reward model", **nothing, accuracy=accuracy(0.8125, 0.75, 0.86, num_ties=3)),
+        ],
+        "samples": [
+            {
+                "prompt": "A post.\n\nTL;DR:",
+                "reference": " The facts.",
+                "completions": {"SFT": " One <|endoftext|>\nline", "GRPO": ""},
+            }
+        ],
+    }
+
+
+# --- curves ---
+
+
+def test_every_panel_shows_defined_metrics_and_each_only_once() -> None:
+    shown = [name for _, _, names in PANELS for name in names]
+    assert len(shown) == len(set(shown))
+    assert set(shown) - {"reward/"} <= set(METRICS)
+
+
+def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
+    lines = [{"step": s, "loss": 1 / s, "reward/gold": 0.1 * s} for s in range(1, 10)]
+    run_dir = record(tmp_path / "run", [*lines, {"step": 9, "eval_loss": 0.2}])
+    (picture,) = plot_run(run_dir)
+    assert picture == run_dir / "plots" / "curves.png"
+    height, width, _ = pixels(picture).shape
+    assert width > height > 200  # two panels in a row
+    assert 0.01 < ink(picture) < 0.5
+
+
+def test_panels_grow_with_what_was_recorded(tmp_path: Path) -> None:
+    names = [name for name in METRICS if name != "reward/<function>"]
+    lines = [{"step": s, **dict.fromkeys(names, 0.5 * s), "reward/a": 1.0} for s in range(100)]
+    (picture,) = plot_run(record(tmp_path / "run", lines))
+    assert pixels(picture).shape[0] > 2 * pixels(picture).shape[1] * 0.6
+
+
+def test_gaps_and_single_points_are_drawn(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss": None}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.0}]
+    (picture,) = plot_run(record(tmp_path / "run", lines))
+    assert ink(picture) > 0.005
+
+
+def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
+    assert plot_run(tmp_path) == []
+    assert plot_run(record(tmp_path / "run", [{"step": 1, "tokens": 5.0}])) == []
+
+
+def test_other_ranks_draw_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]
+) -> None:
+    run_dir = record(tmp_path / "run", [{"step": 1, "loss": 1.0}])
+    monkeypatch.setattr(plots, "is_rank0", lambda: False)
+    monkeypatch.setattr(report, "is_rank0", lambda: False)
+    assert plot_run(run_dir) == []
+    assert chain_report(results, {"SFT": run_dir}, tmp_path / "eval") == []
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
+
+
+def test_series_reads_null_as_a_gap() -> None:
+    steps, values = series(
+        [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": None}], "loss"
+    )
+    assert steps == [1, 3]
+    assert values[0] == 2.0
+    assert math.isnan(values[1])
+
+
+def test_moving_mean_by_hand() -> None:
+    assert moving_mean([1.0, 2.0, 6.0, 10.0, 3.0], 1) == [1.0, 3.0, 6.0, pytest.approx(19 / 3), 3.0]
+    assert moving_mean([1.0, math.nan, 5.0], 1) == [1.0, 3.0, 5.0]
+    line = [0.5 * x for x in range(50)]
+    assert moving_mean(line, 7) == pytest.approx(line)  # a trend stays where it is, at the ends too
+
+
+def test_what_is_drawn_is_what_was_recorded() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    draw_series(axes, [1, 2, 3], [0.5, 0.25, 0.125], color="black", label="loss")
+    (line,) = axes.get_lines()
+    assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25], [3, 0.125]]
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}]))
+    assert dict(matplotlib.rcParams) == before
+
+
+# --- table and report ---
+
+
+def test_the_table_by_hand(results: dict[str, Any]) -> None:
+    lines = results_table(results).splitlines()
+    assert len({len(line) for line in lines}) == 1  # aligned
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    sft = ["SFT", "50.0 [43.0, 57.0]", "84.2", "0.550 [0.500, 0.600]", "–", "–"]
+    assert cells[2] == [*sft, "20.0", "95.0", "2.5", "1.23"]
+    reward = ["Reward model", "81.2 [75.0, 86.0]", "84.2", "–", "–", "–", "–", "–", "2.5", "1.23"]
+    assert cells[3] == reward
+    assert len(cells[0]) == len(reward)
+    results["attainable_accuracy"] = None
+    assert "84.2" not in results_table(results)
+
+
+def test_the_report_holds_table_picture_curves_samples_and_the_ties(
+    tmp_path: Path, results: dict[str, Any]
+) -> None:
+    lines = [{"step": s, "loss": 1 / s} for s in range(1, 100)]
+    run_dir = record(tmp_path / "the run", lines)
+    plot_run(run_dir)
+    written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
+    assert written == [tmp_path / "eval/report.md", tmp_path / "eval/plots/summary.png"]
+    text = written[0].read_text()
+    assert results_table(results) in text
+    assert "(plots/summary.png)" in text
+    assert "- [SFT](../the%20run/plots/curves.png)" in text
+    assert "none/plots" not in text
+    assert "| SFT | One &lt;\\|endoftext\\|> line |" in text
+    assert "| *reference* | The facts. |" in text
+    assert "| GRPO | *(empty)* |" in text
+    assert "Ties: SFT 0, Reward model 3." in text
+    assert "84.2%" in text
+    assert "by source" not in text  # there is one source
+    assert ink(written[1]) > 0.01
+
+
+def test_sources_have_a_table_of_their_own(tmp_path: Path, results: dict[str, Any]) -> None:
+    results["systems"][0]["accuracy_by_source"]["cnn_dm"] = accuracy(0.6, 0.5, 0.7)
+    text = chain_report(results, {}, tmp_path)[0].read_text()
+    lines = text[text.index("## Accuracy by source") :].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:6]]
+    assert rows[0] == ["stage", "cnn_dm", "tldr"]
+    assert rows[2] == ["SFT", "60.0 [50.0, 70.0]", "50.0 [43.0, 57.0]"]
+    assert rows[3] == ["Reward model", "–", "50.0 [43.0, 57.0]"]
+
+
+def test_a_chain_without_gold_rewards_or_runs_is_reported(
+    tmp_path: Path, results: dict[str, Any]
+) -> None:
+    results |= {"attainable_accuracy": None, "samples": []}
+    for each in results["systems"]:
+        each["gold_reward"] = None
+    report_path, picture = chain_report(results, {}, tmp_path)
+    assert "Attainable is" not in report_path.read_text()
+    assert ink(picture) > 0.005
+
+
+def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    plots._draw_accuracy(axes, results, {"SFT": "black", "Reward model": "red"})
+    dots = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    assert [tuple(dot.get_xydata()[0]) for dot in dots] == [(0, 50.0), (1, 81.25)]
+    levels = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
+    assert levels == [84.2, 50.0]
+    low, high = axes.get_ylim()
+    assert low < 43.0
+    assert high > 86.0
+    ends = [path.vertices[:, 1].tolist() for c in axes.collections for path in c.get_paths()]
+    assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]

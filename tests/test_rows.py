@@ -1,0 +1,281 @@
+"""Claim: the same rows come out of every kind of file, and every bad input ends in one sentence.
+
+The sentence names the file or split, the row and the column. CNN/DailyMail rows of
+`trl-lib/tldr-preference` are told apart by the two prompt layouts of TRL's conversion script.
+"""
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import rows as rows_module
+from common.config import UserError
+from common.rows import load_rows, row_source
+
+SFT = [
+    {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},
+    {"prompt": "TITLE: b\u2028é\n\nTL;DR:", "completion": " two", "facts": {"who": "y"}, "n": 2},
+    {"prompt": "TITLE: c\n\nTL;DR:", "completion": " three", "facts": {"who": "z"}, "n": 3},
+]
+PAIR = {"prompt": "p", "chosen": " good", "rejected": " bad"}
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    """The sentence with which load_rows refuses."""
+    with pytest.raises(UserError) as caught:
+        load_rows(*args, **{"kind": "sft", "seed": 0, **kwargs})
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    (tmp_path / "list.json").write_text("\n " + json.dumps(SFT, indent=1))
+    files = [
+        write_jsonl(tmp_path / "a.jsonl", SFT),
+        write_jsonl(tmp_path / "a.jsonl.gz", SFT),
+        write_jsonl(tmp_path / "lines.json", SFT),
+        tmp_path / "list.json",
+        write_parquet(tmp_path / "a.parquet", SFT),
+    ]
+    for file in files:
+        assert load_rows(str(file), "train", kind="sft", seed=0) == SFT, file
+
+
+def test_folders_give_exactly_the_split_asked_for(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl.gz", SFT[:1])
+    write_jsonl(tmp_path / "validation.json", SFT[1:2])
+    write_parquet(tmp_path / "test.parquet", SFT[2:])
+    for split, row in zip(("train", "validation", "test"), SFT, strict=True):
+        assert load_rows(str(tmp_path), split, kind="sft", seed=0) == [row]
+
+
+def test_shards_are_joined_in_order_also_in_a_data_folder(tmp_path):
+    for i in (2, 0, 1):
+        write_parquet(tmp_path / "data" / f"train-0000{i}-of-00003.parquet", SFT[i : i + 1])
+    assert load_rows(str(tmp_path), "train", kind="sft", seed=0) == SFT
+    (tmp_path / "data" / "train-00001-of-00003.parquet").unlink()
+    assert "all its shards" in refusal(str(tmp_path), "train")
+
+
+def test_a_missing_or_doubled_split_lists_what_is_there(tmp_path):
+    write_jsonl(tmp_path / "test.jsonl", SFT)
+    write_jsonl(tmp_path / "train.jsonl", SFT)
+    message = refusal(str(tmp_path), "validation")
+    assert "'validation'" in message
+    assert "test.jsonl, train.jsonl" in message
+    write_jsonl(tmp_path / "train.json", SFT)
+    assert "train.json, train.jsonl" in refusal(str(tmp_path), "train")
+    (tmp_path / "empty").mkdir()
+    assert "no data files" in refusal(str(tmp_path / "empty"), "train")
+
+
+def test_a_single_file_is_the_train_split_or_the_one_it_is_named_after(tmp_path):
+    file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
+    assert "is a single file" in refusal(file, "validation")
+    named = str(write_jsonl(tmp_path / "validation.jsonl.gz", SFT))
+    assert load_rows(named, "validation", kind="sft", seed=0) == SFT
+    assert load_rows(named, "train", kind="sft", seed=0) == SFT
+
+
+def test_num_rows_takes_the_first(tmp_path):
+    file = str(write_jsonl(tmp_path / "a.jsonl", SFT))
+    for num_rows, expected in ((2, SFT[:2]), (0, SFT), (None, SFT), (99, SFT)):
+        assert load_rows(file, "train", kind="sft", seed=0, num_rows=num_rows) == expected
+    assert len(load_rows("synthetic", "validation", kind="preference", seed=0, num_rows=5)) == 5
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference", "prompts"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_embedded_task_fits_the_schema(kind, split):
+    rows = load_rows("synthetic", split, kind=kind, seed=3, num_rows=20)
+    rows_module._check_rows(rows, kind, "synthetic")
+    assert rows != load_rows("synthetic", split, kind=kind, seed=4, num_rows=20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("sft", {"prompt": None}, ["row 2", "'prompt'", "NoneType", "text"]),
+        ("sft", {"prompt": 7}, ["row 2", "'prompt'", "int"]),
+        ("sft", {"prompt": " \n"}, ["row 2", "'prompt'", "empty"]),
+        ("sft", {"completion": ""}, ["row 2", "'completion'", "empty"]),
+        ("sft", {"completion": "absent"}, ["row 2", "'completion'", "missing", "'prompt', 'n'"]),
+        ("sft", {"completion": [{"role": "user", "content": "x"}]}, ["'completion'", "messages"]),
+        ("preference", {"chosen": [{"role": "user"}]}, ["row 2", "'chosen'", "messages"]),
+        ("preference", {"rejected": "absent"}, ["row 2", "'rejected'", "missing"]),
+        ("preference", {"rejected": "  "}, ["row 2", "'rejected'", "empty"]),
+        ("prompts", {"prompt": ["a"]}, ["row 2", "'prompt'", "list"]),
+        ("prompts", {"completions": "x"}, ["row 2", "'completions'", "rename"]),
+    ],
+)
+def test_the_first_bad_row_is_named(tmp_path, kind, change, words):
+    good = {"prompt": "p", "n": 1}
+    if kind == "sft":
+        good["completion"] = "c"
+    elif kind == "preference":
+        good |= {"chosen": "c", "rejected": "r"}
+    bad = {k: v for k, v in {**good, **change}.items() if v != "absent"}
+    file = str(write_jsonl(tmp_path / "a.jsonl", [good, bad, bad]))
+    message = refusal(file, "train", kind=kind)
+    for word in [file, *words]:
+        assert word in message, message
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "p"}\n\n{"prompt": \n')
+    assert "a.jsonl, line 3: " in refusal(str(tmp_path / "a.jsonl"), "train")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "p"}\n["p"]\n')
+    assert "b.jsonl, line 2: expected an object" in refusal(str(tmp_path / "b.jsonl"), "train")
+    (tmp_path / "b.json").write_text('[{"prompt": "p"}, 3]')
+    assert "b.json, row 2: expected an object" in refusal(str(tmp_path / "b.json"), "train")
+    (tmp_path / "c.jsonl").write_bytes(b"\xff\xfe")
+    assert "c.jsonl cannot be read" in refusal(str(tmp_path / "c.jsonl"), "train")
+    (tmp_path / "d.parquet").write_bytes(b"not parquet")
+    assert "d.parquet cannot be read" in refusal(str(tmp_path / "d.parquet"), "train")
+    whole = gzip.compress(b'{"prompt": "p"}\n' * 50)
+    for broken in (b"plain text", whole[:-12], whole[:20] + b"\xff\xff\xff" + whole[23:]):
+        (tmp_path / "e.jsonl.gz").write_bytes(broken)
+        assert "e.jsonl.gz cannot be read" in refusal(str(tmp_path / "e.jsonl.gz"), "train")
+    (tmp_path / "f.jsonl").write_text("\n")
+    assert "f.jsonl has no rows" in refusal(str(tmp_path / "f.jsonl"), "train")
+    (tmp_path / "g.csv").write_text("prompt\np\n")
+    assert "must end in .jsonl" in refusal(str(tmp_path / "g.csv"), "train")
+
+
+@pytest.mark.parametrize("name", ["data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope"])
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatch):
+    monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+    assert f"{name!r} does not exist" in refusal(name, "train")
+
+
+def test_a_hub_id_without_a_network_fails_in_one_sentence_at_once(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    start = time.perf_counter()
+    message = refusal("trl-lib/not-a-data-set", "train")
+    assert time.perf_counter() - start < 5
+    assert "dataset_name 'trl-lib/not-a-data-set' (split 'train')" in message
+
+
+def test_an_unreachable_hub_is_asked_once(monkeypatch):
+    import datasets
+    import httpx
+    import huggingface_hub
+
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise httpx.ConnectError("no such host")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("tried again"))
+    assert "no such host" in refusal("trl-lib/tldr", "train")
+
+
+def test_hub_rows_pass_through_the_same_checks(monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    asked = []
+
+    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list([PAIR, {**PAIR, "chosen": ""}])
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *a, **k: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = load_rows("a/b", "test", kind="preference", seed=0, num_rows=1, dataset_config="c")
+    assert rows == [PAIR]
+    assert asked == [("a/b", "c", "test")]
+    message = refusal("a/b", "test", kind="preference", dataset_config="")
+    assert asked[1] == ("a/b", None, "test")
+    assert message.startswith("a/b split 'test', row 2: column 'chosen' is empty")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "expected"),
+    [
+        # The single space goes to the completions, as in prompt-completion data.
+        ("Post. TL;DR: a cat", "Post. TL;DR: the dog", ("Post. TL;DR:", " a cat", " the dog")),
+        # A shared beginning of a word belongs to the completions.
+        ("Hi. TL;DR: another", "Hi. TL;DR: any", ("Hi. TL;DR:", " another", " any")),
+        # Line breaks stay with the prompt: a completion that began with one might stop there.
+        ("Q\n\nyes", "Q\n\nno", ("Q\n\n", "yes", "no")),
+        # Both go on with a space: the shared word is whole.
+        ("one two", "one\tthree", ("one", " two", "\tthree")),
+        # One text is the beginning of the other: a completion must not be empty.
+        ("one two", "one two three", ("one", " two", " two three")),
+    ],
+)
+def test_a_missing_prompt_is_the_shared_prefix(tmp_path, chosen, rejected, expected):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"chosen": chosen, "rejected": rejected, "n": 1}])
+    (row,) = load_rows(str(file), "train", kind="preference", seed=0)
+    assert (row["prompt"], row["chosen"], row["rejected"]) == expected
+    assert row["n"] == 1
+    assert row["prompt"] + row["chosen"] == chosen
+    assert row["prompt"] + row["rejected"] == rejected
+
+
+def test_pairs_that_share_no_prefix_are_refused(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"chosen": "cat", "rejected": "dog"}])
+    assert "row 1: column 'prompt' is empty" in refusal(str(file), "train", kind="preference")
+
+
+def test_a_prompt_column_is_taken_as_it_is(tmp_path):
+    row = {"prompt": "Say:", "chosen": "the cat", "rejected": "the dog"}
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert load_rows(str(file), "train", kind="preference", seed=0) == [row]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "SUBREDDIT: r/tifu\n\nTITLE: t\n\nPOST: p\n\nTL;DR:"}, "tldr"),
+        ({"prompt": "TITLE: t\n\nAn article.\nMore.\n\nTL;DR:"}, "cnn_dm"),
+        ({"prompt": "TITLE: t\n\nThe POST: a newspaper.\n\nTL;DR:"}, "cnn_dm"),
+        ({"prompt": "TITLE: t\n\nPOST: p\n\nTL;DR:"}, "other"),
+        ({"prompt": "POST: p\n\nTL;DR:"}, "other"),
+        ({"prompt": "Subreddits are"}, "other"),
+        ({"prompt": "SUBREDDIT: r/x", "batch": "batch7"}, "tldr"),
+        ({"prompt": "SUBREDDIT: r/x", "batch": "cnndm2"}, "cnn_dm"),
+        ({"prompt": "Article:\nx", "batch": "batch0_cnndm"}, "cnn_dm"),
+        ({"prompt": "SUBREDDIT: r/x", "batch": "cnndm0", "source": "mine"}, "mine"),
+        ({"prompt": "SUBREDDIT: r/x", "batch": 3, "source": None}, "tldr"),
+    ],
+)
+def test_row_source(row, expected):
+    assert row_source(row) == expected
+
+
+def test_importing_the_module_does_not_import_datasets():
+    import subprocess
+    import sys
+
+    code = "import sys, common.data; sys.exit('datasets' in sys.modules)"
+    root = Path(__file__).resolve().parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

@@ -1,0 +1,135 @@
+"""Intervals and preference accuracy agree with published tables, enumeration and simulation."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common.statistics import mean_interval, preference_accuracy, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("successes", "total", "low", "high"),
+    [
+        (8, 10, 0.490, 0.943),
+        (0, 10, 0.000, 0.278),
+        # Newcombe 1998, Statistics in Medicine 17, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_interval_matches_published_values(
+    successes: int, total: int, low: float, high: float
+) -> None:
+    assert wilson_interval(successes, total) == pytest.approx((low, high), abs=6e-4)
+
+
+@pytest.mark.parametrize("successes", [0.5, 3, 12.5, 30])
+def test_wilson_ends_are_the_proportions_at_z_standard_errors(successes: float) -> None:
+    """The definition: p is inside while |share - p| <= z sqrt(p (1 - p) / n)."""
+    total, z = 30, 1.96
+    inside = [
+        p
+        for p in np.linspace(0, 1, 200_001)
+        if abs(successes / total - p) <= z * math.sqrt(p * (1 - p) / total) + 1e-12
+    ]
+    expected = (min(inside), max(inside))
+    assert wilson_interval(successes, total, z) == pytest.approx(expected, abs=1e-5)
+
+
+def test_wilson_interval_covers_the_truth_in_about_95_of_100_draws() -> None:
+    """Exact coverage by summing the binomial distribution, averaged over p."""
+    total, coverages = 40, []
+    intervals = [wilson_interval(successes, total) for successes in range(total + 1)]
+    for p in np.linspace(0.02, 0.98, 97):
+        masses = [math.comb(total, k) * p**k * (1 - p) ** (total - k) for k in range(total + 1)]
+        covered = (m for m, (low, high) in zip(masses, intervals, strict=True) if low <= p <= high)
+        coverages.append(sum(covered))
+    assert np.mean(coverages) == pytest.approx(0.95, abs=0.01)
+
+
+def test_wilson_interval_refuses_impossible_counts() -> None:
+    with pytest.raises(AssertionError):
+        wilson_interval(1, 0)
+    with pytest.raises(AssertionError):
+        wilson_interval(3, 2)
+
+
+def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
+    chosen = torch.tensor([2.0, 1.0, 0.5, 3.0, -1.0])
+    rejected = torch.tensor([1.0, 1.0, 0.7, 3.0, -2.0])
+    result = preference_accuracy(chosen, rejected)  # 2 wins, 2 ties, 1 loss
+    assert result.accuracy == pytest.approx(3 / 5)
+    assert (result.num_pairs, result.num_ties) == (5, 2)
+    assert (result.low, result.high) == wilson_interval(3, 5)
+
+
+def test_preference_accuracy_is_antisymmetric_and_half_for_a_constant_score() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 4, (2, 200), generator=generator).float()
+    there, back = preference_accuracy(scores[0], scores[1]), preference_accuracy(*scores.flip(0))
+    assert there.accuracy + back.accuracy == pytest.approx(1)
+    assert there.accuracy != 0.5
+    assert preference_accuracy([0.0] * 7, [0.0] * 7).accuracy == 0.5
+
+
+def test_bfloat16_scores_tie_only_where_they_are_equal() -> None:
+    chosen = torch.tensor([1.0, 1.001], dtype=torch.bfloat16)  # 1.001 rounds to 1
+    result = preference_accuracy(chosen, torch.ones(2, dtype=torch.bfloat16))
+    assert (result.accuracy, result.num_ties) == (0.5, 2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
+    with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
+        preference_accuracy([1.0, bad], [0.0, 0.0])
+    with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
+        mean_interval([1.0, bad])
+
+
+def test_shapes_that_do_not_pair_up_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        preference_accuracy([1.0, 2.0], [1.0])
+    with pytest.raises(AssertionError):
+        preference_accuracy(torch.ones(2, 1), torch.zeros(2, 1))
+    with pytest.raises(AssertionError):
+        mean_interval([])
+
+
+def test_bootstrap_agrees_with_all_resamples_enumerated() -> None:
+    values = [0.0, 1.0, 2.0, 5.0, 9.0]
+    every = sorted(np.mean(draw) for draw in itertools.product(values, repeat=5))  # 3125 resamples
+    mean, low, high = mean_interval(values)
+    assert mean == pytest.approx(3.4)
+    # With 2000 draws the share below an end has a standard error of sqrt(.025 * .975 / 2000).
+    for end, share in ((low, 0.025), (high, 0.975)):
+        below = np.searchsorted(every, end - 1e-9, side="left") / len(every)
+        up_to = np.searchsorted(every, end + 1e-9, side="right") / len(every)
+        assert below - 0.011 <= share <= up_to + 0.011
+
+
+def test_bootstrap_approaches_the_normal_interval() -> None:
+    values = np.random.default_rng(1).normal(3.0, 2.0, 2000)
+    half_width = 1.96 * values.std(ddof=1) / math.sqrt(2000)
+    mean, low, high = mean_interval(values)
+    assert mean - low == pytest.approx(half_width, rel=0.08)
+    assert high - mean == pytest.approx(half_width, rel=0.08)
+
+
+def test_bootstrap_covers_the_truth_in_about_95_of_100_samples() -> None:
+    generator = np.random.default_rng(2)
+    covered = 0
+    for _ in range(150):
+        _, low, high = mean_interval(generator.exponential(1.0, 60))
+        covered += low <= 1.0 <= high
+    assert 0.87 <= covered / 150 <= 0.99  # 0.93 expected for skewed values; two sided at 3 sigma
+
+
+def test_bootstrap_depends_on_the_values_only() -> None:
+    values = torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0, 9.0])
+    assert mean_interval(values) == mean_interval(values.flip(0)) == mean_interval(values.tolist())
+    assert mean_interval([2.5]) == (2.5, 2.5, 2.5)

@@ -1,0 +1,127 @@
+r"""Reward model: learn which of two summaries people prefer.
+
+    loss = - log sigma(r(x, y_chosen) - r(x, y_rejected))      (Stiennon et al. 2020, section 3.4)
+
+The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
+sharding. The reward is read at the last real token. After training a constant is added so that the
+mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model.
+
+How this differs from the papers:
+1. Both completions of a pair go through one forward pass.
+2. The shift is folded into the bias of the final LayerNorm, so that plain transformers computes it
+   too; a model without such a bias (RMSNorm) keeps it as `reward_shift` in its config.json.
+3. One seed; the papers train 3-10 and select on a development part.
+
+Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
+    torchrun --standalone --nproc_per_node 2 train_reward.py \
+        --config assets/recipes/demo/reward.yaml
+
+The exported folder loads as `AutoModelForSequenceClassification`. On the demo it comes within three
+points of the best attainable accuracy in about a minute on two CPU cores.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import (
+    checkpoint,
+    data,
+    distributed,
+    evaluation,
+    fsdp,
+    models,
+    optim,
+    plots,
+    self_checks,
+)
+from common.config import TrainConfig, is_due, knob, parse
+from common.losses import bradley_terry_loss
+from common.metrics import Accumulator, RunLogger
+from common.scoring import RewardModel
+
+
+@dataclass
+class RewardConfig(TrainConfig):
+    """Rows have the columns `prompt`, `chosen` and `rejected`."""
+
+    sft_dataset_name: str = knob(
+        "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
+    )
+    num_sft_rows: int = knob(512, "rows of its training split that are scored for it")
+
+
+def main(config: RewardConfig) -> None:
+    """Train, evaluate, shift, export."""
+    distributed.seed_everything(config.seed)
+    device, output_dir = distributed.device(), Path(config.output_dir)
+
+    # Data
+    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+    models.add_own_pad_token(tokenizer)
+    pad_id = tokenizer.pad_token_id
+    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
+    model_config = models.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
+    resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
+    train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
+    sft_split = (config.sft_dataset_name, config.dataset_train_split, "sft")
+    sft_set = data.load_examples(config, *sft_split, tokenizer, stop_ids, config.num_sft_rows)
+    order = data.BatchOrder.of_training(config, len(train_set))
+    total_steps = order.total_steps(config)
+
+    # Model with its head, FSDP, optimiser
+    mesh = distributed.mesh(config.num_replicas)
+    lm = models.load_reward_model(config.model_name_or_path, model_config, tokenizer, config)
+    model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
+    optimizer = optim.build_optimizer(model, config)
+
+    # Self-checks, resume
+    if config.self_check:
+        self_checks.padding_invariance(model, train_set[0], pad_id, config.bf16)
+        self_checks.stop_token_is_trained(train_set, stop_ids)
+        self_checks.equal_across_ranks("the reward head", lm.score.weight)
+    start_step = checkpoint.load(resume_from, model, optimizer) if resume_from else 0
+    logger = RunLogger.start(config, "reward model", total_steps, start_step)
+    metrics = Accumulator(device)
+
+    # Loop
+    for step in range(start_step, total_steps):
+        batches = data.micro_batches(train_set, order.rows(step), config.micro_batch_size, pad_id)
+        num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
+        for i, batch in enumerate(batches):
+            fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)
+            batch = batch.to(device)
+            real = batch.is_real[::2]  # (N,) False: filler of a short batch
+            rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
+            losses = bradley_terry_loss(*rewards.unbind(-1))  # (N,)
+            loss = (losses * real).sum() / num_pairs
+            loss.backward()
+            metrics.add("loss", loss * num_pairs, real.sum())
+            evaluation.add_pair_metrics(metrics, rewards, real)
+        metrics.add_values(
+            **optim.clip_and_step(model, optimizer, config, step, total_steps),
+            epoch=order.epochs(step + 1),
+        )
+        logger.update(step + 1)
+
+        if is_due(step + 1, config.logging_steps, total_steps):
+            logger.log_training(step + 1, metrics)
+        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
+            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
+            logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
+            logger.samples(step + 1, evaluation.pair_table(eval_set, scores, tokenizer, config))
+        if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
+            checkpoint.save(output_dir, step + 1, model, optimizer)
+
+    # Shift to mean 0 over reference summaries, export
+    shift = 0.0
+    if sft_set:
+        rewards = evaluation.score_examples(model, sft_set, config, pad_id, "scoring references")
+        shift = -float(rewards.mean())
+        logger.log(total_steps, {"reward_shift": shift})
+    checkpoint.export(model, tokenizer, output_dir / "model", reward_shift=shift)
+    logger.close()
+    plots.plot_run(output_dir)
+
+
+if __name__ == "__main__":
+    distributed.run(main, parse(RewardConfig))
