@@ -327,7 +327,7 @@ def add_rollout_metrics(
     weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
     per_group = {
         "reward_std": std,
-        "zero_variance_fraction": std == 0,
+        "zero_variance_fraction": (rewards == rewards[:, :1]).all(1),
         "effective_sample_size": effective_sample_size(weights),
     }
     per_completion = {

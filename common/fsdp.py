@@ -84,6 +84,7 @@ def shard(
         fully_shard(block, mp_policy=precision, **options)
     # A frozen model has no backward that would free its root unit, so its forward does.
     trains = any(p.requires_grad for p in module.parameters())
+    module.train(trains)  # Hugging Face models recompute activations in training mode only
     fully_shard(
         module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
     )

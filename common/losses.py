@@ -150,7 +150,7 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
         estimator: One of `KL_ESTIMATORS`.
 
     Returns:
-        (B, C), nats. Not masked: log-probs at padding must be finite, or equal, which gives 0.
+        (B, C), nats. Not masked: the log-probs at padding have to be finite.
 
     Raises:
         ValueError: An unknown estimator.
@@ -210,7 +210,7 @@ def policy_loss(
     log_ratio = torch.where(completion_mask, log_ratio, torch.zeros_like(log_ratio))  # (B, C)
     if ratio_level == "sequence":
         mean = _mean(log_ratio.sum(dim=1), completion_mask.sum(dim=1))[:, None]  # (B, 1)
-        log_ratio = mean.detach() + log_ratio - log_ratio.detach()
+        log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)  # (B, C)

@@ -336,6 +336,18 @@ def test_choice_does_not_depend_on_where_the_prompt_is(method: str):
     assert not torch.equal(advantages.rejection_sample(rewards, seed=seeds + 1, **options), whole)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU")
+@pytest.mark.parametrize("method", advantages.REJECTION_METHODS)
+def test_gpu_keeps_the_same_candidates(method: str):
+    rewards = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    seeds = torch.arange(12)
+    options = {"num_keep": 5, "temperature": 1.0, "method": method}
+    for seed in (seeds, 7):
+        on_gpu = advantages.rejection_sample(rewards.cuda(), seed=seed, **options)
+        on_cpu = advantages.rejection_sample(rewards, seed=seed, **options)
+        assert torch.equal(on_gpu.cpu(), on_cpu)
+
+
 @pytest.mark.parametrize("method", advantages.REJECTION_METHODS)
 @pytest.mark.parametrize("num_keep", [1, 7, 8])
 def test_kept_candidates_are_distinct_and_a_shift_of_rewards_changes_nothing(

@@ -319,6 +319,20 @@ def test_clipping_by_hand(ratio: float, advantage: float, options: dict, loss: f
     close(logps.grad, [[slope]])
 
 
+def test_clipped_tokens_are_those_without_gradient():
+    plain = [case for case in CLIPPING if "delta" not in case[2]]
+    for ratio, advantage, options, _, slope in plain:
+        old = torch.full((1, 2), -1.3)
+        clipped = losses.clipped_tokens(
+            old + math.log(ratio),
+            old,
+            torch.tensor([advantage]),
+            torch.tensor([[True, False]]),
+            **options,
+        )
+        assert clipped.tolist() == [[slope == 0, False]]
+
+
 def test_clip_acts_on_the_ratio_of_each_level():
     # Ratios 4, 1 and, under the mask, e^5: geometric mean 2.
     log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0]])

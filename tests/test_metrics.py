@@ -220,9 +220,12 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.Mon
     clock.now += 7.0  # sampling a table
     run.samples(3, [{"completion": "text"}])
     train(range(4, 6))
+    clock.now += 70.0
+    run.log(5, {"eval_loss": 1.0})
+    train(range(6, 8))
     run.close()
-    first, _, second = read_jsonl(tmp_path / "metrics.jsonl")
-    for line in (first, second):
+    first, _, second, _, third = read_jsonl(tmp_path / "metrics.jsonl")
+    for line in (first, second, third):
         assert line["step_seconds"] == pytest.approx(2.0)
         assert line["tokens_per_second"] == pytest.approx(50.0)
         assert line["peak_memory_gb"] > 0.01

@@ -152,9 +152,9 @@ def test_what_is_drawn_is_what_was_recorded() -> None:
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
     import matplotlib
 
-    before = dict(matplotlib.rcParams)
-    plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}]))
-    assert dict(matplotlib.rcParams) == before
+    with matplotlib.rc_context({"font.size": 13.5}):
+        plot_run(record(tmp_path / "run", [{"step": 1, "loss": 1.0}]))
+        assert matplotlib.rcParams["font.size"] == 13.5
 
 
 # --- table and report ---

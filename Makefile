@@ -1,0 +1,41 @@
+# make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
+# make test    lint, types, every test
+# make clean   removes .venv and output
+#
+# PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# All GPUs found, else two processes on the CPU.
+NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); [ $$n -gt 0 ] && echo $$n || echo 2)
+SEED ?= 0
+DEMO := assets/recipes/demo
+# One thread per process on a CPU: the processes are the parallelism.
+LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
+
+.PHONY: demo test setup clean
+
+demo: setup
+	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
+	$(LAUNCH) train_reward.py --config $(DEMO)/reward.yaml --seed $(SEED)
+	$(LAUNCH) train_dpo.py --config $(DEMO)/dpo.yaml --seed $(SEED)
+	$(LAUNCH) train_grpo.py --config $(DEMO)/grpo.yaml --seed $(SEED)
+	$(LAUNCH) evaluate.py --config $(DEMO)/evaluate.yaml --seed $(SEED)
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p common
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+setup: $(VENV)/.installed
+
+# Redone only when a requirements file changes.
+$(VENV)/.installed: requirements.txt tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) output

@@ -1,0 +1,33 @@
+"""Fixtures that several test files share: a tokenizer and tiny models, made once."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common import synthetic
+
+TINY_GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 192,
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded task's tokenizer as a folder: reading it is quicker than training it again."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    synthetic.train_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config .json of a GPT-2 of 2 layers and width 32: a stage draws random weights for it."""
+    path = tmp_path_factory.mktemp("model") / "tiny-gpt2.json"
+    path.write_text(json.dumps(TINY_GPT2))
+    return path
