@@ -25,10 +25,10 @@ from typing import Any
 from torch import Tensor
 
 from common import data, distributed, evaluation, fsdp, models, report, synthetic
-from common.config import CommonConfig, UserError, knob, parse, require_not_negative, save_run_files
+from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Rollouts, Sampler
-from common.reward_scoring import RewardScorer, short_name
+from common.reward_scoring import RewardScorer, short_name, short_names
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
 
@@ -43,6 +43,7 @@ class EvaluateConfig(CommonConfig):
     prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
+    max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = knob([], "further judges of generations: gold, file.py:function")
 
     def __post_init__(self) -> None:
@@ -52,8 +53,14 @@ class EvaluateConfig(CommonConfig):
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
-        for name in ("num_prompts", "temperature"):
+        for name in ("num_prompts", "temperature", "max_new_tokens"):
             require_not_negative(self, name)
+        if self.max_new_tokens > self.max_completion_length:
+            raise UserError(
+                f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
+                f"--max_completion_length, {self.max_completion_length}."
+            )
+        short_names([*self.policies, *self.reward_models, *self.reward_funcs])
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
@@ -76,6 +83,7 @@ def main(config: EvaluateConfig) -> None:
     ]
     judges = RewardScorer([*config.reward_models, *config.reward_funcs], [], tokenizer, config)
     pairs, prompts = load_data(config, tokenizer, stop_ids)
+    judges.check_rows(prompts)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
 
@@ -88,6 +96,8 @@ def main(config: EvaluateConfig) -> None:
         systems.append(describe(path, "reward_model", accuracy, scores, pairs))
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
+    max_new_tokens = config.max_new_tokens or config.max_completion_length
+    sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
     completions: dict[str, list[str]] = {}
     for path, policy_config in zip(policy_paths, policy_configs, strict=False):
@@ -98,7 +108,7 @@ def main(config: EvaluateConfig) -> None:
             reference, ref_logps = policy, logps
         system = describe(path, "policy", accuracy, logps, pairs)
         if prompts:
-            sampler = Sampler(policy, tokenizer, stop_ids, config)
+            sampler = Sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {system['name']}"
             )
@@ -197,8 +207,9 @@ def generation_metrics(
 
 
 def interval(values: Tensor) -> dict[str, float]:
-    """Mean with its bootstrap interval, ready for JSON."""
-    return dict(zip(("mean", "low", "high"), mean_interval(values.flatten()), strict=True))
+    """Mean with its bootstrap interval over what was judged (not nan), ready for JSON."""
+    judged = values[~values.isnan()]
+    return dict(zip(("mean", "low", "high"), mean_interval(judged), strict=True))
 
 
 def attainable(pairs: list[Example]) -> float | None:
@@ -230,4 +241,4 @@ def run_dirs(config: EvaluateConfig) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    distributed.run(main, parse(EvaluateConfig))
+    distributed.run(main, EvaluateConfig)

@@ -32,7 +32,7 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob, parse, require_positive, require_within
+from common.config import TrainConfig, is_due, knob, require_positive, require_within
 from common.generation import Sampler
 from common.losses import preference_loss
 from common.metrics import Accumulator, RunLogger
@@ -138,4 +138,4 @@ def main(config: DPOConfig) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, parse(DPOConfig))
+    distributed.run(main, DPOConfig)

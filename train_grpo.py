@@ -38,7 +38,14 @@ from common.advantages import (
     normalise_globally,
     rejection_sample,
 )
-from common.config import TrainConfig, UserError, is_due, knob, parse, require_positive
+from common.config import (
+    TrainConfig,
+    UserError,
+    is_due,
+    knob,
+    require_not_negative,
+    require_positive,
+)
 from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss
@@ -88,6 +95,8 @@ class GRPOConfig(TrainConfig):
             )
         for name in ("temperature", "rejection_temperature", "num_iterations"):
             require_positive(self, name)
+        for name in ("epsilon_low", "epsilon_high", "beta"):
+            require_not_negative(self, name)
         if not self.reward_funcs:
             raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
@@ -118,6 +127,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
     resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
+    scorer.check_rows([*train_set, *eval_set])
     order = data.BatchOrder.of_training(config, len(train_set))
     total_steps = order.total_steps(config)
 
@@ -345,4 +355,4 @@ def add_rollout_metrics(
 
 
 if __name__ == "__main__":
-    distributed.run(main, parse(GRPOConfig))
+    distributed.run(main, GRPOConfig)

@@ -34,7 +34,7 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob, parse
+from common.config import TrainConfig, is_due, knob
 from common.losses import bradley_terry_loss
 from common.metrics import Accumulator, RunLogger
 from common.scoring import RewardModel
@@ -124,4 +124,4 @@ def main(config: RewardConfig) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, parse(RewardConfig))
+    distributed.run(main, RewardConfig)

@@ -34,7 +34,7 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, parse
+from common.config import TrainConfig, is_due
 from common.generation import Sampler
 from common.losses import sft_loss
 from common.metrics import Accumulator, RunLogger
@@ -111,4 +111,4 @@ def main(config: SFTConfig) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, parse(SFTConfig))
+    distributed.run(main, SFTConfig)

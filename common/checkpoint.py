@@ -98,10 +98,11 @@ def export(
     """
     state = fsdp.full_state_dict(module)
     if distributed.is_rank0():
-        lm: Any = module.lm
+        wrapper: Any = module
+        lm = wrapper.lm
         state = {name.removeprefix("lm."): tensor for name, tensor in state.items()}
         if reward_shift and not fold_reward_shift(lm, state, reward_shift):
-            lm.config.reward_shift = reward_shift
+            lm.config.reward_shift = wrapper.shift + reward_shift  # it may have come with one
         if stop_ids and getattr(lm, "generation_config", None) is not None:
             lm.generation_config.eos_token_id = list(stop_ids)
             lm.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -8,10 +8,11 @@ place is refused.
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ Config = TypeVar("Config")
 
 
 class UserError(ValueError):
-    """Something the user can put right: printed as one sentence, exit status 2."""
+    """Something the user can put right: a run prints it as one sentence and exits with status 2."""
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
@@ -98,6 +99,10 @@ class CommonConfig:
         require_positive(self, "num_replicas")
         for name in ("num_train_rows", "num_eval_rows", "num_sample_prompts", "seed"):
             require_not_negative(self, name)
+        if Path(self.output_dir).is_file():
+            raise UserError(f"--output_dir {self.output_dir} is a file; name a folder.")
+        if not self.dataset_name:
+            raise UserError("--dataset_name is empty: hub id, folder, file, or synthetic.")
         if not 0 <= self.max_dropped_fraction <= 1:
             raise UserError(
                 f"--max_dropped_fraction is {self.max_dropped_fraction}; it must lie in [0, 1]."
@@ -150,13 +155,16 @@ class TrainConfig(CommonConfig):
             "sample_steps",
             "save_steps",
             "max_grad_norm",
+            "weight_decay",
+            "adam_epsilon",
         ):
             require_not_negative(self, name)
-        if self.max_steps == 0 and self.num_train_epochs <= 0:
-            raise UserError(
-                f"--num_train_epochs is {self.num_train_epochs}; it must be positive "
-                "unless --max_steps is set."
-            )
+        for name in ("adam_beta1", "adam_beta2"):
+            require_within(self, name, 0, 1)
+        if not self.dataset_train_split:
+            raise UserError("--dataset_train_split is empty: name the split to train on.")
+        if self.max_steps == 0:
+            require_positive(self, "num_train_epochs")
 
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:
@@ -165,9 +173,9 @@ def is_due(step: int, interval: int, total_steps: int) -> bool:
 
 
 def require_positive(config: Any, name: str) -> None:
-    """Raise a UserError unless the field is above zero."""
+    """Raise a UserError unless the field is above zero and finite."""
     value = getattr(config, name)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise UserError(f"--{name} is {value}; it must be positive.")
 
 
@@ -182,9 +190,10 @@ def check_choices(config: Any) -> None:
 
 
 def require_not_negative(config: Any, name: str) -> None:
-    """Raise a UserError if the field is below zero."""
-    if getattr(config, name) < 0:
-        raise UserError(f"--{name} is {getattr(config, name)}; it must be 0 or more.")
+    """Raise a UserError unless the field is zero or above, and finite."""
+    value = getattr(config, name)
+    if not 0 <= value < math.inf:
+        raise UserError(f"--{name} is {value}; it must be 0 or more.")
 
 
 def require_within(config: Any, name: str, low: float, high: float) -> None:
@@ -197,8 +206,9 @@ def require_within(config: Any, name: str, low: float, high: float) -> None:
 def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     """The stage's config from `--config recipe.yaml` and `--field value` arguments; the last wins.
 
-    Exits with status 2 and one sentence on an unknown flag or key, a value of the wrong type, or
-    values that contradict each other.
+    Raises:
+        UserError: an unknown flag or key, a value of the wrong type, or values that contradict each
+            other.
     """
     from transformers import HfArgumentParser
 
@@ -209,20 +219,18 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(cls, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values for these fields")
-    try:
-        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        arguments, strays = parser.parse_known_args([*recipe_arguments(argv, known), *argv])
-        if strays:
-            raise UserError(f"unknown argument {strays[0]!r} (see --help for the flags).")
-        values = vars(arguments)
-        values.pop("config")
-        return cls(**values)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    for action in parser._actions:
+        action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments, strays = parser.parse_known_args([*recipe_arguments(argv, fields), *argv])
+    if strays:
+        raise UserError(f"unknown argument {strays[0]!r} (see --help for the flags).")
+    values = vars(arguments)
+    values.pop("config")
+    return cls(**values)
 
 
-def recipe_arguments(argv: Sequence[str], known: set[str]) -> list[str]:
+def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field]) -> list[str]:
     """The recipe named by `--config` in argv, as `--key value` arguments."""
     import yaml
 
@@ -240,12 +248,16 @@ def recipe_arguments(argv: Sequence[str], known: set[str]) -> list[str]:
         raise UserError(f"--config {path} must hold `key: value` lines.")
     arguments = []
     for key, value in recipe.items():
-        if key not in known:
+        if key not in fields:
             raise UserError(f"--config {path} has the unknown key {key!r} (--help lists them).")
-        if value is None:
-            raise UserError(f"--config {path} gives no value for {key!r}.")
-        values = value if isinstance(value, list) else [value]
-        arguments += [f"--{key}", *(str(v) for v in values)]
+        takes_list = fields[key].default_factory is not dataclasses.MISSING
+        values = value if isinstance(value, list) and takes_list else [value]
+        if any(item is None or isinstance(item, dict | list) for item in values):
+            raise UserError(f"--config {path} gives {value!r} for {key!r}; it must be one value.")
+        if takes_list:
+            arguments += [f"--{key}", *map(str, values)]
+        else:
+            arguments.append(f"--{key}={value}")  # one argument: the value may begin with a dash
     return arguments
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -18,20 +19,29 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.config import UserError
+from common.config import UserError, parse
 
 Config = TypeVar("Config")
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # longer than any collective waits for a slow rank
+REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
 
 
-def run(main: Callable[[Config], Any], config: Config) -> None:
-    """Start the process group, run a stage, close; a UserError ends as one sentence, status 2."""
-    start()
+def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
+    """Run a stage with the config that the command line gives.
+
+    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure.
+    """
     try:
+        config = parse(config_class)
+        start()
         main(config)
         dist.barrier()
     except UserError as error:
-        print_rank0(f"error: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was
+            # refused, as by a file that is missing on one machine.
+            time.sleep(REFUSED_ALONE_AFTER)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         close_and_exit(2)
     except Exception:
         # Printed at once: a peer waiting in a collective would hide it under its own timeout.

@@ -73,7 +73,9 @@ def shard(
     full_state = module.state_dict() if distributed.is_rank0() else {}
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(module)
-    offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+    offload = OffloadPolicy()
+    if config.cpu_offload:  # pinning speeds up copies to a GPU, and fails on a machine without one
+        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     compute_dtype = torch.bfloat16 if config.bf16 else None
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     single = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)

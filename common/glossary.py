@@ -49,7 +49,6 @@ METRICS: dict[str, str] = {
     "kl": "Estimate of KL(policy || reference) in nats per completion: summed over the tokens, "
     "mean over the completions.",
     "clip_fraction": "Share of completion tokens whose ratio is clipped, so gives no gradient.",
-    "ratio_mean": "Policy over sampling-time probability, mean over the tokens; 1 if on-policy.",
     "sampler_kl": "Sampler minus trainer log-probability in nats, mean over the tokens: estimates "
     "KL(sampler || trainer), and 0 means that both compute the same policy.",
     "completion_length": "Tokens per completion, stop token included, mean.",

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from common import distributed, synthetic
+from common import distributed, hub, synthetic
 from common.config import CommonConfig, UserError
 from common.noise import derive_seed
 
@@ -117,10 +117,16 @@ def read_model_config(
 
 
 def check_location(path: str, what: str) -> None:
-    """Raise a UserError for a local path that is not there (a hub id has one slash at most)."""
+    """Raise a UserError for a local path that is not there (a hub id has one slash at most).
+
+    For a hub id the hub is asked once whether it answers.
+    """
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
-    if looks_local and not Path(path).exists():
+    if Path(path).exists():
+        return
+    if looks_local:
         raise UserError(f"the {what} folder {path!r} does not exist.")
+    hub.is_reachable()
 
 
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:

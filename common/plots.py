@@ -58,7 +58,6 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Sampler against trainer", "nats per token", ("sampler_kl",)),
     ("Completion length", "tokens", ("completion_length",)),
     ("Shares", "share", ("stop_rate", "zero_variance_fraction", "clip_fraction")),
-    ("Probability ratio", "policy / sampler", ("ratio_mean",)),
     ("Advantage of the kept", "mean advantage", ("advantage_mean_kept",)),
     ("Effective sample size", "completions", ("effective_sample_size",)),
     ("Entropy", "nats per token", ("entropy",)),

@@ -148,8 +148,8 @@ def _reading_section(results: Mapping[str, Any]) -> list[str]:
     ]
     notes = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
-        "higher: a reward model by its score, a policy by its log-probability (SFT) or by "
-        "beta log(pi / ref) (DPO, GRPO). A pair with equal scores counts one half. Ties: "
+        "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
+        "itself by its log-probability. A pair with equal scores counts one half. Ties: "
         f"{', '.join(ties) or 'none'}.",
         "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. They cover "
         "the draw of the evaluation rows, not the seed of the training run. Two systems whose "

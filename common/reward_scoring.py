@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import distributed, fsdp, models
-from common.config import CommonConfig
+from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
 from common.padding import padded_batch
-from common.rewards import RewardSet, load_reward_functions
+from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
 from common.scoring import RewardModel
 from common.truncation import encode
+
+OWN_COLUMNS = ("prompt_ids", "has_stop")  # that every function gets beside those of the rows
 
 
 class RewardModelFunction:
@@ -86,7 +88,7 @@ class RewardScorer:
         Raises:
             UserError: a name is no function, or a folder holds no reward model.
         """
-        self.names = [short_name(name) for name in names]
+        self.names = short_names(names)
         self.tokenizer = tokenizer
         self.functions = RewardSet({}, [])
         if names:
@@ -95,6 +97,32 @@ class RewardScorer:
                 weights or None,
                 load_reward_model=lambda path: RewardModelFunction(path, tokenizer, config),
             )
+
+    def check_rows(self, examples: Sequence[Example]) -> None:
+        """Refuse rows that the functions cannot judge, before any model is loaded.
+
+        Raises:
+            UserError: a column that a function needs is missing, rows differ in their columns, or a
+                row names a function that is not there.
+        """
+        names = self.functions.functions
+        for example in examples:
+            if example.columns.keys() != examples[0].columns.keys():
+                raise UserError(
+                    f"row {example.row + 1} of the prompts has the columns "
+                    f"{sorted(example.columns)} and row {examples[0].row + 1} has "
+                    f"{sorted(examples[0].columns)}; give all rows the same, null where empty."
+                )
+            chosen = example.columns.get(CHOICE_COLUMN) or []
+            for name in [chosen] if isinstance(chosen, str) else chosen:
+                if name not in names:
+                    raise UserError(
+                        f"row {example.row + 1} of the prompts names {name!r} in its column "
+                        f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
+                    )
+        if examples:
+            own = dict.fromkeys(OWN_COLUMNS)
+            self.functions.check_columns(examples[0].columns | own)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""
@@ -124,7 +152,8 @@ class RewardScorer:
         num_samples = len(rollouts.has_stop) // len(examples)
         repeated = [example for example in examples for _ in range(num_samples)]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
-        columns |= {"prompt_ids": [e.prompt_ids for e in repeated], "has_stop": rollouts.has_stop}
+        own = ([e.prompt_ids for e in repeated], rollouts.has_stop)
+        columns |= dict(zip(OWN_COLUMNS, own, strict=True))
         total, by_function = self.functions(
             [example.prompt for example in repeated],
             rollouts.texts(self.tokenizer),
@@ -134,6 +163,22 @@ class RewardScorer:
         shape = (len(examples), num_samples)
         short = {short_name(name): values.view(shape) for name, values in by_function.items()}
         return total.view(shape), short
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """What a table calls each of them.
+
+    Raises:
+        UserError: two of them are different and would be called the same.
+    """
+    names: dict[str, str] = {}
+    for path in paths:
+        if names.setdefault(short_name(path), path) != path:
+            raise UserError(
+                f"{names[short_name(path)]!r} and {path!r} would both be called "
+                f"{short_name(path)!r} in every table; rename one of them."
+            )
+    return [short_name(path) for path in paths]
 
 
 def short_name(path: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common import synthetic
+from common import hub, synthetic
 from common.config import UserError
 
 Kind = Literal["sft", "preference", "prompts"]
@@ -24,7 +24,6 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 
 RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of a reward function
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-HUB_TIMEOUT = 10  # seconds for the first answer of the hub
 
 
 def load_rows(
@@ -200,15 +199,11 @@ def _parse_json(text: str, source: str) -> list[Row]:
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
     """Rows of a hub data set, or one sentence quickly if it cannot be had."""
     import datasets
-    import httpx
-    from huggingface_hub import HfApi, is_offline_mode
 
+    hub.is_reachable()
     try:
-        if not is_offline_mode():
-            # datasets 5.2 retries for 23 s without a network; the hub's own client fails at once.
-            HfApi().dataset_info(name, timeout=HUB_TIMEOUT)
         return list(datasets.load_dataset(name, config or None, split=split).to_list())
-    except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
             f"loaded from the hub: {_reason(error)}."

@@ -22,16 +22,19 @@ TOLERANCE = {False: 2e-3, True: 0.3}  # nats or reward units over a sequence, by
 
 
 def padding_invariance(model: nn.Module, example: Example, pad_id: int, bf16: bool) -> None:
-    """The score of a sequence does not change when a longer prompt stands beside it.
+    """The score of a sequence does not change when a longer one stands beside it.
+
+    Its prompt is then padded on the left and its completion on the right.
 
     Raises:
         RuntimeError: it does, as for GPT-2 without position ids.
     """
     prompt = example.prompt_ids
     completion = example.completions[0] if example.completions else prompt[-4:]
-    half = prompt[len(prompt) // 2 :]
-    alone = padded_batch([half], [[completion]], pad_id)
-    beside = padded_batch([half, prompt], [[completion], [completion]], pad_id)
+    half_prompt = prompt[len(prompt) // 2 :]
+    half_completion = completion[: (len(completion) + 1) // 2]
+    alone = padded_batch([half_prompt], [[half_completion]], pad_id)
+    beside = padded_batch([half_prompt, prompt], [[half_completion], [completion]], pad_id)
     with torch.no_grad():
         device = distributed.device()
         difference = (

@@ -20,26 +20,75 @@ from common.config import UserError
 from common.noise import derive_seed
 
 SLOTS: dict[str, tuple[str, ...]] = {
-    "who": tuple(
-        "sister brother boss neighbor roommate cousin uncle aunt girlfriend boyfriend teacher "
-        "landlord coworker mother father wife husband friend nephew grandma".split()
+    "who": (
+        "sister",
+        "brother",
+        "boss",
+        "neighbor",
+        "roommate",
+        "cousin",
+        "uncle",
+        "aunt",
+        "teacher",
+        "landlord",
+        "coworker",
+        "friend",
     ),
-    "event": tuple(
-        "sold broke stole lost hid burned painted borrowed scratched dropped traded ruined "
-        "crushed melted swapped pawned cracked tossed smashed wasted".split()
+    "event": (
+        "sold",
+        "broke",
+        "stole",
+        "lost",
+        "hid",
+        "burned",
+        "painted",
+        "borrowed",
+        "scratched",
+        "dropped",
+        "traded",
+        "ruined",
     ),
-    "thing": tuple(
-        "guitar laptop bicycle camera phone couch piano drone violin bracelet jacket tent mirror "
-        "necklace wallet skateboard kayak trophy blender telescope suitcase tablet scooter "
-        "lamp".split()
+    "thing": (
+        "guitar",
+        "laptop",
+        "bicycle",
+        "camera",
+        "phone",
+        "couch",
+        "piano",
+        "drone",
+        "violin",
+        "jacket",
+        "tent",
+        "scooter",
     ),
-    "place": tuple(
-        "airport library office beach wedding gym school church hospital hotel market museum "
-        "station park theater stadium garage farm cafe festival".split()
+    "place": (
+        "airport",
+        "library",
+        "office",
+        "beach",
+        "wedding",
+        "gym",
+        "church",
+        "hospital",
+        "hotel",
+        "museum",
+        "station",
+        "park",
     ),
-    "wish": tuple(
-        "revenge closure advice forgiveness money peace honesty respect sympathy reassurance "
-        "permission distance privacy proof justice answers support clarity courage trust".split()
+    "wish": (
+        "revenge",
+        "closure",
+        "advice",
+        "forgiveness",
+        "money",
+        "peace",
+        "honesty",
+        "respect",
+        "privacy",
+        "proof",
+        "justice",
+        "support",
     ),
 }
 """The values of each fact. Every value is one word that occurs in no other slot and no filler."""
@@ -47,10 +96,10 @@ SLOTS: dict[str, tuple[str, ...]] = {
 # Gold reward, in units of reward: a post has 5 facts, each worth 1/5.
 WRONG_FACT = 0.5  # cost of a wrong value, in facts
 REPEATED_FACT = 0.1  # cost of each further mention of a value already given
-EXTRA_WORD = 0.03  # cost of each word beyond NEEDED_WORDS
+EXTRA_WORD = 0.02  # cost of each word beyond NEEDED_WORDS
 NEEDED_WORDS = 15  # the longest reference
 
-LABEL_SCALE = 8.0  # Bradley-Terry: p(a preferred to b) = sigmoid(LABEL_SCALE * (gold_a - gold_b))
+LABEL_SCALE = 10.0  # Bradley-Terry: p(a preferred to b) = sigmoid(LABEL_SCALE * (gold_a - gold_b))
 HELD_OUT_SHARE = 8  # one (who, thing, place) in so many is kept for validation
 
 SUBREDDITS = ("relationships", "advice", "tifu", "family", "offmychest", "legaladvice", "rant")
@@ -111,8 +160,12 @@ PADDING = (
 
 DEFAULT_ROWS = {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
 VALIDATION_ROWS = 512
-NUM_CORRUPTIONS = ((0, 1, 2, 3), (0.3, 0.3, 0.25, 0.15))  # values and weights
-CORRUPTIONS = (("wrong", "missing", "padding", "repeat"), (0.45, 0.35, 0.1, 0.1))
+# How people write: nothing wrong, often incomplete, sometimes long-winded. (values, weights)
+NUM_MISSING = ((0, 1, 2, 3), (0.25, 0.35, 0.25, 0.15))
+PADDING_SHARE = 0.25
+# What only the summaries in pairs have.
+WRONG_SHARE = 0.05
+REPEAT_SHARE = 0.1
 
 _WORD = re.compile(r"[a-z']+")
 _SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
@@ -306,33 +359,38 @@ def _summary(template: str, facts: Facts) -> str:
     return template.format(clause=clause, wish=facts["wish"])
 
 
+def _draw_told(rng: random.Random, facts: Facts) -> Facts:
+    """The facts that a writer remembers to state."""
+    num_missing = rng.choices(*NUM_MISSING)[0]
+    missing = rng.sample(list(SLOTS), num_missing)
+    return {slot: value for slot, value in facts.items() if slot not in missing}
+
+
+def _draw_reference(rng: random.Random, facts: Facts) -> str:
+    """What a person wrote: the goal of supervised fine-tuning, and not the best summary."""
+    tail = rng.choice(PADDING) if rng.random() < PADDING_SHARE else ""
+    return _summary(rng.choice(REFERENCES), _draw_told(rng, facts))[:-1] + tail + "."
+
+
 def _draw_summary(rng: random.Random, facts: Facts) -> str:
-    """A summary of graded quality: the reference with 0 to 3 corruptions."""
-    told = dict(facts)
-    template = rng.choice(REFERENCES)
-    slots = rng.sample(list(SLOTS), len(SLOTS))
-    num_corruptions = rng.choices(*NUM_CORRUPTIONS)[0]
+    """A summary in a pair: as a person writes, with now and then a wrong fact or a repetition."""
+    told = _draw_told(rng, facts)
+    if rng.random() < WRONG_SHARE:
+        slot = rng.choice(sorted(told))
+        told[slot] = rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
+    kind = rng.random()
     tail = ""
-    for slot, corruption in zip(slots, rng.choices(*CORRUPTIONS, k=num_corruptions), strict=False):
-        if corruption == "wrong":
-            told[slot] = rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
-        elif corruption == "missing":
-            del told[slot]
-        elif corruption == "padding":
-            tail = rng.choice(PADDING)
-        else:
-            tail = f", my {facts['who']} {facts['event']} my {facts['thing']}"
-    return _summary(template, told)[:-1] + tail + "."
+    if kind < PADDING_SHARE:
+        tail = rng.choice(PADDING)
+    elif kind < PADDING_SHARE + REPEAT_SHARE:
+        tail = f", my {facts['who']} {facts['event']} my {facts['thing']}"
+    return _summary(rng.choice(REFERENCES), told)[:-1] + tail + "."
 
 
 def _sft_row(rng: random.Random, split: str) -> dict[str, Any]:
     facts = _draw_facts(rng, split)
     prompt = _draw_prompt(rng, facts)
-    return {
-        "prompt": prompt,
-        "completion": _summary(rng.choice(REFERENCES), facts),
-        "facts": facts,
-    }
+    return {"prompt": prompt, "completion": _draw_reference(rng, facts), "facts": facts}
 
 
 def _preference_row(rng: random.Random, split: str) -> dict[str, Any]:

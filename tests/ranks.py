@@ -1,6 +1,6 @@
 """Run a function on several ranks, and stages on them: the parent's side and the child's.
 
-`launch` starts torchrun on this file; every rank then calls the function that was named and hands
+`launch` starts processes of this file; every rank then calls the function that was named and hands
 back what it returned. `run_stages` is such a function: it runs the scripts' own `main`, one after
 another in one process group (importing torch costs more than fifty steps of a tiny model).
 """
@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from common import checkpoint, distributed, fsdp, optim, plots
 from common.config import parse
+from common.generation import Rollouts, Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {
@@ -31,7 +34,7 @@ STAGES = {
     "dpo": ("train_dpo", "DPOConfig"),
     "grpo": ("train_grpo", "GRPOConfig"),
 }
-Job = dict[str, Any]  # "stage", and "flags" without their dashes, and "watch"
+Job = dict[str, Any]  # "stage", and its "flags" without their dashes
 
 
 def launch(function: Callable[..., Any], num_ranks: int, folder: Path, **arguments: Any) -> list:
@@ -39,19 +42,26 @@ def launch(function: Callable[..., Any], num_ranks: int, folder: Path, **argumen
 
     Args:
         function: at the top of a module in tests/; its arguments and its result must fit in JSON.
-        num_ranks: processes started by torchrun.
+        num_ranks: processes.
         folder: existing, for the files between parent and children.
         arguments: for the function, the same on every rank.
     """
     call = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
-    call_file = folder / f"call_{len(list(folder.glob('call_*.json')))}.json"
+    call_file = Path(tempfile.mkdtemp(prefix="launch_", dir=folder)) / "call.json"
     call_file.write_text(json.dumps(call))
-    run_torchrun([__file__, str(call_file)], num_ranks)
+    try:
+        run_script([__file__, str(call_file)], num_ranks)
+    except AssertionError as error:
+        tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
+        raise AssertionError("\n".join(tracebacks) or str(error)) from None
     return [json.loads(result_file(call_file, rank).read_text()) for rank in range(num_ranks)]
 
 
-def run_torchrun(command: Sequence[str], num_ranks: int, *, timeout: float = 300) -> str:
-    """Run a script and its arguments under torchrun on the CPU; its output, if it succeeds."""
+def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) -> str:
+    """Run a script and its arguments on CPU processes; its output, if it succeeds.
+
+    Several ranks are started by torchrun, one without it.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
@@ -59,9 +69,9 @@ def run_torchrun(command: Sequence[str], num_ranks: int, *, timeout: float = 300
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     result = subprocess.run(
-        [*torchrun, "--nproc_per_node", str(num_ranks), *command],
+        [sys.executable, *(torchrun if num_ranks > 1 else []), *command],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -76,31 +86,34 @@ def run_torchrun(command: Sequence[str], num_ranks: int, *, timeout: float = 300
 
 def result_file(call_file: Path, rank: int) -> Path:
     """Where a rank leaves what the function returned."""
-    return call_file.with_name(f"{call_file.stem}_rank_{rank}.json")
+    return call_file.with_name(f"rank_{rank}.json")
 
 
 def answer(call_file: Path) -> None:
     """The child's side of `launch`."""
     call = json.loads(call_file.read_text())
     distributed.start()
-    function = getattr(importlib.import_module(call["module"]), call["name"])
-    result = function(**call["arguments"])
-    result_file(call_file, distributed.rank()).write_text(json.dumps(result))
+    file = result_file(call_file, distributed.rank())
+    try:
+        function = getattr(importlib.import_module(call["module"]), call["name"])
+        file.write_text(json.dumps(function(**call["arguments"])))
+    except BaseException:  # also SystemExit, with which a refused flag ends
+        file.with_suffix(".error").write_text(traceback.format_exc())
+        distributed.close_and_exit(1)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Run each job's stage on this rank, in order; returns what was seen inside it, if watched."""
+    """Run each job's stage on this rank, in order; returns what was seen inside each."""
     records = []
     for job in jobs:
         module_name, config_name = STAGES[job["stage"]]
         module = importlib.import_module(module_name)
         arguments = [text for key, value in job["flags"].items() for text in flag(key, value)]
         config = parse(getattr(module, config_name), arguments)
-        record: dict[str, Any] = {}
         # Pictures have their own tests, and take longer than the steps that are drawn.
-        with mock.patch.object(plots, "plot_run"), watched(record if job.get("watch") else None):
+        with mock.patch.object(plots, "plot_run"), watched() as record:
             module.main(config)
         records.append(record)
     return records
@@ -112,36 +125,46 @@ def flag(key: str, value: Any) -> list[str]:
 
 
 @contextmanager
-def watched(record: dict[str, Any] | None) -> Iterator[None]:
-    """Note what a stage does on this rank: devices before sharding, dtypes, state after training.
+def watched() -> Iterator[dict[str, Any]]:
+    """Note what a stage does on this rank; the functions that it calls still run.
 
-    The functions that the stage calls still run; None notes nothing.
+    Noted are the devices of each model before sharding, how often the first block of the trained
+    model ran and in which dtype, dtypes and sizes at the last step, every completion sampled for
+    training, whether parameters were offloaded, and hashes of the state after training.
     """
-    if record is None:
-        yield
-        return
-    shard, clip_and_step, export = fsdp.shard, optim.clip_and_step, checkpoint.export
-    record |= {"devices": [], "forwards": 0}
+    shard, clip_and_step = fsdp.shard, optim.clip_and_step
+    export, sample = checkpoint.export, Sampler.sample
+    record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
 
-    def count_forward(*_: Any) -> None:
-        record["forwards"] += 1
+    def note_forward(block: nn.Module, *_: Any) -> None:
+        record["num_forwards"] += 1
+        record["compute_dtypes"] = names(p.dtype for p in block.parameters())
 
     def note_devices(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         record["devices"].append(sorted({p.device.type for p in module.parameters()}))
-        if len(record["devices"]) == 1:  # the model that is trained
-            fsdp.blocks(module)[0].register_forward_pre_hook(count_forward)
+        if len(record["devices"]) == 1:  # the model that is trained comes first
+            fsdp.blocks(module)[0].register_forward_pre_hook(note_forward)
         return shard(module, *args, **kwargs)
 
     def note_dtypes(module: nn.Module, optimizer: Any, *args: Any) -> dict[str, Any]:
-        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        parameters = list(module.parameters())
+        record["gradient_dtypes"] = names(p.grad.dtype for p in parameters if p.grad is not None)
         result = clip_and_step(module, optimizer, *args)
-        states = [v for state in optimizer.state.values() for v in state.values()]
-        record["gradient_dtypes"] = names(t.dtype for t in gradients)
-        record["parameter_dtypes"] = names(p.dtype for p in module.parameters())
-        record["optimizer_dtypes"] = names(t.dtype for t in states)
-        record["num_local"] = sum(local(p).numel() for p in module.parameters())
-        record["num_total"] = sum(p.numel() for p in module.parameters())
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        record["parameter_dtypes"] = names(p.dtype for p in parameters)
+        record["optimizer_dtypes"] = names(value.dtype for value in states)
+        record["num_local"] = sum(local(p).numel() for p in parameters)
+        record["num_total"] = sum(p.numel() for p in parameters)
         return result
+
+    def note_rollouts(sampler: Sampler, examples: Any, **options: Any) -> Rollouts:
+        rollouts = sample(sampler, examples, **options)
+        num_samples = options.get("num_samples", 1)
+        if options.get("report"):  # not for the printed table
+            for i, example in enumerate(examples):
+                ids = rollouts.completion_ids[i * num_samples : (i + 1) * num_samples]
+                record["rollouts"][f"step {options['step']}, row {example.row}"] = ids
+        return rollouts
 
     def note_state(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         record["state"] = state_hashes(module)
@@ -150,9 +173,12 @@ def watched(record: dict[str, Any] | None) -> Iterator[None]:
     with (
         mock.patch.object(fsdp, "shard", note_devices),
         mock.patch.object(optim, "clip_and_step", note_dtypes),
+        mock.patch.object(Sampler, "sample", note_rollouts),
         mock.patch.object(checkpoint, "export", note_state),
+        mock.patch.object(fsdp, "CPUOffloadPolicy", wraps=fsdp.CPUOffloadPolicy) as offload,
     ):
-        yield
+        yield record
+        record["is_offloaded"] = offload.called
 
 
 def names(dtypes: Any) -> list[str]:
@@ -182,8 +208,8 @@ def state_hashes(module: nn.Module) -> dict[str, str]:
 
 def hash_of(tensor: torch.Tensor) -> str:
     """Hash of a tensor's shape, dtype and bits."""
-    data = tensor.cpu().contiguous()
-    head = f"{tuple(data.shape)} {data.dtype} ".encode()
+    data = tensor.cpu().flatten().contiguous()
+    head = f"{tuple(tensor.shape)} {tensor.dtype} ".encode()
     return hashlib.sha256(head + data.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

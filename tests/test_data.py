@@ -13,15 +13,19 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from common import synthetic
-from common.config import UserError
+from common.config import CommonConfig, TrainConfig, UserError
 from common.data import (
     BatchOrder,
     Example,
     count_boundary_merges,
+    load_examples,
     load_rows,
+    load_splits,
     micro_batches,
+    prompts,
     tokenize_rows,
 )
 from common.truncation import cut_body, encode, split_prompt, truncate_prompt
@@ -30,11 +34,17 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
 
 
-@pytest.fixture(scope="module", params=["synthetic", "gpt2"])
+@pytest.fixture(scope="module", params=["synthetic", "synthetic with bos", "gpt2"])
 def tokenizer(request):
-    if request.param == "synthetic":
-        return synthetic.train_tokenizer()
-    return load_gpt2()
+    if request.param == "gpt2":
+        return load_gpt2()
+    tokenizer = synthetic.train_tokenizer()
+    if request.param == "synthetic with bos":  # puts a special token before every text, like Llama
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{EOS} $A", special_tokens=[(EOS, tokenizer.eos_token_id)]
+        )
+        assert tokenizer("a")["input_ids"][0] == tokenizer.eos_token_id
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +93,7 @@ def tokenize(rows: list[dict[str, Any]], tokenizer: Any, stop: str = EOS, **chan
         ("", "Question? Answer:", ""),
         ("TITLE: t\n\nPOST:", " no cue", ""),
         ("TITLE: t\n\nPOST:", "", "\n\nTL;DR:"),
+        ("TITLE: TL;DR:\n", "", ""),
     ],
 )
 def test_split_prompt(header, body, cue):
@@ -143,7 +154,7 @@ HEADERS = st.sampled_from(["SUBREDDIT: r/a\n\nTITLE: b\n\nPOST:", "TITLE: b c\n\
 CUES = st.sampled_from(["\n\nTL;DR:", " TL;DR:", ""])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(header=HEADERS, body=BODIES, cue=CUES, share=st.floats(0, 0.999))
 def test_truncation_keeps_header_and_cue_and_fits(tokenizer, header, body, cue, share):
     prompt = header + body.rstrip() + cue
@@ -175,12 +186,19 @@ def test_truncation_of_a_post_without_any_space_cuts_inside_it(tokenizer):
     assert 50 < len(ids) <= 60
 
 
+def test_a_merge_with_the_cue_that_costs_a_token_is_paid_for(gpt2):
+    prompt = "one AATL;DR:"  # GPT-2 splits AATL into more tokens than AA and TL apart
+    assert len(ids_of(gpt2, prompt)) == 7 > sum(len(ids_of(gpt2, t)) for t in ("one AA", "TL;DR:"))
+    assert truncate_prompt(prompt, gpt2, 6) == ("oneTL;DR:", ids_of(gpt2, "oneTL;DR:"))
+
+
 def test_real_prompts_fit_and_keep_their_structure(gpt2):
-    rows = load_rows(str(SHARED / "scitldr"), "validation", kind="sft", seed=0)
+    folder = str(SHARED / "scitldr")
+    rows = load_rows(folder, "validation", kind="sft", seed=0, num_rows=300)
     examples, report = tokenize(rows, gpt2, max_prompt_length=200, max_completion_length=200)
-    assert len(examples) == len(rows) == 619
+    assert len(examples) == len(rows) == 300
     lengths = [len(ids_of(gpt2, row["prompt"])) for row in rows]
-    assert report.num_prompts_truncated == sum(length > 200 for length in lengths) > 200
+    assert report.num_prompts_truncated == sum(length > 200 for length in lengths) > 100
     for row, example, length in zip(rows, examples, lengths, strict=True):
         if length <= 200:
             assert example.prompt == row["prompt"]
@@ -352,12 +370,29 @@ def test_the_embedded_task_loses_nothing():
         assert examples[7].columns["facts"] == rows[7]["facts"]
 
 
+def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
+    limits = {"max_prompt_length": 128, "num_train_rows": 6, "num_eval_rows": 4}
+    config = CommonConfig(output_dir=str(tmp_path), seed=5, **limits)
+    tokenizer = synthetic.train_tokenizer()
+    train, test = load_splits(config, "preference", tokenizer, [0])
+    assert (len(train), len(test)) == (6, 4)
+    rows = load_rows("synthetic", "validation", kind="preference", seed=0, num_rows=4)
+    assert [example.prompt for example in test] == [row["prompt"] for row in rows]
+    assert all(c[-1] == 0 for example in train for c in example.completions)
+    printed = capsys.readouterr().out
+    assert "train: 6 of 6 rows" in printed
+    assert "validation: 4 of 4 rows" in printed
+    assert load_examples(config, "", "train", "sft", tokenizer, [0]) == []
+    config.dataset_test_split = ""
+    assert load_splits(config, "sft", tokenizer, [0])[1] == []
+
+
 def test_rows_of_the_real_pairs_are_kept(gpt2):
     folder = str(SHARED / "summeval_preference")
-    rows = load_rows(folder, "validation", kind="preference", seed=0, num_rows=300)
+    rows = load_rows(folder, "validation", kind="preference", seed=0, num_rows=150)
     limits = {"max_prompt_length": 384, "max_completion_length": 200}
     examples, report = tokenize(rows, gpt2, kind="preference", **limits)
-    assert report.num_kept == len(rows) == 300
+    assert report.num_kept == len(rows) == 150
     assert report.num_completions_truncated == report.num_boundary_merges == 0
     assert all(len(e.prompt_ids) <= 384 and e.prompt.endswith("\n\nTL;DR:") for e in examples)
     assert all(c[-1] == gpt2.eos_token_id for e in examples for c in e.completions)
@@ -413,6 +448,33 @@ def test_without_shuffling_rows_come_in_order_every_time():
 def test_an_indivisible_batch_is_a_programming_error():
     with pytest.raises(AssertionError, match="batch_size 6 over 4 ranks"):
         BatchOrder(10, 6, seed=0, rank=0, world_size=4)
+
+
+def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.distributed.world_size", lambda: 4)
+    config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=6)
+    with pytest.raises(UserError, match="--batch_size is 6, which 4 processes cannot share"):
+        BatchOrder.of_training(config, 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "total_steps"),
+    [({"num_train_epochs": 1}, 3), ({"num_train_epochs": 2.5}, 8), ({"max_steps": 5}, 5)],
+)
+def test_the_length_of_a_run(tmp_path, fields, total_steps):
+    paths = {"output_dir": str(tmp_path), "model_name_or_path": "m"}
+    config = TrainConfig(batch_size=4, seed=3, **paths, **fields)
+    order = BatchOrder.of_training(config, num_rows=10)
+    assert order.rows(1) == BatchOrder(10, 4, seed=3, rank=0, world_size=1).rows(1)
+    assert order.total_steps(config) == total_steps
+    assert order.epochs(6) == 2.0
+
+
+def test_prompts_of_a_step_have_a_stand_in_that_is_not_real():
+    examples = [Example(row, f"p{row}", [row], [], {}) for row in range(3)]
+    chosen, real = prompts(examples, [2, None, 0])
+    assert [example.prompt for example in chosen] == ["p2", "p0", "p0"]
+    assert real.tolist() == [True, False, True]
 
 
 def pair_example(row: int, num_prompt: int, lengths: tuple[int, int]) -> Example:

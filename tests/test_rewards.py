@@ -109,6 +109,35 @@ def test_a_row_may_name_its_own_functions():
         call({"a": spy, "b": spy}, [1, 1], n=[5, 6], reward_funcs=["a", "c"])
 
 
+def test_a_collective_function_is_called_on_every_row_and_once():
+    sizes = []
+
+    class Model:  # ranks that called it on fewer rows would leave the others waiting
+        is_collective = True
+
+        def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+            sizes.append(len(completions))
+            return [float(text[1:]) for text in completions]
+
+    functions = {"model": Model(), "b": constant(10, 10)}
+    columns = {"reward_funcs": ["b", "model", "b"]}
+    total, per_function = call(functions, [1, 1], num=3, **columns)
+    assert sizes == [3]
+    assert total.tolist() == [10, 1, 10]
+    assert as_list(per_function["model"]) == [None, 1, None]
+    call(functions, [1, 1], num=2, reward_funcs=["b", "b"])
+    assert sizes == [3, 2]
+
+    def broken(completions: list[str], **columns: Any) -> list[float]:
+        sizes.append(len(completions))
+        raise KeyError("x")
+
+    broken.is_collective = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="'broken' raised KeyError on a batch of 2 rows: 'x'"):
+        call({"broken": broken}, [1])
+    assert sizes == [3, 2, 2]  # not called again to find the row
+
+
 def test_numbers_of_other_libraries_are_numbers():
     total, _ = call({"a": constant(np.float32(0.5), True)}, [1.0])
     assert total.tolist() == [0.5, 1.0]
@@ -155,7 +184,7 @@ def test_an_exception_names_function_row_and_cause():
             raise KeyError("many")
         return [0.0]
 
-    with pytest.raises(RuntimeError, match="'moody' raised KeyError on a batch of 2 rows, though"):
+    with pytest.raises(RuntimeError, match="'moody' raised KeyError on a batch of 2 rows"):
         call({"moody": moody}, [1.0])
     with pytest.raises(RuntimeError, match="'none' raised TypeError"):
         call({"none": lambda **_: None}, [1.0])

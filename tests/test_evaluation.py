@@ -1,0 +1,345 @@
+"""Claim: evaluation scores every row once, in order, whatever the batches and ranks.
+
+Targets: plain loops over single rows. Reward models used as reward functions give the rewards of
+the reward model itself, of the policy's ids where vocabularies agree and of the text where not.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast
+
+from common import checkpoint, distributed, evaluation, fsdp, synthetic
+from common.config import UserError
+from common.data import Example
+from common.generation import Rollouts
+from common.metrics import Accumulator
+from common.padding import padded_batch
+from common.reward_scoring import RewardModelFunction, RewardScorer, short_name
+from common.scoring import Policy, RewardModel
+
+PAD = 1
+PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5), (3, 5, 4)])
+PAIRS.append(tiny.ragged_examples([(5, 6, 6)])[0])  # 7: a prime, so that no batch size divides it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@pytest.fixture(scope="module", params=["policy", "reward_model"])
+def model(request: pytest.FixtureRequest) -> Any:
+    if request.param == "policy":
+        return Policy(tiny.causal_lm("gpt2"))
+    return RewardModel(tiny.classifier("llama"))
+
+
+@torch.no_grad()
+def plain_scores(model: Any, examples: list[Example]) -> Tensor:
+    """Scores (N, K), one unpadded row at a time."""
+    scores = []
+    for example in examples:
+        for ids in example.completions:
+            batch = padded_batch([example.prompt_ids], [[ids]], PAD).to(distributed.device())
+            output = model(batch)
+            scores.append(output.token_logps.sum() if isinstance(model, Policy) else output[0])
+    return torch.stack(scores).view(len(examples), -1).double().cpu()
+
+
+def score(model: Any, examples: list[Example], micro_batch_size: int = 4) -> Tensor:
+    config = tiny.train_config(micro_batch_size=micro_batch_size)
+    return evaluation.score_examples(model, examples, config, PAD, "scoring")
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("num_completions", [1, 2])
+def test_scores_are_those_of_a_plain_loop_in_order(model, micro_batch_size, num_completions):
+    examples = [
+        Example(e.row, e.prompt, e.prompt_ids, e.completions[:num_completions], {}) for e in PAIRS
+    ]
+    scores = score(model, examples, micro_batch_size)
+    assert scores.shape == (7, num_completions)
+    assert scores.dtype == torch.float64
+    assert not scores.requires_grad
+    torch.testing.assert_close(scores, plain_scores(model, examples), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_size):
+    """Each rank's part before the sum: disjoint rows that add up, in as many forward passes."""
+    parts, num_forwards = [], []
+    handle = model.register_forward_pre_hook(lambda *_: num_forwards.append(len(parts)))
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
+    for rank in range(world_size):
+        monkeypatch.setattr(distributed, "rank", lambda r=rank: r)
+        parts.append(score(model, PAIRS, micro_batch_size))
+    handle.remove()
+    scored = torch.stack([part.abs().sum(-1) > 0 for part in parts])  # (ranks, N)
+    assert (scored.sum(0) == 1).all()
+    assert len({num_forwards.count(rank) for rank in range(world_size)}) == 1
+    torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
+
+
+def test_scoring_leaves_a_policy_sharded():
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2")), tiny.train_config(), distributed.mesh())
+    score(policy, PAIRS)
+    assert all(isinstance(p, DTensor) for p in policy.parameters())
+    assert not any(p.grad is not None for p in policy.parameters())
+
+
+def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
+    policy = Policy(tiny.causal_lm("qwen2"))
+    examples = [Example(e.row, "", e.prompt_ids, e.completions[:1], {}) for e in PAIRS]
+    logps = plain_scores(policy, examples)[:, 0]
+    lengths = torch.tensor([len(e.completions[0]) for e in examples])
+    loss = evaluation.sft_loss(policy, examples, tiny.train_config(), PAD)
+    assert loss == pytest.approx(float(-logps.sum() / lengths.sum()), abs=1e-5)
+    assert abs(loss - float((-logps / lengths).mean())) > 1e-2
+
+
+# ---- preferences ---------------------------------------------------------------------------------
+
+
+def test_preference_accuracy_is_a_count(model):
+    """The last pair is of two equal completions: a tie, which counts one half."""
+    tie = Example(7, "", [5, 6], [[8, 9, 0], [8, 9, 0]], {})
+    pairs = [*PAIRS, tie]
+    accuracy, scores = evaluation.preferences(model, pairs, tiny.train_config(), PAD)
+    plain = plain_scores(model, pairs)
+    wins = sum(chosen > rejected for chosen, rejected in plain[:-1].tolist())
+    assert 0 < wins < 7  # chosen and rejected are not told apart by a constant
+    assert accuracy.accuracy == pytest.approx((wins + 0.5) / 8)
+    assert (accuracy.num_pairs, accuracy.num_ties) == (8, 1)
+    assert accuracy.low < accuracy.accuracy < accuracy.high
+    torch.testing.assert_close(scores, plain, rtol=0, atol=1e-4)
+    swapped = [Example(e.row, "", e.prompt_ids, e.completions[::-1], {}) for e in pairs]
+    other, _ = evaluation.preferences(model, swapped, tiny.train_config(), PAD)
+    assert other.accuracy == pytest.approx(1 - accuracy.accuracy)
+
+
+def test_an_implicit_reward_is_the_gain_over_the_reference():
+    policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (0, 1))
+    config = tiny.train_config()
+    ref_scores = score(reference, PAIRS)
+    accuracy, gains = evaluation.preferences(policy, PAIRS, config, PAD, ref_scores)
+    expected = plain_scores(policy, PAIRS) - plain_scores(reference, PAIRS)
+    torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
+    wins = int((expected[:, 0] > expected[:, 1]).sum())
+    assert accuracy.accuracy == pytest.approx(wins / 7)
+    itself, _ = evaluation.preferences(policy, PAIRS, config, PAD, score(policy, PAIRS))
+    assert (itself.accuracy, itself.num_ties) == (0.5, 7)
+
+
+def test_pair_metrics_by_hand():
+    """Two wins, a tie, a loss; a row of filler counts nowhere."""
+    rewards = torch.tensor([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0], [1.0, -1.0], [99.0, -99.0]])
+    real = torch.tensor([True, True, True, True, False])
+    metrics = Accumulator(torch.device("cpu"))
+    evaluation.add_pair_metrics(metrics, rewards.requires_grad_(), real)
+    assert metrics.reduce() == pytest.approx(
+        {
+            "chosen_reward": 6 / 4,
+            "rejected_reward": 6 / 4,
+            "reward_margin": 0.0,
+            "accuracy": 2.5 / 4,
+        }
+    )
+
+
+def test_the_pair_table_shows_both_texts_and_scores():
+    tokenizer = tiny.tokenizer()
+    words = [
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (" a key", " a dog")
+    ]
+    pairs = [Example(i, f"prompt {i}", [5], [[*ids, 0] for ids in words], {}) for i in range(3)]
+    scores = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    config = tiny.train_config(num_sample_prompts=2)
+    table = evaluation.pair_table(pairs, scores, tokenizer, config)
+    assert len(table) == 2
+    assert table[1] == {
+        "prompt": "prompt 1",
+        "chosen": " a key",
+        "rejected": " a dog",
+        "chosen score": 3.0,
+        "rejected score": 4.0,
+    }
+
+
+def test_a_run_s_cost_is_read_from_its_metrics(tmp_path):
+    assert evaluation.run_cost(tmp_path) == {}
+    records = [
+        {"step": 1, "loss": 2.0, "elapsed_minutes": 0.5, "peak_memory_gb": 1.0},
+        {"step": 2, "elapsed_minutes": 1.5, "peak_memory_gb": 2.0},
+        {"step": 2, "eval_loss": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert evaluation.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
+
+
+# ---- reward models as reward functions -----------------------------------------------------------
+
+STOP = 0
+
+
+def text_example(row: int, prompt: str, **columns: Any) -> Example:
+    ids = tiny.tokenizer()(prompt, add_special_tokens=False)["input_ids"]
+    return Example(row, prompt, ids, [], columns)
+
+
+def text_rollouts(texts: list[str], has_stop: list[bool]) -> Rollouts:
+    encoded = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
+    ids = [row + [STOP] * stop for row, stop in zip(encoded, has_stop, strict=True)]
+    return Rollouts(ids, [[0.0] * len(row) for row in ids], has_stop)
+
+
+PROMPTS = [text_example(0, "my key is lost\n\nTL;DR:"), text_example(1, "a dog\n\nTL;DR:")]
+TEXTS = [" lost the key", " key", " the dog is lost", " dog"]
+ROLLOUTS = text_rollouts(TEXTS, [True, False, True, True])  # two for each prompt
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with the policy's tokenizer, and a shift."""
+    lm = tiny.classifier("llama", vocab_size=300)
+    lm.config.pad_token_id = PAD
+    config = tiny.train_config()
+    model = fsdp.shard(RewardModel(lm), config, distributed.mesh())
+    folder = tmp_path_factory.mktemp("run") / "model"
+    checkpoint.export(model, tiny.tokenizer(), folder, reward_shift=0.75)
+    return folder
+
+
+def loaded_function(folder: Path, policy_tokenizer: Any, **fields: Any) -> RewardModelFunction:
+    lengths = {"max_prompt_length": 40, "max_completion_length": 20, "micro_batch_size": 3}
+    config = tiny.train_config(**(lengths | fields))
+    function = RewardModelFunction(str(folder), policy_tokenizer, config)
+    function.load(distributed.mesh())
+    return function
+
+
+def plain_rewards(prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[float]:
+    """Rewards (B,) by transformers' classifier on single rows, and the shift of `reward_folder`."""
+    lm = tiny.classifier("llama", vocab_size=300)
+    lm.config.pad_token_id = PAD
+    rewards = []
+    for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+        ids = torch.tensor([prompt + completion], device=distributed.device())
+        with torch.no_grad():
+            rewards.append(float(lm(ids).logits[0, 0]) + 0.75)
+    return rewards
+
+
+def test_a_reward_model_scores_the_policy_s_ids(reward_folder):
+    """Also ids that the tokenizer would not give for their text."""
+    key = ROLLOUTS.completion_ids[0]
+    letters = [tiny.tokenizer().convert_tokens_to_ids(c) for c in "Ġlost"]
+    assert letters != tiny.tokenizer()(" lost")["input_ids"]
+    ids = [key, letters, [*letters, STOP], key[:1]]
+    prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
+    function = loaded_function(reward_folder, tiny.tokenizer())
+    assert function.same_ids
+    found = function(["?"] * 4, ["?"] * 4, ids, prompt_ids=prompt_ids, has_stop=[True] * 4)
+    assert found == pytest.approx(plain_rewards(prompt_ids, ids), abs=1e-5)
+    assert len({round(reward, 3) for reward in found}) == 4
+
+
+def test_a_reward_model_with_another_vocabulary_reads_the_text(reward_folder):
+    """The policy's ids mean nothing to it; a completion that stopped ends in its own eos."""
+    other = synthetic.train_tokenizer(400)
+    function = loaded_function(reward_folder, other)
+    assert not function.same_ids
+    has_stop = [True, False, True, False]
+    prompts = [PROMPTS[i].prompt for i in (0, 0, 1, 1)]
+    nonsense = [[399]] * 4
+    found = function(prompts, TEXTS, nonsense, prompt_ids=nonsense, has_stop=has_stop)
+    own = tiny.tokenizer()
+    ids = [
+        own(text, add_special_tokens=False)["input_ids"] + [0] * stop
+        for text, stop in zip(TEXTS, has_stop, strict=True)
+    ]
+    prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
+    assert found == pytest.approx(plain_rewards(prompt_ids, ids), abs=1e-5)
+
+
+def test_a_pad_token_of_its_own_does_not_make_another_vocabulary(reward_folder):
+    backend = tiny.tokenizer().backend_tokenizer
+    policy_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
+    assert RewardModelFunction(str(reward_folder), policy_tokenizer, config).same_ids
+
+
+def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_path):
+    """Each completion meets its own prompt's columns; nan where a function says None."""
+    (tmp_path / "judge.py").write_text(
+        "def judge(prompts, completions, completion_ids, bonus, **columns):\n"
+        "    rows = zip(prompts, completions, completion_ids, bonus, columns['has_stop'])\n"
+        "    return [None if b is None else b + 10 * p.count('dog') + len(c) + 100 * len(i)\n"
+        "            + 1000 * s for p, c, i, b, s in rows]\n"
+    )
+    judge = f"{tmp_path / 'judge.py'}:judge"
+    config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
+    names = [str(reward_folder), judge]
+    scorer = RewardScorer(names, [2.0, -0.5], tiny.tokenizer(), config)
+    assert scorer.models == {}
+    scorer.load(distributed.mesh())
+    assert list(scorer.models) == [str(reward_folder)]
+    examples = [
+        text_example(0, PROMPTS[0].prompt, bonus=0.25),
+        text_example(1, PROMPTS[1].prompt, bonus=None),
+    ]
+    total, by_function = scorer(examples, ROLLOUTS)
+
+    model_name = reward_folder.parent.name
+    assert scorer.names == list(by_function) == [model_name, "judge"]
+    prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
+    rewards = torch.tensor(plain_rewards(prompt_ids, ROLLOUTS.completion_ids)).view(2, 2)
+    torch.testing.assert_close(by_function[model_name], rewards, rtol=0, atol=1e-5)
+    ids = ROLLOUTS.completion_ids
+    judged = [
+        0.25 + len(TEXTS[0]) + 100 * len(ids[0]) + 1000,
+        0.25 + len(TEXTS[1]) + 100 * len(ids[1]),
+    ]
+    expected = torch.tensor([judged, [math.nan, math.nan]])
+    torch.testing.assert_close(by_function["judge"], expected, equal_nan=True)
+    weighted = 2 * rewards - 0.5 * expected.nan_to_num(0.0)
+    torch.testing.assert_close(total, weighted, rtol=0, atol=1e-3)
+
+
+def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path):
+    tiny.causal_lm("gpt2", vocab_size=300).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
+    with pytest.raises(UserError, match="is not a reward model"):
+        RewardScorer([str(tmp_path)], [], tiny.tokenizer(), config)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("gold", "gold"),
+        ("output/sft/model", "sft"),
+        ("output/sft/model/", "sft"),
+        ("sft", "sft"),
+        ("org/name", "name"),
+        ("rewards/length.py:short", "short"),
+        ("model", "model"),
+    ],
+)
+def test_short_names(path, name):
+    assert short_name(path) == name

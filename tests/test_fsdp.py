@@ -1,0 +1,327 @@
+"""Sharding: the right units, one reader of the weights, summed gradients, a faithful replica.
+
+- The decoder blocks of GPT-2, Llama and Qwen2 become units, wherever the language model sits.
+- Only rank 0 reads weights; every rank ends up with its part of the same model, tied or not, with a
+  vocabulary that was extended or not.
+- A gradient is the sum over micro-batches and ranks of what autograd gives on one process, and is
+  reduced once per step.
+- Under bfloat16 blocks compute in bfloat16 and the reward head in float32.
+- The replica that samples has the policy's weights, needs no other rank, and is freed afterwards.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import hash_of, launch, local, state_hashes, whole
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import distributed, fsdp, models
+from common.padding import padded_batch
+from common.scoring import Policy, RewardModel
+
+BLOCKS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
+MODELS = {  # name -> family, are the embeddings tied
+    "gpt2": ("gpt2", True),
+    "llama": ("llama", False),
+    "qwen2": ("qwen2", True),
+}
+PAD_ID = 7
+LENGTHS = [(3, 5), (9, 2), (1, 4), (6, 1)]  # of prompt and completion, a row each
+NUM_UNITS = 3  # two blocks and the root
+
+
+class Wrapped(nn.Module):
+    """A language model somewhere inside, beside modules of its owner."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleList([nn.Linear(500, 500), nn.Linear(500, 500)])
+        self.inner = nn.ModuleDict({"policy": Policy(lm)})
+
+
+# --- which modules become units -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("wrap", [lambda lm: lm, Policy, Wrapped])
+def test_blocks_of_a_language_model(family: str, wrap: Any) -> None:
+    lm = tiny.causal_lm(family)
+    found = fsdp.blocks(wrap(lm))
+    assert [type(block).__name__ for block in found] == [BLOCKS[family]] * 2
+    assert found == list(lm.base_model.h if family == "gpt2" else lm.base_model.layers)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_blocks_of_a_reward_model(family: str) -> None:
+    found = fsdp.blocks(RewardModel(tiny.classifier(family)))
+    assert [type(block).__name__ for block in found] == [BLOCKS[family]] * 2
+
+
+def test_blocks_of_a_model_that_names_none() -> None:
+    small, large = (nn.ModuleList(nn.Linear(n, n) for _ in range(3)) for n in (2, 20))
+    assert fsdp.blocks(nn.ModuleDict({"a": small, "b": large})) == list(large)
+    assert fsdp.blocks(nn.Linear(2, 2)) == []
+
+
+# --- on two ranks ---------------------------------------------------------------------------------
+
+
+def weights_folder(folder: Path, name: str) -> str:
+    """A model's folder: for rank 0 the real one, for the others one without weights."""
+    return str(folder / name / ("whole" if distributed.is_rank0() else "without_weights"))
+
+
+def load_policy(folder: Path, name: str, **fields: Any) -> Policy:
+    """The model as a sharded policy."""
+    config = tiny.train_config(**fields)
+    path = weights_folder(folder, name)
+    lm = models.load_policy(path, AutoConfig.from_pretrained(path), config)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def inspect_model(folder: str, name: str) -> dict[str, Any]:
+    """Shard a model, make gradients of all rows, sample from its replica. Runs on every rank."""
+    policy = load_policy(Path(folder), name)
+    lm, rank = policy.lm, distributed.rank()
+    parameters = list(policy.parameters())
+    seen: dict[str, Any] = {
+        "state": state_hashes(policy),
+        "units": sorted(type(unit).__name__ for unit in fsdp.fsdp_units(policy)),
+        "all_sharded": all(isinstance(p, DTensor) for p in parameters),
+        "share": sum(local(p).numel() for p in parameters) / sum(p.numel() for p in parameters),
+        "is_tied": lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
+        "num_in_full_state": len(fsdp.full_state_dict(policy)),
+    }
+
+    replica = fsdp.RolloutCopy(lm, tiny.train_config())
+    seen["before"] = inspect_replica(replica, policy)
+    seen["reductions"] = add_gradients(policy, rank)
+    gradients = {key: whole(p.grad) for key, p in lm.named_parameters()}
+    if rank == 0:
+        save_file(gradients, Path(folder) / name / "gradients.safetensors")
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter -= 0.01 * parameter.grad
+    seen["changed_state"] = state_hashes(policy)
+    seen["after"] = inspect_replica(replica, policy)
+    return seen
+
+
+def add_gradients(policy: Policy, rank: int) -> list[int]:
+    """Accumulate the gradient of -log pi of every row: a row per micro-batch, two rows per rank.
+
+    Returns:
+        How many reductions each micro-batch has made.
+    """
+    examples = tiny.ragged_examples(LENGTHS)[rank::2]
+    reductions = []
+    for i, example in enumerate(examples):
+        fsdp.reduce_gradients_in_next_backward(policy, i == len(examples) - 1)
+        batch = padded_batch([example.prompt_ids], [example.completions], PAD_ID)
+        with CommDebugMode() as communication:
+            (-policy(batch).token_logps.sum()).backward()
+        counts = communication.get_comm_counts()
+        reductions.append(sum(n for op, n in counts.items() if "reduce_scatter" in str(op)))
+    return reductions
+
+
+def inspect_replica(replica: fsdp.RolloutCopy, policy: Policy) -> dict[str, Any]:
+    """Use the replica, on this rank as often as it likes."""
+    example = tiny.ragged_examples(LENGTHS)[0]
+    with replica.gathered(policy) as lm:
+        hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
+        hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
+        for _ in range(1 + 2 * distributed.rank()):  # would hang if it needed the other rank
+            logits = lm(input_ids=torch.tensor([example.prompt_ids])).logits
+        is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    return {
+        "state": hashes,
+        "logits": logits[0, -1].tolist(),
+        "needs_grad": logits.requires_grad,
+        "is_tied": is_tied,
+        "devices_afterwards": sorted({p.device.type for p in lm.parameters()}),
+        "policy_is_sharded": all(isinstance(p, DTensor) for p in policy.parameters()),
+    }
+
+
+def inspect_all(models_folder: str) -> dict[str, Any]:
+    """Everything that is seen on a rank."""
+    seen = {name: inspect_model(models_folder, name) for name in MODELS}
+    seen["bfloat16 replica"] = inspect_bfloat16_replica(models_folder)
+    seen["reward model"] = inspect_reward_model(models_folder)
+    return seen
+
+
+def inspect_bfloat16_replica(folder: str) -> dict[str, Any]:
+    """The replica of a policy that computes in bfloat16."""
+    policy = load_policy(Path(folder), "gpt2", bf16=True)
+    with fsdp.RolloutCopy(policy.lm, tiny.train_config(bf16=True)).gathered(policy) as lm:
+        return {key: hash_of(p.data) for key, p in lm.named_parameters()}
+
+
+def inspect_reward_model(folder: str) -> dict[str, Any]:
+    """A new reward head and one more token, under bfloat16."""
+    config = tiny.train_config(bf16=True)
+    path = weights_folder(Path(folder), "gpt2")
+    tokenizer = TokenizerOfLength(62)  # one more than the model
+    lm = models.load_reward_model(path, AutoConfig.from_pretrained(path), tokenizer, config)
+    reward_model = RewardModel(lm)
+    model = fsdp.shard(reward_model, config, distributed.mesh(), float32_modules=[lm.score])
+    seen: dict[str, Any] = {"state": state_hashes(model)}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            dtypes = {p.dtype for p in module.parameters()} | {inputs[0].dtype}
+            seen[name] = sorted(map(str, dtypes))
+
+        return hook
+
+    fsdp.blocks(model)[0].register_forward_pre_hook(note("block"))
+    lm.score.register_forward_pre_hook(note("head"))
+    batch = padded_batch([[3, 4, 61]], [[[5], [6]]], 61)
+    rewards = model(batch)
+    rewards.sum().backward()
+    seen["rewards"] = str(rewards.dtype)
+    seen["gradients"] = sorted({str(p.grad.dtype) for p in model.parameters()})
+    seen["head_std"] = float(whole(lm.score.weight.detach()).std())
+    return seen
+
+
+class TokenizerOfLength:
+    """What `load_reward_model` asks of a tokenizer: its length and its pad token."""
+
+    pad_token_id = 61
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, whole and without weights."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    for name, (family, is_tied) in MODELS.items():
+        lm = tiny.causal_lm(family, tie_word_embeddings=is_tied)
+        lm.save_pretrained(folder / name / "whole")
+        without = folder / name / "without_weights"
+        shutil.copytree(folder / name / "whole", without)
+        (without / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """What two ranks see."""
+    return launch(inspect_all, 2, folder, models_folder=str(folder))
+
+
+def expected_state(path: Path) -> dict[str, str]:
+    """Hashes of the parameters and buffers that plain transformers reads from a folder."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
+    return {f"lm.{key}": hash_of(tensor.detach()) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_holds_its_part_of_what_rank_0_read(
+    seen: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    expected = expected_state(folder / name / "whole")
+    for rank in seen:
+        assert rank[name]["state"] == expected
+        assert rank[name]["all_sharded"]
+        assert rank[name]["share"] == pytest.approx(0.5, abs=0.02)
+        assert rank[name]["is_tied"] == MODELS[name][1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_units_are_the_blocks_and_the_root(seen: list[dict[str, Any]], name: str) -> None:
+    block = f"FSDP{BLOCKS[MODELS[name][0]]}"
+    assert seen[0][name]["units"] == sorted([block, block, "FSDPPolicy"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_rank_0_collects_the_full_state(seen: list[dict[str, Any]], name: str) -> None:
+    first, second = (rank[name]["num_in_full_state"] for rank in seen)
+    assert first >= len([key for key in seen[0][name]["state"] if "inv_freq" not in key])
+    assert second == 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_sums_over_micro_batches_and_ranks(
+    seen: list[dict[str, Any]], folder: Path, name: str
+) -> None:
+    del seen  # whose ranks wrote the file
+    lm = AutoModelForCausalLM.from_pretrained(folder / name / "whole", dtype=torch.float32)
+    for example in tiny.ragged_examples(LENGTHS):
+        (completion,) = example.completions
+        ids = torch.tensor([example.prompt_ids + completion])  # (1, T), no padding
+        logps = lm(input_ids=ids).logits[:, :-1].log_softmax(-1)  # (1, T-1, V)
+        logps = logps.gather(-1, ids[:, 1:, None])[:, -len(completion) :]
+        (-logps.sum()).backward()
+    gradients = load_file(folder / name / "gradients.safetensors")
+    for key, parameter in lm.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_reduced_once_per_step(seen: list[dict[str, Any]], name: str) -> None:
+    for rank in seen:
+        assert rank[name]["reductions"] == [0, NUM_UNITS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_replica_is_the_policy_and_is_freed(
+    seen: list[dict[str, Any]], name: str, when: str
+) -> None:
+    for rank in seen:
+        replica = rank[name][when]
+        assert replica["state"] == rank[name]["state" if when == "before" else "changed_state"]
+        assert replica["logits"] == seen[0][name][when]["logits"]
+        assert not replica["needs_grad"]
+        assert replica["is_tied"] == MODELS[name][1]
+        assert replica["devices_afterwards"] == ["meta"]
+        assert replica["policy_is_sharded"]
+    assert seen[0][name]["state"] != seen[0][name]["changed_state"]
+
+
+def test_replica_computes_what_the_loaded_model_computes(
+    seen: list[dict[str, Any]], folder: Path
+) -> None:
+    prompt = torch.tensor([tiny.ragged_examples(LENGTHS)[0].prompt_ids])
+    for name in MODELS:
+        lm = AutoModelForCausalLM.from_pretrained(folder / name / "whole", dtype=torch.float32)
+        with torch.no_grad():
+            expected = lm(input_ids=prompt).logits[0, -1]
+        torch.testing.assert_close(torch.tensor(seen[0][name]["before"]["logits"]), expected)
+
+
+def test_bfloat16_replica_holds_rounded_weights(seen: list[dict[str, Any]], folder: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder / "gpt2" / "whole", dtype=torch.float32)
+    expected = {key: hash_of(p.detach().bfloat16()) for key, p in lm.named_parameters()}
+    for rank in seen:
+        assert rank["bfloat16 replica"] == expected
+
+
+def test_reward_head_is_float32_and_the_same_on_every_rank(seen: list[dict[str, Any]]) -> None:
+    first, second = (rank["reward model"] for rank in seen)
+    assert first == second
+    assert first["block"] == ["torch.bfloat16"]
+    assert first["head"] == ["torch.float32"]
+    assert first["rewards"] == "torch.float32"
+    assert first["gradients"] == ["torch.float32"]
+    assert first["head_std"] == pytest.approx(33**-0.5, rel=0.4)  # of 32 draws

@@ -1,0 +1,286 @@
+"""How a run is split changes nothing: not the ranks, the micro-batches, nor what saves memory.
+
+The claims, for SFT, reward model, DPO and GRPO with dropout off, in float32:
+- loss and gradient norm agree to 1e-5 relative over the first 5 steps, and to 1e-3 over 50, between
+  1, 2 and 4 processes and micro-batches of 1, 2, 3 and 8 rows, also in a step whose last rows are
+  missing and in which a process has no row at all;
+- GRPO samples the same completions, token by token;
+- CPU offload, recomputed activations and HSDP change nothing either;
+- under bfloat16 parameters, gradients, optimiser state and the exported weights stay float32;
+- after training every rank holds the same bits, reward head included.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import launch, run_stages
+from safetensors.torch import load_file
+
+from common.jsonl import read_jsonl
+
+SHORT, LONG = 5, 50  # steps
+TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global")
+LONG_TASKS = TASKS[:4]
+
+# 19 rows in batches of 8 leave 3 for the third step, 5 filler rows, and on 4 ranks nothing for the
+# last one; in GRPO's batches of 4 prompts 3 are left for the fifth step.
+COMMON = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 19,
+    "num_eval_rows": 7,
+    "num_sample_prompts": 2,
+    "max_prompt_length": 128,
+    "max_completion_length": 24,
+    "lr_scheduler_type": "constant",  # the same for runs of 5 and of 50 steps
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "logging_steps": 1,
+    "eval_steps": SHORT,
+    "batch_size": 8,
+    "micro_batch_size": 8,
+    "learning_rate": 1e-3,
+}
+GRPO = {
+    "max_completion_length": 16,
+    "batch_size": 4,
+    "num_candidates": 4,
+    "num_generations": 3,
+    "num_iterations": 2,
+    "reward_funcs": ["REWARD MODEL", "gold"],
+    "missing_eos_penalty": -0.2,
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "sft": {"learning_rate": 3e-3},
+    "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
+    "dpo": {"label_smoothing": 0.1},
+    "grpo": GRPO,
+    "grpo_global": GRPO
+    | {
+        "ref_model_name_or_path": "OTHER MODEL",
+        "normalize_globally": True,
+        "baseline": "kept",
+        "rejection_method": "gumbel",
+        "num_iterations": 1,
+    },
+}
+
+
+@dataclass
+class Variant:
+    """A way to split the same runs."""
+
+    num_ranks: int
+    flags: dict[str, Any]
+    tasks: tuple[str, ...] = TASKS
+    is_long: bool = False
+
+
+VARIANTS = {
+    "baseline": Variant(1, {}, is_long=True),
+    "micro-batches of 1": Variant(1, {"micro_batch_size": 1, "generation_batch_size": 4}),
+    "micro-batches of 2": Variant(
+        1, {"micro_batch_size": 2, "generation_batch_size": 8}, LONG_TASKS
+    ),
+    "2 ranks": Variant(2, {"micro_batch_size": 3}, is_long=True),
+    "2 replicas": Variant(2, {"micro_batch_size": 2, "num_replicas": 2}, LONG_TASKS),
+    "offload and recompute": Variant(
+        2, {"cpu_offload": True, "gradient_checkpointing": True}, LONG_TASKS
+    ),
+    "bfloat16": Variant(2, {"bf16": True}, LONG_TASKS),
+    "4 ranks": Variant(4, {"micro_batch_size": 1}),
+    "2 replicas of 2 shards": Variant(4, {"micro_batch_size": 2, "num_replicas": 2}, LONG_TASKS),
+}
+FLOAT32 = [name for name in VARIANTS if name not in ("baseline", "bfloat16")]
+RUNS = [(variant, task) for variant in FLOAT32 for task in VARIANTS[variant].tasks]
+
+
+@dataclass
+class Runs:
+    """Every run of every variant, and what each rank saw in it."""
+
+    folder: Path
+    seen: dict[tuple[str, str], list[dict[str, Any]]]  # (variant, task) -> one per rank
+
+    def lines(self, variant: str, task: str) -> list[dict[str, Any]]:
+        """What the run recorded."""
+        return read_jsonl(self.folder / variant / task / "metrics.jsonl")
+
+    def series(self, variant: str, task: str, metric: str, num_steps: int) -> torch.Tensor:
+        """A metric's values, one for each of the first steps, float64."""
+        lines = [line for line in self.lines(variant, task) if metric in line]
+        values = [line[metric] for line in lines if line["step"] <= num_steps]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def difference(self, variant: str, task: str, metric: str, num_steps: int) -> float:
+        """The largest relative difference to the baseline over the first steps."""
+        expected = self.series("baseline", task, metric, num_steps)
+        values = self.series(variant, task, metric, num_steps)
+        assert values.shape == expected.shape == (num_steps,)
+        return float(((values - expected) / expected).abs().max())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> Runs:
+    """All runs, in one launch for each number of ranks; all start from the baseline's models."""
+    folder = tmp_path_factory.mktemp("invariance")
+    paths = {
+        "model_name_or_path": str(folder / "baseline" / "sft" / "model"),
+        "tokenizer_name_or_path": str(tokenizer_folder),
+    }
+    names = {
+        "REWARD MODEL": str(folder / "baseline" / "reward" / "model"),
+        "OTHER MODEL": str(tiny_gpt2),
+    }
+
+    def job(variant: str, task: str) -> dict[str, Any]:
+        is_long = VARIANTS[variant].is_long and task in LONG_TASKS
+        flags = COMMON | paths | FLAGS[task] | VARIANTS[variant].flags
+        flags |= {
+            "max_steps": LONG if is_long else SHORT,
+            "output_dir": str(folder / variant / task),
+        }
+        if task == "sft":
+            flags["model_name_or_path"] = str(tiny_gpt2)
+        for key, value in flags.items():
+            if isinstance(value, list):
+                flags[key] = [names.get(item, item) for item in value]
+            elif isinstance(value, str):
+                flags[key] = names.get(value, value)
+        return {"stage": task.partition("_")[0], "flags": flags}
+
+    seen = {}
+    for num_ranks in (1, 2, 4):
+        chosen = [
+            (variant, task)
+            for variant, v in VARIANTS.items()
+            if v.num_ranks == num_ranks
+            for task in v.tasks
+        ]
+        jobs = [job(*run) for run in chosen]
+        records = launch(run_stages, num_ranks, folder, jobs=jobs)
+        for run, per_rank in zip(chosen, zip(*records, strict=True), strict=True):
+            seen[run] = list(per_rank)
+    return Runs(folder, seen)
+
+
+@pytest.mark.parametrize(("variant", "task"), RUNS)
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_first_steps_do_not_depend_on_the_split(
+    runs: Runs, variant: str, task: str, metric: str
+) -> None:
+    assert runs.difference(variant, task, metric, SHORT) < 1e-5
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_fifty_steps_do_not_drift_apart(runs: Runs, task: str, metric: str) -> None:
+    assert runs.difference("2 ranks", task, metric, LONG) < 1e-3
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_the_runs_compared_are_runs_that_learn(runs: Runs, task: str) -> None:
+    metric, sign = ("reward", -1) if task == "grpo" else ("loss", 1)
+    series = sign * runs.series("baseline", task, metric, LONG)
+    assert series[-10:].mean() < series[:5].mean() - 0.1
+
+
+@pytest.mark.parametrize(("variant", "task"), [run for run in RUNS if "grpo" in run[1]])
+def test_completions_are_the_same_token_by_token(runs: Runs, variant: str, task: str) -> None:
+    num_steps = LONG if VARIANTS[variant].is_long and task in LONG_TASKS else SHORT
+    (baseline,) = runs.seen["baseline", task]
+    expected = {
+        key: ids
+        for key, ids in baseline["rollouts"].items()
+        if int(key.split()[1].rstrip(",")) < num_steps
+    }
+    sampled: dict[str, Any] = {}
+    for record in runs.seen[variant, task]:
+        sampled |= {key: ids for key, ids in record["rollouts"].items() if key in expected}
+    assert len(expected) >= 4 * num_steps - num_steps // 5  # each fifth step has a prompt less
+    assert sampled == expected
+
+
+@pytest.mark.parametrize(("variant", "task"), RUNS)
+def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task: str) -> None:
+    timings = {"step_seconds", "sample_seconds", "elapsed_minutes", "tokens_per_second"}
+    rounding = {"sampler_kl", "peak_memory_gb"}  # 0 up to rounding; not a result
+    whole_run = {"reward_shift"}  # at the end of a short run, and not at that step of a long one
+    first = [
+        [
+            line
+            for line in runs.lines(name, task)
+            if line["step"] <= SHORT and not whole_run & {*line}
+        ]
+        for name in ("baseline", variant)
+    ]
+    for expected, line in zip(*first, strict=True):
+        assert line.keys() == expected.keys()
+        for name in line.keys() - timings - rounding:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+def test_reward_shift_does_not_depend_on_the_split(runs: Runs) -> None:
+    short = [name for name in FLOAT32 if not VARIANTS[name].is_long]
+    (expected, *shifts) = [runs.lines(name, "reward")[-1]["reward_shift"] for name in short]
+    assert expected != 0
+    assert shifts == pytest.approx([expected] * len(shifts), rel=1e-5)
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if VARIANTS[v].num_ranks > 1])
+def test_every_rank_ends_with_the_same_bits(runs: Runs, variant: str, task: str) -> None:
+    records = runs.seen[variant, task]
+    assert len(records) == VARIANTS[variant].num_ranks
+    assert all(record["state"] == records[0]["state"] for record in records)
+    assert ("lm.score.weight" in records[0]["state"]) == (task == "reward")
+
+
+@pytest.mark.parametrize(("variant", "num_shards"), [("4 ranks", 4), ("2 replicas of 2 shards", 2)])
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_parameters_are_sharded(runs: Runs, variant: str, num_shards: int, task: str) -> None:
+    for record in runs.seen[variant, task]:
+        share = record["num_local"] / record["num_total"]
+        assert share == pytest.approx(1 / num_shards, rel=0.02)  # a 1-row head is on one rank
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_only_rank_0_holds_weights_before_sharding(runs: Runs, task: str) -> None:
+    first, *others = runs.seen["4 ranks", task]
+    num_models = {"sft": 1, "reward": 1, "dpo": 2, "grpo": 3}[task]
+    assert first["devices"] == [["cpu"]] * num_models
+    assert all(record["devices"] == [["meta"]] * num_models for record in others)
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_recomputing_and_offloading_are_really_on(runs: Runs, task: str) -> None:
+    (record, _), (plain, _) = runs.seen["offload and recompute", task], runs.seen["bfloat16", task]
+    assert record["is_offloaded"]
+    assert not plain["is_offloaded"]
+    num_backwards = SHORT * (2 if task == "grpo" else 1)  # which has two updates per rollout
+    assert record["num_forwards"] == plain["num_forwards"] + num_backwards
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+def test_bfloat16_keeps_float32_masters(runs: Runs, task: str) -> None:
+    for record in runs.seen["bfloat16", task]:
+        assert record["parameter_dtypes"] == ["float32"]
+        assert record["gradient_dtypes"] == ["float32"]
+        assert record["optimizer_dtypes"] == ["float32"]
+        assert record["compute_dtypes"] == ["bfloat16"]
+    weights = load_file(runs.folder / "bfloat16" / task / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    if task != "grpo":  # whose completions are others
+        # bfloat16 has 8 bits: close to float32, and not the same.
+        assert 1e-4 < runs.difference("bfloat16", task, "grad_norm", 1) < 0.05
+        assert runs.difference("bfloat16", task, "loss", SHORT) < 0.05
+
+
+def test_a_short_batch_is_among_the_steps_compared(runs: Runs) -> None:
+    tokens = runs.series("baseline", "sft", "tokens", SHORT)
+    assert tokens[2] < 0.5 * tokens[[0, 1, 3, 4]].min()
+    for task in ("reward", "dpo"):
+        correct = 3 * runs.series("baseline", task, "accuracy", SHORT)[2]  # of 3 pairs
+        assert float(2 * correct) == pytest.approx(round(float(2 * correct)))

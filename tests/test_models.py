@@ -1,0 +1,437 @@
+"""Claim: what is exported is what was trained, and plain transformers reads it that way.
+
+Policies and reward models are sharded, updated, exported and loaded again with transformers alone:
+same weights, same outputs, same tokenizer, ties kept, the shift of the rewards included. Reward
+heads have variance 1/(d+1), scores are read before a pad token of their own, and nothing but
+safetensors and built-in code is loaded.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from common import checkpoint, distributed, fsdp, models, optim
+from common.config import TrainConfig, UserError
+from common.padding import padded_batch
+from common.scoring import Policy, RewardModel
+
+PROMPTS = [[n % 50 + 2 for n in tiny.random_ids(k, seed=k)] for k in (7, 2, 11)]
+COMPLETIONS = [[*tiny.random_ids(k, seed=90 + k), 0] for k in (4, 6, 1)]  # id 0: eos
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+def batch_of_rows(pad_id: int) -> Any:
+    batch = padded_batch(PROMPTS, [[completion] for completion in COMPLETIONS], pad_id)
+    return batch.to(distributed.device())
+
+
+def short_config(**fields: Any) -> TrainConfig:
+    lengths = {"max_prompt_length": 40, "max_completion_length": 20}
+    return tiny.train_config(**(lengths | fields))
+
+
+def update(module: nn.Module, loss: Callable[[], Tensor], config: TrainConfig) -> None:
+    """One visible optimiser step; the optimiser is made while the parameters are shards."""
+    optimizer = optim.build_optimizer(module, config)
+    loss().backward()
+    optim.clip_and_step(module, optimizer, config, 0, 1)
+
+
+def save_policy(folder: Path, family: str = "gpt2", tokenizer: Any = None, **fields: Any) -> str:
+    """A policy folder by transformers' own means."""
+    lm = tiny.causal_lm(family, **({"vocab_size": 300} | fields))
+    lm.save_pretrained(folder)
+    (tokenizer or tiny.tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def eos_padded_tokenizer() -> PreTrainedTokenizerFast:
+    """As GPT-2's: no pad token, so the eos token pads."""
+    backend = tiny.tokenizer().backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
+    config = short_config(learning_rate=0.05, bf16=family == "qwen2")
+    lm = tiny.causal_lm(family, vocab_size=300, tie_word_embeddings=is_tied)
+    initial = copy.deepcopy(lm)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    batch = batch_of_rows(pad_id=1)
+    update(policy, lambda: -policy(batch).token_logps.mean(), config)
+    folder = tmp_path / "model"
+    checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder).to(distributed.device()).eval()
+    for name, parameter in policy.lm.named_parameters():
+        target = parameter.full_tensor()
+        assert target.dtype == torch.float32
+        assert torch.equal(loaded.get_parameter(name).data, target), name
+        assert not torch.equal(target, initial.get_parameter(name)), f"{name} was not trained"
+    ties = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert ties == is_tied
+    if not config.bf16:
+        with torch.no_grad():
+            found, expected = Policy(loaded)(batch), policy(batch)
+        torch.testing.assert_close(found.token_logps, expected.token_logps, rtol=0, atol=1e-5)
+
+
+def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(tmp_path):
+    config = short_config()
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
+    folder = tmp_path / "model"
+    for content in ("stale", "again"):  # a second export replaces the folder whole
+        checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+        (folder / "stale").write_text(content)
+    checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja"}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.float32}  # noqa: SIM118
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "SUBREDDIT: r/advice\nTITLE: lost my key\n\nTL;DR: lost it"
+    assert tokenizer(text)["input_ids"] == tiny.tokenizer()(text)["input_ids"]
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.generation_config.eos_token_id == [5, 0]
+    assert loaded.generation_config.pad_token_id == 1
+    assert loaded.config.use_cache
+
+
+def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):
+    config = short_config()
+    policy = fsdp.shard(Policy(tiny.causal_lm("llama", vocab_size=300)), config, distributed.mesh())
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    path = str(tmp_path / "model")
+    tokenizer = models.load_tokenizer(path, config)
+    model_config = models.read_model_config(path, "policy", tokenizer, config)
+    again = models.load_policy(path, model_config, config)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    batch = batch_of_rows(tokenizer.pad_token_id)
+    with torch.no_grad():
+        expected = policy(batch).token_logps
+        found = Policy(again.to(distributed.device()))(batch).token_logps
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
+    path = tmp_path / "tiny.json"
+    shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    path.write_text(json.dumps({"model_type": "gpt2", "resid_pdrop": 0.5, **shape}))
+
+    def weights(seed: int) -> Tensor:
+        torch.manual_seed(torch.seed())  # whatever was drawn before
+        config = short_config(seed=seed)
+        model_config = models.read_model_config(str(path), "policy", tiny.tokenizer(), config)
+        assert model_config.vocab_size == 300
+        assert (model_config.eos_token_id, model_config.resid_pdrop) == (0, 0.0)
+        lm = models.load_policy(str(path), model_config, config)
+        return torch.cat([p.detach().flatten() for p in lm.parameters()])
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+def test_other_ranks_hold_no_weights(tmp_path, monkeypatch):
+    config = short_config()
+    path = save_policy(tmp_path / "policy")
+    model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    for load in (
+        lambda: models.load_policy(path, model_config, config),
+        lambda: models.load_reward_model(path, model_config, tiny.tokenizer(), config),
+    ):
+        assert {p.device.type for p in load().parameters()} == {"meta"}
+
+
+def test_dropout_is_off_everywhere(tmp_path):
+    config = short_config()
+    path = save_policy(tmp_path / "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
+    lm = models.load_policy(path, model_config, config)
+    assert {part.p for part in lm.modules() if isinstance(part, nn.Dropout)} == {0.0}
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        assert torch.equal(lm.train()(ids).logits, lm.train()(ids).logits)
+
+
+# ---- reward models -------------------------------------------------------------------------------
+
+
+def new_reward_model(path: str, config: TrainConfig) -> tuple[RewardModel, Any]:
+    """A sharded reward model on the trunk at `path`, as the reward stage makes it."""
+    tokenizer = models.load_tokenizer(path, config)
+    models.add_own_pad_token(tokenizer)
+    model_config = models.read_model_config(path, "trunk", tokenizer, config)
+    lm = models.load_reward_model(path, model_config, tokenizer, config)
+    model: Any = fsdp.shard(RewardModel(lm), config, distributed.mesh(), float32_modules=[lm.score])
+    return model, tokenizer
+
+
+def transformers_rewards(folder: Path, side: str = "right") -> Tensor:
+    """Scores by transformers alone: its tokenizer pads, its classifier looks for the last token."""
+    lm = AutoModelForSequenceClassification.from_pretrained(folder).to(distributed.device()).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    rows = [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    inputs = tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(distributed.device())
+    with torch.no_grad():
+        logits = lm(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    assert logits.shape == (3, 1)
+    return logits[:, 0]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
+    """With its shift: in the weights of GPT-2, in the config where the last norm has no bias."""
+    config = short_config(learning_rate=0.05)
+    model, tokenizer = new_reward_model(save_policy(tmp_path / "policy", family), config)
+    batch = batch_of_rows(tokenizer.pad_token_id)
+    update(model, lambda: model(batch).square().mean(), config)
+    with torch.no_grad():
+        raw = model(batch)
+    shift = -float(raw.mean())
+    folder = tmp_path / "model"
+    checkpoint.export(model, tokenizer, folder, reward_shift=shift)
+
+    plain = transformers_rewards(folder)
+    saved_shift = json.loads((folder / "config.json").read_text()).get("reward_shift", 0.0)
+    assert (saved_shift == 0) == (family == "gpt2")
+    torch.testing.assert_close(plain + saved_shift, raw + shift, rtol=0, atol=1e-5)
+    if family != "gpt2":  # rotary positions are relative: transformers may pad either side
+        left = transformers_rewards(folder, side="left")
+        torch.testing.assert_close(left, plain, rtol=0, atol=1e-5)
+    again, _ = new_reward_model(str(folder), config)
+    with torch.no_grad():
+        found = again(batch)
+    torch.testing.assert_close(found, raw + shift, rtol=0, atol=1e-5)
+    assert abs(float(found.mean())) < 1e-5
+    assert found.std() > 0.1
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_shifts_of_a_reward_model_trained_twice_add_up(family, tmp_path):
+    config = short_config()
+    first, tokenizer = new_reward_model(save_policy(tmp_path / "policy", family), config)
+    batch = batch_of_rows(tokenizer.pad_token_id)
+    with torch.no_grad():
+        raw = first(batch)
+    checkpoint.export(first, tokenizer, tmp_path / "first", reward_shift=2.0)
+    second, tokenizer = new_reward_model(str(tmp_path / "first"), config)
+    for _ in range(2):  # exporting is no change of the model: a second one adds nothing more
+        checkpoint.export(second, tokenizer, tmp_path / "second", reward_shift=-0.5)
+    third, _ = new_reward_model(str(tmp_path / "second"), config)
+    with torch.no_grad():
+        torch.testing.assert_close(third(batch), raw + 1.5, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_the_head_has_variance_1_over_d_plus_1(width, tmp_path):
+    """Pooled over seeds, within 4 standard errors; far from a standard deviation of 1/(d+1)."""
+    path = save_policy(tmp_path / "policy", width=width, n_layer=1)
+    heads = []
+    for seed in range(4096 // width):
+        config = short_config(seed=seed)
+        model_config = models.read_model_config(path, "trunk", tiny.tokenizer(), config)
+        lm = models.load_reward_model(path, model_config, tiny.tokenizer(), config)
+        assert lm.score.weight.dtype == torch.float32
+        assert lm.score.weight.shape == (1, width)
+        assert lm.score.bias is None
+        heads.append(lm.score.weight.detach()[0])
+        if seed == 0:
+            again = models.load_reward_model(path, model_config, tiny.tokenizer(), config)
+            assert torch.equal(again.score.weight, lm.score.weight)
+    pooled = torch.cat(heads).double() * (width + 1) ** 0.5  # standard normal
+    assert abs(float(pooled.square().mean()) - 1) < 4 * (2 / len(pooled)) ** 0.5
+    assert abs(float(pooled.mean())) < 4 / len(pooled) ** 0.5
+    assert not torch.equal(heads[0], heads[1])
+
+
+def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
+    path = save_policy(tmp_path / "policy")
+    config = short_config()
+    model, tokenizer = new_reward_model(path, config)
+    trunk = AutoModelForCausalLM.from_pretrained(path).transformer
+    for name, parameter in trunk.named_parameters():
+        target = model.lm.transformer.get_parameter(name).full_tensor().cpu()
+        assert torch.equal(target, parameter), name
+    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    again, _ = new_reward_model(str(tmp_path / "reward"), short_config(seed=5))
+    assert torch.equal(again.lm.score.weight.full_tensor(), model.lm.score.weight.full_tensor())
+
+
+def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
+    path = save_policy(tmp_path / "policy", tokenizer=eos_padded_tokenizer())
+    config = short_config()
+    plain = models.load_tokenizer(path, config)
+    assert plain.pad_token_id == plain.eos_token_id == 0
+    model, tokenizer = new_reward_model(path, config)
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+    assert len(tokenizer) <= model.lm.config.vocab_size
+    batch = batch_of_rows(tokenizer.pad_token_id)
+    with torch.no_grad():
+        expected = model(batch)
+    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    # Rows end in eos: with eos as padding transformers would read the score one token too early.
+    torch.testing.assert_close(
+        transformers_rewards(tmp_path / "reward"), expected, rtol=0, atol=1e-5
+    )
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    assert loaded.pad_token_id == tokenizer.pad_token_id
+
+
+def test_the_own_pad_token_gets_an_embedding_and_changes_no_other(tmp_path):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token="<|endoftext|>"
+    )
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.add_special_tokens({"pad_token": "<|padding|>"})
+    assert tokenizer.pad_token_id == 300
+    path = save_policy(tmp_path / "policy")
+    config = short_config()
+    model_config = models.read_model_config(path, "trunk", tokenizer, config)
+    lm = models.load_reward_model(path, model_config, tokenizer, config)
+    before = AutoModelForCausalLM.from_pretrained(path).get_input_embeddings().weight
+    after = lm.get_input_embeddings().weight
+    assert len(after) == lm.config.vocab_size == 301
+    assert torch.equal(after[:300], before)
+    assert lm.config.pad_token_id == 300
+
+
+def test_a_head_in_float32_under_bfloat16_does_not_tie(tmp_path):
+    """Rewards that bfloat16 could not tell apart (8 bits) are told apart."""
+    path = save_policy(tmp_path / "policy")
+    model, tokenizer = new_reward_model(path, short_config(bf16=True))
+    with torch.no_grad():
+        rewards = model(batch_of_rows(tokenizer.pad_token_id))
+    assert rewards.dtype == torch.float32
+    assert not torch.equal(rewards, rewards.bfloat16().float())
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def assert_one_sentence(error: Exception, *parts: str) -> None:
+    text = str(error)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert len(text) < 400
+    for part in parts:
+        assert part in text
+
+
+def test_a_folder_with_a_pickle_only_is_refused(tmp_path):
+    path = Path(save_policy(tmp_path / "policy"))
+    lm = AutoModelForCausalLM.from_pretrained(path)
+    (path / "model.safetensors").unlink()
+    torch.save(lm.state_dict(), path / "pytorch_model.bin")
+    config = short_config()
+    model_config = models.read_model_config(str(path), "policy", tiny.tokenizer(), config)
+    for load in (
+        lambda: models.load_policy(str(path), model_config, config),
+        lambda: models.load_reward_model(str(path), model_config, tiny.tokenizer(), config),
+    ):
+        with pytest.raises(UserError) as caught:
+            load()
+        assert_one_sentence(caught.value, "safetensors", str(path)[:30])
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path):
+    folder, trace = tmp_path / "model", tmp_path / "trace"
+    folder.mkdir()
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": auto_map}))
+    (folder / "code.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: pass\n")
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(str(folder), "policy", tiny.tokenizer(), short_config())
+    assert_one_sentence(caught.value)
+    assert not trace.exists()
+
+
+def test_the_wrong_kind_of_model_is_refused(tmp_path):
+    config = short_config()
+    path = save_policy(tmp_path / "policy")
+    model, tokenizer = new_reward_model(path, config)
+    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(path, "reward_model", tokenizer, config)
+    assert_one_sentence(caught.value, path, "not a reward model", "GPT2LMHeadModel")
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(str(tmp_path / "reward"), "policy", tokenizer, config)
+    assert_one_sentence(caught.value, str(tmp_path / "reward"), "is a reward model")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"max_prompt_length": 90}, ["--max_prompt_length 90", "20", "96 positions"]),
+        ({"vocab": 299}, ["300 tokens", "299", "--tokenizer_name_or_path"]),
+        ({"path": "./nowhere"}, ["'./nowhere'", "does not exist"]),
+        ({"path": "a/b/c"}, ["'a/b/c'", "does not exist"]),
+        ({"path": "shape.json"}, ["'shape.json'", "does not exist"]),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(fields, parts, tmp_path):
+    fields = dict(fields)
+    path = save_policy(tmp_path / "policy", vocab_size=fields.pop("vocab", 300))
+    path = fields.pop("path", path)
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(path, "policy", tiny.tokenizer(), short_config(**fields))
+    assert_one_sentence(caught.value, *parts)
+
+
+def test_positions_may_be_used_to_the_last_one(tmp_path):
+    path = save_policy(tmp_path / "policy")  # 96 positions
+    config = short_config(max_prompt_length=76, max_completion_length=20)
+    models.read_model_config(path, "policy", tiny.tokenizer(), config)
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
+
+
+def test_stop_tokens():
+    tokenizer = tiny.tokenizer()
+    newline = tokenizer("\n")["input_ids"]
+    assert len(newline) == 1
+    assert models.stop_token_ids(tokenizer, "eos") == [0]
+    assert models.stop_token_ids(tokenizer, "\n") == [*newline, 0]
+    assert models.stop_token_ids(tokenizer, "\\n") == [*newline, 0]  # as typed in a shell
+    assert models.stop_token_ids(tokenizer, "<|endoftext|>") == [0]
+    with pytest.raises(UserError) as caught:
+        models.stop_token_ids(tokenizer, "zqzq xj")
+    assert_one_sentence(caught.value, "'zqzq xj'", "--stop_token")
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path):
+    backend = tiny.tokenizer().backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    with pytest.raises(UserError) as caught:
+        models.load_tokenizer(str(tmp_path), short_config())
+    assert_one_sentence(caught.value, "eos")
+    with pytest.raises(UserError) as caught:
+        models.load_tokenizer("shape.json", short_config())
+    assert_one_sentence(caught.value, "--tokenizer_name_or_path")

@@ -1,0 +1,211 @@
+"""Claim: the learning rate, the clip and the step of AdamW are the documented ones.
+
+Targets: schedule values worked by hand, the update of Loshchilov and Hutter (2019, algorithm 2)
+written out for scalars, and norms taken by `torch.linalg`. A gradient that is not finite stops the
+run before anything has changed.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from common import distributed, fsdp, optim
+from common.config import TrainConfig
+from common.scoring import Policy
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+# ---- schedule ------------------------------------------------------------------------------------
+
+
+def rates(total_steps: int, **fields: Any) -> list[float]:
+    config = tiny.train_config(**fields)
+    return [optim.learning_rate(step, total_steps, config) for step in range(total_steps)]
+
+
+def test_schedules_by_hand():
+    """Warmup over 3 steps and 4 steps of decay; no step has the rate 0."""
+    warm = {"learning_rate": 8.0, "warmup_steps": 3}
+    ramp = [2.0, 4.0, 6.0]  # 1/4, 2/4 and 3/4 of the peak
+    constant = rates(7, lr_scheduler_type="constant", **warm)
+    assert constant == pytest.approx([*ramp, 8, 8, 8, 8])
+    linear = rates(7, lr_scheduler_type="linear", **warm)
+    assert linear == pytest.approx([*ramp, 8, 6, 4, 2])
+    cosine = rates(7, lr_scheduler_type="cosine", **warm)
+    half_root = math.sqrt(0.5)  # cos(pi / 4)
+    assert cosine == pytest.approx([*ramp, 8, 4 * (1 + half_root), 4, 4 * (1 - half_root)])
+    assert rates(2, lr_scheduler_type="cosine", learning_rate=8.0) == pytest.approx([8, 4])
+    assert rates(1, lr_scheduler_type="linear", learning_rate=8.0) == [8]
+
+
+def test_a_warmup_longer_than_the_run_never_reaches_the_peak():
+    assert rates(2, learning_rate=5.0, warmup_steps=4) == pytest.approx([1, 2])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    total_steps=st.integers(1, 60),
+    warmup_steps=st.integers(0, 60),
+    kind=st.sampled_from(["cosine", "linear", "constant"]),
+)
+def test_schedules_rise_to_the_peak_and_then_never_rise(total_steps, warmup_steps, kind):
+    values = rates(
+        total_steps, learning_rate=1e-3, warmup_steps=warmup_steps, lr_scheduler_type=kind
+    )
+    assert all(0 < value <= 1e-3 for value in values)
+    warm, rest = values[:warmup_steps], values[warmup_steps:]
+    assert all(a < b for a, b in zip(warm, warm[1:], strict=False))
+    assert all(a >= b for a, b in zip(rest, rest[1:], strict=False))
+    assert not rest or rest[0] == 1e-3
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+class Scalars(nn.Module):
+    """A matrix, a bias and a frozen matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.tensor([[1.0, -2.0]]))
+        self.bias = nn.Parameter(torch.tensor([0.5]))
+        self.frozen = nn.Parameter(torch.tensor([[9.0]]), requires_grad=False)
+
+
+def config_for_steps(**fields: Any) -> TrainConfig:
+    base = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    return tiny.train_config(**(base | fields))
+
+
+def test_adamw_by_hand():
+    """Two steps, each parameter by the scalar formula; only the matrix decays."""
+    beta1, beta2, epsilon, decay, lr = 0.8, 0.9, 1e-3, 0.25, 0.1
+    config = config_for_steps(
+        adam_beta1=beta1, adam_beta2=beta2, adam_epsilon=epsilon, weight_decay=decay
+    )
+    model = Scalars()
+    optimizer = optim.build_optimizer(model, config)
+    gradients = [(3.0, -0.5, 2.0), (-1.0, 0.25, 4.0)]
+    for step, (a, b, c) in enumerate(gradients):
+        model.matrix.grad, model.bias.grad = torch.tensor([[a, b]]), torch.tensor([c])
+        optim.clip_and_step(model, optimizer, config, step, 2)
+
+    def by_hand(value: float, series: list[float], decay: float) -> float:
+        mean = variance = 0.0
+        for t, gradient in enumerate(series, start=1):
+            mean = beta1 * mean + (1 - beta1) * gradient
+            variance = beta2 * variance + (1 - beta2) * gradient**2
+            value -= lr * decay * value
+            corrected = mean / (1 - beta1**t), variance / (1 - beta2**t)
+            value -= lr * corrected[0] / (math.sqrt(corrected[1]) + epsilon)
+        return value
+
+    columns = [list(column) for column in zip(*gradients, strict=True)]
+    expected = [
+        by_hand(1.0, columns[0], decay),
+        by_hand(-2.0, columns[1], decay),
+        by_hand(0.5, columns[2], 0.0),
+    ]
+    found = [*model.matrix.detach()[0].tolist(), model.bias.item()]
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert model.frozen.item() == 9.0
+
+
+def test_the_rate_of_the_step_is_used_and_reported():
+    config = config_for_steps(lr_scheduler_type="linear", warmup_steps=1, adam_epsilon=1e-12)
+    model = Scalars()
+    optimizer = optim.build_optimizer(model, config)
+    before = model.bias.item()
+    for step, rate in enumerate([0.05, 0.1, 0.05]):
+        model.bias.grad = torch.tensor([2.0])
+        output = optim.clip_and_step(model, optimizer, config, step, 3)
+        assert output["learning_rate"] == pytest.approx(rate)
+        # Under a constant gradient Adam moves by the rate itself.
+        assert before - model.bias.item() == pytest.approx(rate, abs=1e-6)
+        before = model.bias.item()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_matrices_decay_and_biases_and_norms_do_not(family):
+    lm = tiny.causal_lm(family)
+    config = config_for_steps(weight_decay=0.5)
+    optimizer = optim.build_optimizer(Policy(lm), config)
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert len(decay) == len(list(lm.parameters()))  # each exactly once
+    for name, parameter in lm.named_parameters():
+        is_bias_or_norm = "bias" in name or "norm" in name or "ln_" in name
+        assert decay[id(parameter)] == (0.0 if is_bias_or_norm else 0.5), name
+
+
+# ---- the clip ------------------------------------------------------------------------------------
+
+
+class RecordingStep(torch.optim.Optimizer):
+    """Keeps the gradients that a step sees."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        self.seen = [p.grad.detach().clone() for p in parameters if p.grad is not None]
+
+
+def sharded_policy_with_gradient(scale: float) -> tuple[nn.Module, Tensor]:
+    """A sharded tiny policy and its gradient as one vector."""
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2")), tiny.train_config(), distributed.mesh())
+    examples = [tiny.random_ids(n, seed=n) for n in (5, 9)]
+    batch = tiny.batch_of(examples, examples[::-1], side="left")
+    (scale * policy(batch).token_logps.sum()).backward()
+    return policy, flat([p.grad for p in policy.parameters() if p.grad is not None])
+
+
+def flat(tensors: list[Any]) -> Tensor:
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    return torch.cat([t.detach().double().flatten() for t in whole])
+
+
+@pytest.mark.parametrize(("limit", "is_clipped"), [(1.0, True), (1e4, False), (0.0, False)])
+def test_the_global_norm_is_measured_and_clipped(limit, is_clipped):
+    policy, gradient = sharded_policy_with_gradient(1.0)
+    optimizer = RecordingStep([p for p in policy.parameters() if p.requires_grad])
+    config = config_for_steps(max_grad_norm=limit)
+    norm = torch.linalg.vector_norm(gradient)
+    assert 10 < norm < 1e4
+    output = optim.clip_and_step(policy, optimizer, config, 0, 1)
+    assert float(output["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)  # before clipping
+    seen = flat(optimizer.seen)
+    expected = gradient * (limit / norm) if is_clipped else gradient
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-7)
+    if is_clipped:
+        assert float(torch.linalg.vector_norm(seen)) == pytest.approx(limit, rel=1e-5)
+    assert all(p.grad is None for p in policy.parameters())  # cleared
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
+    policy, _ = sharded_policy_with_gradient(1.0)
+    config = config_for_steps(max_grad_norm=limit, learning_rate=0.125)
+    optimizer = optim.build_optimizer(policy, config)
+    before = flat(list(policy.parameters()))
+    parameter = policy.lm.transformer.h[1].mlp.c_fc.bias
+    local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+    local[3] = value  # one number in one parameter
+    with pytest.raises(RuntimeError) as caught:
+        optim.clip_and_step(policy, optimizer, config, 41, 100)
+    for part in ("step 42", "rank 0", "learning rate 0.125", str(abs(value))):
+        assert part in str(caught.value)
+    assert torch.equal(flat(list(policy.parameters())), before)
+    assert not optimizer.state  # no moment was updated either

@@ -1,0 +1,177 @@
+"""Claim: every recipe parses with nothing ignored, and its chain of stages runs as it is written.
+
+The stages run in order in a working directory where small stand-ins bear the names that the recipe
+uses: `gpt2` is a random model of two layers, `trl-lib/tldr` a folder of twelve rows. So the names,
+the columns and the folders that one stage hands to the next are the recipe's own; only the number
+of steps and the batch sizes are smaller.
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from common import distributed, plots, synthetic
+from common.config import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "assets" / "recipes"
+GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
+STAGES = {
+    "sft": ("train_sft", "SFTConfig"),
+    "reward": ("train_reward", "RewardConfig"),
+    "dpo": ("train_dpo", "DPOConfig"),
+    "grpo": ("train_grpo", "GRPOConfig"),
+    "evaluate": ("evaluate", "EvaluateConfig"),
+}
+CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "scitldr")
+FILES = sorted(RECIPES.glob("*/*.yaml"))
+NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
+TRAINING = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
+SMALLER = {
+    "sft": TRAINING,
+    "reward": {**TRAINING, "num_sft_rows": 4},
+    "dpo": TRAINING,
+    "grpo": {"max_steps": 2, "batch_size": 1},
+    "evaluate": {"num_prompts": 3, "micro_batch_size": 2},
+}
+
+
+def config_class(stage: str) -> Any:
+    module, name = STAGES[stage]
+    return getattr(importlib.import_module(module), name)
+
+
+def test_every_chain_has_every_stage():
+    assert {path.parent.name for path in FILES} == set(CHAINS)
+    assert len(FILES) == len(CHAINS) * len(STAGES)
+    assert {path.stem for path in FILES} == set(STAGES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_key_of_a_recipe_reaches_the_config(path):
+    cls = config_class(path.stem)
+    config, recipe = parse(cls, ["--config", str(path)]), yaml.safe_load(path.read_text())
+    types = get_type_hints(cls)
+    keys = [line.split(":")[0] for line in path.read_text().splitlines() if line[:1].isalpha()]
+    assert keys == list(recipe), "YAML keeps the last of two equal keys in silence"
+    for key, value in recipe.items():
+        found = getattr(config, key)
+        assert found == value, key
+        assert isinstance(found, bool) == isinstance(value, bool), key  # True == 1
+        assert type(found) is (get_origin(types[key]) or types[key]), key
+    assert config.output_dir == f"output/{path.parent.name}/{folder_of(path.stem)}"
+
+
+def folder_of(stage: str) -> str:
+    return "evaluation" if stage == "evaluate" else stage
+
+
+@pytest.fixture(scope="module")
+def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a stand-in for everything that a recipe names; one process group for all."""
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
+    for hub_id in ("gpt2", "gpt2-large", "HuggingFaceTB/SmolLM2-135M"):
+        save_model(folder / hub_id)
+    summaries, pairs = synthetic.make_rows("sft", "train", 12), []
+    for row in synthetic.make_rows("preference", "train", 12):
+        pairs.append({name: row[name] for name in ("prompt", "chosen", "rejected")})
+    articles = [
+        {
+            "prompt": f"TITLE: {i}\n\n{'An article. ' * 300}\n\nTL;DR:",
+            "chosen": " a",
+            "rejected": " b",
+        }
+        for i in range(NUM_CNN_DM)
+    ]
+    for name in ("trl-lib/tldr", "data/scitldr"):
+        write(
+            folder / name, "train", [{k: r[k] for k in ("prompt", "completion")} for r in summaries]
+        )
+        write(
+            folder / name,
+            "validation",
+            [{k: r[k] for k in ("prompt", "completion")} for r in summaries[:4]],
+        )
+    for name in ("trl-lib/tldr-preference", "data/summeval_preference"):
+        write(folder / name, "train", pairs)
+        write(folder / name, "validation", [*pairs[: NUM_PAIRS - NUM_CNN_DM], *articles])
+    before, was_started = Path.cwd(), torch.distributed.is_initialized()
+    os.chdir(folder)
+    distributed.start()
+    yield folder
+    os.chdir(before)
+    if not was_started:
+        torch.distributed.destroy_process_group()
+
+
+def save_model(folder: Path) -> None:
+    """Two layers of width 32 that stop after some ten tokens; `gpt2` has the real tokenizer."""
+    if folder.name == "gpt2" and GPT2_TOKENIZER.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(GPT2_TOKENIZER)
+    else:
+        tokenizer = synthetic.train_tokenizer()
+    torch.manual_seed(0)
+    eos = tokenizer.eos_token_id
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": len(tokenizer)}
+    lm = GPT2LMHeadModel(GPT2Config(**shape, eos_token_id=eos, bos_token_id=eos))
+    with torch.no_grad():  # logits are w . (n + b): the bias b makes one token likely everywhere
+        direction = lm.lm_head.weight[eos]
+        lm.transformer.ln_f.bias += (
+            math.log(len(tokenizer) / 10) * direction / direction.square().sum()
+        )
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)  # pictures have their own tests
+    for stage, (module, _) in STAGES.items():
+        smaller: dict[str, int] = dict(SMALLER[stage])
+        if chain == "demo":
+            smaller |= {"num_train_rows": 12, "num_eval_rows": NUM_PAIRS}
+        flags = [f"--{name}={value}" for name, value in smaller.items()]
+        recipe = str(RECIPES / chain / f"{stage}.yaml")
+        config = parse(config_class(stage), ["--config", recipe, *flags])
+        importlib.import_module(module).main(config)
+    check_runs(working_directory / "output" / chain)
+    check_results(working_directory / "output" / chain / "evaluation", chain)
+
+
+def check_runs(folder: Path) -> None:
+    for stage in ("sft", "reward", "dpo", "grpo"):
+        lines = (folder / stage / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert records[-1]["step"] == 2
+        assert all(math.isfinite(r["loss"]) for r in records if "loss" in r)
+        assert any("loss" in r for r in records)
+        assert (folder / stage / "model" / "model.safetensors").is_file()
+
+
+def check_results(folder: Path, chain: str) -> None:
+    results = json.loads((folder / "results.json").read_text())
+    systems = {system["name"]: system for system in results["systems"]}
+    assert set(systems) == {"sft", "dpo", "grpo", "reward"}
+    assert results["num_pairs"] == NUM_PAIRS
+    for system in systems.values():
+        by_source = {name: part["num_pairs"] for name, part in system["accuracy_by_source"].items()}
+        if chain == "demo":
+            assert by_source == {"tldr": NUM_PAIRS}
+        else:
+            assert by_source == {"tldr": NUM_PAIRS - NUM_CNN_DM, "cnn_dm": NUM_CNN_DM}
+    assert (folder / "report.md").is_file()

@@ -1,0 +1,191 @@
+"""A resumed run is the run that never stopped, to the bit.
+
+Every stage makes 6 steps with a checkpoint after the third, once in one go, once resumed in new
+processes from what a run killed in its sixth step leaves behind. Metrics (timings aside), sample
+tables and exported weights are identical, and no line of metrics is doubled or lost.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import launch, run_stages
+from safetensors.torch import load_file
+
+from common import checkpoint
+from common.config import UserError
+from common.jsonl import read_jsonl
+
+STEPS, SAVED = 6, 3
+TIMINGS = {
+    "step_seconds",
+    "sample_seconds",
+    "elapsed_minutes",
+    "tokens_per_second",
+    "peak_memory_gb",
+}
+RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
+
+COMMON = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 27,  # 4 steps an epoch, the last one short: the checkpoint is amid the first
+    "num_eval_rows": 5,
+    "num_sample_prompts": 2,
+    "max_prompt_length": 128,
+    "max_completion_length": 16,
+    "batch_size": 8,
+    "micro_batch_size": 3,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "warmup_steps": 2,  # and then a cosine to the last step
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "eval_steps": 2,
+    "sample_steps": 2,
+    "save_steps": SAVED,
+}
+GRPO = {
+    "num_candidates": 4,
+    "num_generations": 3,
+    "reward_funcs": "gold",
+    "missing_eos_penalty": -0.2,
+}
+
+
+def flags(task: str, base: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A stage's flags, starting from the model of the run in `base`."""
+    paths = {"model_name_or_path": str(base / "model"), "output_dir": str(output_dir)}
+    return COMMON | (GRPO if task == "grpo" else {}) | paths | changes
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+) -> Path:
+    """Holds `<ranks>/<task>/whole` and `resumed`, and the runs that change something as well."""
+    folder = tmp_path_factory.mktemp("resume")
+    base = folder / "base"
+    new_model = {
+        "model_name_or_path": str(tiny_gpt2),
+        "tokenizer_name_or_path": str(tokenizer_folder),
+        "learning_rate": 3e-3,
+        "max_steps": 40,
+        "save_steps": 0,
+    }
+    first = {1: [{"stage": "sft", "flags": flags("sft", base, base, **new_model)}], 2: []}
+    second: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    for num_ranks, task in RUNS:
+        whole = folder / str(num_ranks) / task / "whole"
+        first[num_ranks].append({"stage": task, "flags": flags(task, base, whole)})
+        latest = flags(task, base, whole.with_name("resumed"), resume_from_checkpoint="latest")
+        second[num_ranks].append({"stage": task, "flags": latest})
+    saved = str(checkpoint.checkpoint_folder(folder / "1" / "sft" / "whole", SAVED))
+    for num_ranks, name in ((1, "elsewhere"), (2, "more_ranks")):
+        named = flags("sft", base, folder / name, resume_from_checkpoint=saved)
+        second[num_ranks].append({"stage": "sft", "flags": named})
+
+    for jobs in (first, second):
+        for num_ranks in (1, 2):
+            launch(run_stages, num_ranks, folder, jobs=jobs[num_ranks])
+        if jobs is first:
+            for num_ranks, task in RUNS:
+                kill_in_the_last_step(folder / str(num_ranks) / task)
+    return folder
+
+
+def kill_in_the_last_step(run: Path) -> None:
+    """Make `resumed` of `whole`: what it would have left, had it been killed in its last step."""
+    whole, resumed = run / "whole", run / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "model")
+    last = checkpoint.checkpoint_folder(resumed, STEPS)
+    last.rename(last.with_name(last.name + ".partial"))  # killed while it was being written
+    unfinished = checkpoint.checkpoint_folder(resumed, STEPS - 1)
+    unfinished.mkdir()  # of a copy that broke off
+    kept = [line for line in read_jsonl(whole / "metrics.jsonl") if line["step"] < STEPS]
+    for line in kept:
+        if line["step"] > SAVED:
+            line["loss"] = 1e9  # a line that the resumed run has to make again
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    (resumed / "metrics.jsonl").write_text(text + '{"step": 6, "lo')
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without timings."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def difference(run: Path, other: Path) -> float:
+    """The largest difference between exported weights of the same name."""
+    a, b = (load_file(path / "model" / "model.safetensors") for path in (run, other))
+    return max(float((a[name] - b[name]).abs().max()) for name in a.keys() & b.keys())
+
+
+@pytest.mark.parametrize(("num_ranks", "task"), RUNS)
+def test_metrics_are_identical(folder: Path, num_ranks: int, task: str) -> None:
+    run = folder / str(num_ranks) / task
+    lines = metrics(run / "resumed")
+    assert lines == metrics(run / "whole")
+    training = [line["step"] for line in lines if "grad_norm" in line]
+    assert training == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize(("num_ranks", "task"), RUNS)
+def test_weights_are_identical(folder: Path, num_ranks: int, task: str) -> None:
+    run = folder / str(num_ranks) / task
+    files = [run / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert difference(run / "whole", folder / "base") > 1e-3
+
+
+@pytest.mark.parametrize(("num_ranks", "task"), RUNS)
+def test_samples_are_identical(folder: Path, num_ranks: int, task: str) -> None:
+    run = folder / str(num_ranks) / task
+    samples = [read_jsonl(run / name / "samples.jsonl") for name in ("whole", "resumed")]
+    assert samples[0] == samples[1]
+    assert {row["step"] for row in samples[0]} == {2, 4, 6}
+
+
+def test_steps_after_the_checkpoint_change_the_model(folder: Path) -> None:
+    for num_ranks, task in RUNS:
+        lines = [x for x in metrics(folder / str(num_ranks) / task / "whole") if "loss" in x]
+        assert all(line["grad_norm"] > 1e-3 for line in lines), task
+        assert len({line["learning_rate"] for line in lines[2:]}) == STEPS - 2
+
+
+def test_a_named_checkpoint_goes_on_in_another_folder(folder: Path) -> None:
+    whole = folder / "1" / "sft" / "whole"
+    after = [line for line in metrics(whole) if line["step"] > SAVED]
+    assert metrics(folder / "elsewhere") == after
+    files = [run / "model" / "model.safetensors" for run in (whole, folder / "elsewhere")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    whole = folder / "1" / "sft" / "whole"
+    after = [line for line in metrics(whole) if line["step"] > SAVED]
+    for line, expected in zip(metrics(folder / "more_ranks"), after, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:
+    run = folder / "1" / "sft"
+    unfinished = checkpoint.checkpoint_folder(run / "resumed", STEPS - 1)
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        checkpoint.find(run / "resumed", str(unfinished))
+    assert checkpoint.find(run / "nothing", "latest") is None
+    assert checkpoint.find(run / "whole", "") is None
+    assert checkpoint.find(run / "whole", "latest") == checkpoint.checkpoint_folder(
+        run / "whole", STEPS
+    )
+
+
+def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
+    saved = checkpoint.checkpoint_folder(folder / "1" / "sft" / "whole", SAVED)
+    reader = torch.distributed.checkpoint.FileSystemReader(saved)
+    names = list(reader.read_metadata().state_dict_metadata)
+    assert sum(name.endswith("exp_avg_sq") for name in names) > 20

@@ -1,0 +1,297 @@
+"""Claim: log-probabilities, entropies and rewards depend on a sequence's tokens and nothing else.
+
+Not on the side or amount of padding, nor on the rows beside it; GPT-2 without position ids is the
+control that shows what would happen. Targets: an unpadded forward pass of one row at a time over
+all positions, enumeration of all completions of a small vocabulary, and transformers' own
+sequence classifiers.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common import distributed
+from common.padding import Batch, padded_batch
+from common.scoring import Policy, RewardModel, sequence_scores
+
+PROMPTS = [tiny.random_ids(n, seed=n) for n in (9, 1, 17, 4)]
+COMPLETIONS = [tiny.random_ids(n, seed=50 + n) for n in (5, 8, 1, 3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def lm(request: pytest.FixtureRequest) -> Any:
+    return tiny.causal_lm(request.param)
+
+
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
+def classifier(request: pytest.FixtureRequest) -> Any:
+    return tiny.classifier(request.param)
+
+
+def usual_batch(prompts: list[list[int]], completions: list[list[int]], pad_id: int = 7) -> Batch:
+    """The layout of training: prompts padded on the left, completions on the right."""
+    batch = padded_batch(prompts, [[completion] for completion in completions], pad_id)
+    return batch.to(distributed.device())
+
+
+def full_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    """Logits (C, V) that predict the completion: one row, no padding, mask or position ids."""
+    ids = torch.tensor([prompt + completion], device=distributed.device())
+    with torch.no_grad():
+        logits = lm(ids, use_cache=False).logits[0]  # (T, V)
+    return logits[len(prompt) - 1 : -1].double().cpu()
+
+
+def plain_logps(
+    lm: Any, prompt: list[int], completion: list[int], temperature: float = 1.0
+) -> Tensor:
+    """Log-probabilities (C,) from `full_logits`, token by token."""
+    logits = full_logits(lm, prompt, completion) / temperature
+    return torch.stack(
+        [torch.log_softmax(row, 0)[token] for row, token in zip(logits, completion, strict=True)]
+    )
+
+
+def assert_rows_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
+    assert len(found) == len(expected)
+    for row, target in zip(found, expected, strict=True):
+        torch.testing.assert_close(row.double(), target.double(), rtol=0, atol=tolerance)
+
+
+# ---- policy --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+def test_token_logps_equal_a_forward_without_padding(lm, temperature):
+    batch = usual_batch(PROMPTS, COMPLETIONS)
+    with torch.no_grad():
+        scores = Policy(lm)(batch, temperature=temperature)
+    assert scores.token_logps.dtype == torch.float32
+    assert (scores.token_logps[~batch.completion_mask] == 0).all()
+    assert (scores.entropy == 0).all()  # not asked for
+    pairs = zip(PROMPTS, COMPLETIONS, strict=True)
+    expected = [plain_logps(lm, *pair, temperature) for pair in pairs]
+    assert_rows_close(tiny.per_row(scores.token_logps, batch.completion_mask), expected)
+
+
+def test_padding_side_and_amount_change_no_logp(lm):
+    expected = [plain_logps(lm, *pair) for pair in zip(PROMPTS, COMPLETIONS, strict=True)]
+    for side, extra in itertools.product(("left", "right"), (0, 1, 30)):
+        batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side, extra=extra)
+        with torch.no_grad():
+            logps = Policy(lm)(batch).token_logps
+        assert_rows_close(tiny.per_row(logps, batch.completion_mask), expected)
+
+
+def test_what_stands_under_the_padding_does_not_matter(lm):
+    with torch.no_grad():
+        logps = [
+            Policy(lm)(usual_batch(PROMPTS, COMPLETIONS, pad_id)).token_logps for pad_id in (0, 60)
+        ]
+    torch.testing.assert_close(*logps, rtol=0, atol=1e-5)
+
+
+def test_gpt2_without_position_ids_is_wrong_under_left_padding():
+    """The control: what the position ids are there for."""
+    lm = tiny.causal_lm("gpt2")
+    expected = [plain_logps(lm, *pair) for pair in zip(PROMPTS, COMPLETIONS, strict=True)]
+    forward = lm.forward
+    lm.forward = lambda position_ids, **inputs: forward(**inputs)
+    for side, is_wrong in (("left", True), ("right", False)):
+        batch = tiny.batch_of(PROMPTS, COMPLETIONS, side=side)
+        with torch.no_grad():
+            found = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
+        gap = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+        assert (gap > 0.05) == is_wrong
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_a_row_scores_alike_alone_and_in_company(lengths, seed):
+    lm = tiny.causal_lm("gpt2", seed=seed % 3)
+    prompts = [tiny.random_ids(p, seed=seed + i) for i, (p, _) in enumerate(lengths)]
+    completions = [tiny.random_ids(c, seed=seed - i - 1) for i, (_, c) in enumerate(lengths)]
+    batch = usual_batch(prompts, completions)
+    with torch.no_grad():
+        together = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
+        alone = [
+            Policy(lm)(usual_batch([p], [c])).token_logps[0].cpu()
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+    assert_rows_close(together, alone)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_total_probability_by_enumeration(temperature):
+    """All 5**3 completions: probabilities sum to 1, and their entropy follows by the chain rule."""
+    vocab_size, length, prompt = 5, 3, [2, 4, 1]
+    policy = Policy(tiny.causal_lm("gpt2", vocab_size=vocab_size))
+    completions = [list(ids) for ids in itertools.product(range(vocab_size), repeat=length)]
+    with torch.no_grad():
+        scores = policy(
+            usual_batch([prompt] * len(completions), completions, 0),
+            temperature=temperature,
+            with_entropy=True,
+        )
+    logps = scores.token_logps.sum(-1).double().cpu()  # (125,)
+    assert abs(float(logps.exp().sum()) - 1) < 1e-5
+    joint_entropy = -(logps.exp() * logps).sum()
+    # H(Y) = E_Y[sum_t H(Y_t | Y_<t)]
+    expected_entropy = (logps.exp() * scores.entropy.sum(-1).double().cpu()).sum()
+    torch.testing.assert_close(expected_entropy, joint_entropy, rtol=0, atol=1e-5)
+    first = logps.view(vocab_size, -1).exp().sum(-1)  # (V,) marginal of the first token
+    torch.testing.assert_close(
+        scores.entropy[0, 0].double().cpu(), -(first * first.log()).sum(), rtol=0, atol=1e-5
+    )
+
+
+def test_entropy_is_masked_and_carries_no_gradient(lm):
+    batch = usual_batch(PROMPTS, COMPLETIONS)
+    scores = Policy(lm)(batch, temperature=0.8, with_entropy=True)
+    assert scores.token_logps.requires_grad
+    assert not scores.entropy.requires_grad
+    assert (scores.entropy[~batch.completion_mask] == 0).all()
+    expected = []
+    for pair in zip(PROMPTS, COMPLETIONS, strict=True):
+        probabilities = torch.softmax(full_logits(lm, *pair) / 0.8, -1)
+        expected.append(-(probabilities * probabilities.log()).sum(-1))
+    assert_rows_close(tiny.per_row(scores.entropy, batch.completion_mask), expected)
+
+
+def test_the_gradient_of_the_logps_does_not_depend_on_padding(lm):
+    def gradient(batches: list[Batch]) -> Tensor:
+        lm.zero_grad()
+        for batch in batches:
+            Policy(lm)(batch).token_logps.sum().backward()
+        return torch.cat([p.grad.flatten() for p in lm.parameters() if p.grad is not None])
+
+    pairs = zip(PROMPTS, COMPLETIONS, strict=True)
+    alone = gradient([usual_batch([prompt], [completion]) for prompt, completion in pairs])
+    together = gradient([usual_batch(PROMPTS, COMPLETIONS)])
+    lm.zero_grad()
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_logits_are_normalised_in_float32():
+    lm = tiny.causal_lm("gpt2").bfloat16()
+    batch = usual_batch(PROMPTS, COMPLETIONS)
+    with torch.no_grad():
+        scores = Policy(lm)(batch)
+        logits = lm(
+            batch.input_ids,
+            attention_mask=batch.attention_mask.long(),
+            position_ids=batch.position_ids,
+            logits_to_keep=batch.completion_mask.shape[1] + 1,
+        ).logits[:, :-1]  # (B, C, V)
+    assert logits.dtype == torch.bfloat16
+    assert scores.token_logps.dtype == torch.float32
+    expected = torch.log_softmax(logits.double(), -1)
+    expected = expected.gather(-1, batch.completion_ids[..., None])[..., 0] * batch.completion_mask
+    torch.testing.assert_close(scores.token_logps.double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_row_that_is_not_real_scores_zero(lm):
+    batch = padded_batch(PROMPTS[:2], [[c] for c in COMPLETIONS[:2]], 7, is_real=[True, False])
+    with torch.no_grad():
+        scores = Policy(lm)(batch.to(distributed.device()), with_entropy=True)
+    assert (scores.token_logps[1] == 0).all()
+    assert (scores.entropy[1] == 0).all()
+    assert (scores.token_logps[0] != 0).any()
+
+
+# ---- reward model --------------------------------------------------------------------------------
+
+
+def plain_reward(lm: Any, prompt: list[int], completion: list[int]) -> float:
+    """Transformers' own classifier on one unpadded row that does not hold the pad token."""
+    ids = torch.tensor([prompt + completion], device=distributed.device())
+    assert not (ids == lm.config.pad_token_id).any()
+    with torch.no_grad():
+        return float(lm(ids).logits[0, 0])
+
+
+# The pad token of `tiny.classifier` is 60: these rows are without it.
+PLAIN_PROMPTS = [[i % 60 for i in prompt] for prompt in PROMPTS]
+PLAIN_COMPLETIONS = [[i % 60 for i in completion] for completion in COMPLETIONS]
+
+
+def test_rewards_equal_transformers_classifier_on_unpadded_rows(classifier):
+    batch = usual_batch(PLAIN_PROMPTS, PLAIN_COMPLETIONS)
+    with torch.no_grad():
+        rewards = RewardModel(classifier)(batch)
+    assert rewards.shape == (4,)
+    assert rewards.dtype == torch.float32
+    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
+    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
+    torch.testing.assert_close(rewards.cpu(), expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.1  # rows differ: reading another row's token would show
+
+
+def test_padding_side_and_amount_change_no_reward(classifier):
+    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
+    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
+    for side, extra, pad_id in itertools.product(("left", "right"), (0, 1, 30), (0, 60)):
+        batch = tiny.batch_of(
+            PLAIN_PROMPTS, PLAIN_COMPLETIONS, side=side, extra=extra, pad_id=pad_id
+        )
+        with torch.no_grad():
+            rewards = RewardModel(classifier)(batch).cpu()
+        torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-5)
+
+
+def test_the_reward_is_read_at_the_last_real_token_and_at_no_other(classifier):
+    """A token more changes the reward; taking it away again restores it."""
+    prompt, completion = PLAIN_PROMPTS[0], PLAIN_COMPLETIONS[0]
+    batch = usual_batch([prompt, prompt], [completion, completion[:-1]])
+    with torch.no_grad():
+        whole, shorter = RewardModel(classifier)(batch).tolist()
+    assert abs(whole - shorter) > 1e-2
+    assert abs(whole - plain_reward(classifier, prompt, completion)) < 1e-5
+    assert abs(shorter - plain_reward(classifier, prompt, completion[:-1])) < 1e-5
+
+
+def test_the_stop_token_may_be_the_pad_token(classifier):
+    """Masks are data: a last token that equals the padding is still read."""
+    stop = 11
+    completions = [[*completion, stop] for completion in PLAIN_COMPLETIONS]
+    with torch.no_grad():
+        rewards = RewardModel(classifier)(usual_batch(PLAIN_PROMPTS, completions, pad_id=stop))
+    pairs = zip(PLAIN_PROMPTS, completions, strict=True)
+    expected = torch.tensor([plain_reward(classifier, *pair) for pair in pairs])
+    torch.testing.assert_close(rewards.cpu(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_shift_in_the_config_is_added(classifier):
+    batch = usual_batch(PLAIN_PROMPTS, PLAIN_COMPLETIONS)
+    with torch.no_grad():
+        before = RewardModel(classifier)(batch)
+        classifier.config.reward_shift = -1.25
+        after = RewardModel(classifier)(batch)
+    del classifier.config.reward_shift
+    torch.testing.assert_close(after, before - 1.25, rtol=0, atol=1e-6)
+
+
+def test_sequence_scores_are_sums_for_a_policy_and_rewards_for_a_reward_model(lm, classifier):
+    batch = usual_batch(PLAIN_PROMPTS, PLAIN_COMPLETIONS)
+    with torch.no_grad():
+        logps = sequence_scores(Policy(lm), batch)
+        torch.testing.assert_close(
+            sequence_scores(RewardModel(classifier), batch), RewardModel(classifier)(batch)
+        )
+    pairs = zip(PLAIN_PROMPTS, PLAIN_COMPLETIONS, strict=True)
+    expected = torch.stack([plain_logps(lm, *pair).sum() for pair in pairs])
+    torch.testing.assert_close(logps.double().cpu(), expected, rtol=0, atol=1e-4)

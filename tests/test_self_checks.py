@@ -1,0 +1,250 @@
+"""Claim: every check before the first step passes on what is right and refuses what is wrong.
+
+Each property is broken in the way it breaks in practice, and the message names it and says how to
+go on regardless.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from common import distributed, fsdp, padding, self_checks
+from common.config import TrainConfig
+from common.data import Example
+from common.generation import Sampler
+from common.padding import Batch
+from common.scoring import Policy, RewardModel
+
+STOP, PAD = 0, 1
+PAIRS = tiny.ragged_examples([(12, 6, 3), (5, 2, 9)], stop_id=STOP)
+CONFIG = tiny.train_config(max_completion_length=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    with pytest.raises(RuntimeError) as caught:
+        yield
+    for part in ("self-check failed", *parts, "--self_check false"):
+        assert part in str(caught.value)
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    return fsdp.shard(module, CONFIG, distributed.mesh())
+
+
+def blind_to(lm: Any, ignored: str) -> Any:
+    """The model with a forward that ignores its position ids or its attention mask."""
+    part = lm if hasattr(lm, "lm_head") else lm.base_model
+    forward = part.forward
+
+    def blind(**inputs: Any) -> Any:
+        # Without a mask transformers would guess one from the position ids, hence all ones.
+        inputs[ignored] = (
+            None if ignored == "position_ids" else torch.ones_like(inputs["attention_mask"])
+        )
+        return forward(**inputs)
+
+    part.forward = blind
+    return lm
+
+
+# ---- padding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("example", [*PAIRS, Example(0, "", PAIRS[0].prompt_ids, [], {})])
+def test_padding_invariance_holds(family, example):
+    self_checks.padding_invariance(sharded(Policy(tiny.causal_lm(family))), example, PAD, False)
+    model = sharded(RewardModel(tiny.classifier(family)))
+    self_checks.padding_invariance(model, example, PAD, False)
+
+
+@pytest.mark.parametrize(
+    ("family", "ignored"),
+    [("gpt2", "position_ids"), ("gpt2", "attention_mask"), ("llama", "attention_mask")],
+)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_that_ignores_positions_or_mask_is_refused(family, ignored, bf16):
+    for module in (
+        Policy(blind_to(tiny.causal_lm(family), ignored)),
+        RewardModel(blind_to(tiny.classifier(family), ignored)),
+    ):
+        with refused("padding", "position_ids or attention_mask"):
+            self_checks.padding_invariance(module, PAIRS[0], PAD, bf16)
+
+
+def test_rewards_read_at_the_last_column_are_refused():
+    """As by a classifier that takes padding on the right for the end of the text."""
+
+    class LastColumn(RewardModel):
+        def forward(self, batch: Batch) -> Tensor:
+            batch.attention_mask = torch.ones_like(batch.attention_mask)
+            return super().forward(batch)
+
+    with refused("padding"):
+        self_checks.padding_invariance(LastColumn(tiny.classifier("llama")), PAIRS[0], PAD, False)
+
+
+def test_a_policy_that_counts_padding_is_refused():
+    class AllColumns(Policy):
+        def forward(self, batch: Batch, **options: Any) -> Any:
+            batch.completion_mask = torch.ones_like(batch.completion_mask)
+            return super().forward(batch, **options)
+
+    with refused("padding"):
+        self_checks.padding_invariance(AllColumns(tiny.causal_lm("gpt2")), PAIRS[0], PAD, False)
+
+
+def test_the_check_leaves_the_parameters_sharded():
+    policy = sharded(Policy(tiny.causal_lm("gpt2")))
+    before = [type(p) for p in policy.parameters()]
+    self_checks.padding_invariance(policy, PAIRS[0], PAD, False)
+    assert [type(p) for p in policy.parameters()] == before
+
+
+# ---- stop token ----------------------------------------------------------------------------------
+
+
+def test_a_trained_stop_token_is_accepted():
+    truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
+    self_checks.stop_token_is_trained(PAIRS, [STOP])
+    self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP])
+
+
+def test_data_without_a_stop_token_are_refused():
+    with refused("no training completion ends in a stop token"):
+        self_checks.stop_token_is_trained(PAIRS, [13])
+
+
+def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
+    """GPT-2 pads with its eos token: `ids != pad` would take the stop token out of the loss."""
+
+    def inferred(prompts: Any, completions: Any, pad_id: int) -> Batch:
+        batch = padding.padded_batch(prompts, completions, pad_id)
+        batch.completion_mask = batch.completion_mask & (batch.completion_ids != pad_id)
+        return batch
+
+    monkeypatch.setattr(self_checks, "padded_batch", inferred)
+    with refused("the stop token is outside the loss"):
+        self_checks.stop_token_is_trained(PAIRS, [STOP])
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
+    """The other rank's head is played by `other`."""
+    model: Any = sharded(RewardModel(tiny.classifier("llama")))
+    head = model.lm.score.weight
+    self_checks.equal_across_ranks("the reward head", head)
+    mine = head.full_tensor().detach()
+
+    def pretend(other: Tensor) -> None:
+        monkeypatch.setattr(
+            distributed,
+            "all_reduce_max",
+            lambda t: torch.maximum(t, other if torch.equal(t, mine) else -other),
+        )
+
+    pretend(mine.clone())
+    self_checks.equal_across_ranks("the reward head", head)
+    for sign in (1, -1):
+        other = mine.clone()
+        other[0, 3] = torch.nextafter(other[0, 3], torch.tensor(sign * torch.inf).to(other))
+        pretend(other)  # one unit in the last place
+        with refused("the reward head differs between ranks"):
+            self_checks.equal_across_ranks("the reward head", head)
+
+
+# ---- DPO -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_dpo_starts_at_ln_2_with_the_policy_s_own_weights_only(family):
+    policy = sharded(Policy(tiny.causal_lm(family)))
+    reference = sharded(Policy(tiny.causal_lm(family)).requires_grad_(False))
+    self_checks.dpo_starts_at_ln_2(policy, reference, PAIRS[0], CONFIG, PAD)
+    other = sharded(Policy(tiny.causal_lm(family, seed=1)).requires_grad_(False))
+    with refused("ln 2", "policy and reference differ"):
+        self_checks.dpo_starts_at_ln_2(policy, other, PAIRS[0], CONFIG, PAD)
+
+
+def test_dropout_in_the_policy_is_refused():
+    policy = Policy(tiny.causal_lm("gpt2", resid_pdrop=0.5).train())
+    reference = Policy(tiny.causal_lm("gpt2"))
+    torch.manual_seed(0)
+    with refused("ln 2"):
+        self_checks.dpo_starts_at_ln_2(policy, reference, PAIRS[0], CONFIG, PAD)
+
+
+# ---- the first rollout ---------------------------------------------------------------------------
+
+
+def first_rollout(
+    *,
+    sampling_temperature: float = 0.7,
+    sampler_seed: int = 0,
+    ref_seed: int | None = 0,
+    config: TrainConfig = CONFIG,
+    shift: int = 0,
+) -> None:
+    """Sample, score by the reference and check, with the trainer at temperature 0.7 and seed 0."""
+    policy = sharded(Policy(tiny.causal_lm("gpt2")))
+    source = Policy(tiny.causal_lm("gpt2", seed=sampler_seed))
+    rollouts = Sampler(source, tiny.tokenizer(), [STOP], config).sample(
+        PAIRS, num_samples=3, temperature=sampling_temperature
+    )
+    ids = rollouts.completion_ids
+    prompts = [example.prompt_ids for example in PAIRS]
+    batch = padding.padded_batch(prompts, [ids[:3], ids[3:]], PAD).to(distributed.device())
+    sampled = torch.zeros(batch.completion_mask.shape, device=distributed.device())
+    for row, logps in enumerate(rollouts.token_logps):
+        sampled[row, : len(logps)] = torch.tensor(logps)
+    ref_logps = None
+    if ref_seed is not None:
+        with torch.no_grad():
+            reference = Policy(tiny.causal_lm("gpt2", seed=ref_seed))
+            ref_logps = reference(batch, temperature=0.7).token_logps
+    sampled = sampled.roll(shift, -1)
+    self_checks.first_rollout(policy, batch, sampled, ref_logps, config, 0.7)
+
+
+def test_a_first_rollout_on_policy_is_accepted():
+    first_rollout()
+    first_rollout(ref_seed=None)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    "wrong", [{"sampling_temperature": 1.0}, {"sampler_seed": 1}, {"shift": 1}]
+)
+def test_a_sampler_that_is_not_the_policy_is_refused(wrong, bf16):
+    config = tiny.train_config(max_completion_length=8, bf16=bf16)
+    with refused("sampler and trainer differ"):
+        first_rollout(config=config, **wrong)
+
+
+def test_a_reference_that_is_not_the_policy_is_refused():
+    with refused("the first KL to the reference"):
+        first_rollout(ref_seed=1)
+
+
+def test_a_gap_of_opposite_signs_does_not_cancel():
+    """Two tokens that are off by +1 and -1 nats agree on average, and are refused."""
+    policy = Policy(tiny.causal_lm("gpt2"))
+    batch = padding.padded_batch([[5, 6, 7]], [[[8, 9]]], PAD).to(distributed.device())
+    with torch.no_grad():
+        logps = policy(batch).token_logps
+    off = logps + torch.tensor([[1.0, -1.0]], device=logps.device)
+    with refused("sampler and trainer differ by 1 nats"):
+        self_checks.first_rollout(policy, batch, off, None, CONFIG, 1.0)

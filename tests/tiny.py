@@ -1,0 +1,124 @@
+"""Tiny random models of three families, and batches of them, for the tests that need a model.
+
+Weights are drawn wide and biases and norms are moved off their initial values, so that the models'
+distributions are far from uniform and a wrong position, mask or shift shows.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from common import distributed, synthetic
+from common.config import TrainConfig
+from common.data import Example
+from common.padding import Batch, left_pad, position_ids, right_pad
+
+FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
+
+
+def model_config(family: str, *, vocab_size: int = 61, width: int = 32, **fields: Any) -> Any:
+    """Two layers; no dropout."""
+    if family == "gpt2":
+        shape = {"n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 96}
+        shape |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    else:
+        shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    shape |= {"vocab_size": vocab_size, "initializer_range": 0.3, **special}
+    return AutoConfig.for_model(family, **(shape | fields))
+
+
+def random_weights(lm: Any, seed: int) -> Any:
+    """Move every parameter; a tied embedding is made small, or the model repeats its last token."""
+    generator = torch.Generator().manual_seed(seed)
+    norms = [part for part in lm.modules() if "Norm" in type(part).__name__]
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+        if lm.config.tie_word_embeddings:
+            lm.get_input_embeddings().weight *= 0.25
+            norms[-1].weight *= 4
+    return lm.eval()
+
+
+def causal_lm(family: str, *, seed: int = 0, **fields: Any) -> Any:
+    """A Hugging Face causal language model in float32, on this process's device."""
+    torch.manual_seed(seed)
+    lm = AutoModelForCausalLM.from_config(model_config(family, **fields))
+    return random_weights(lm, seed).to(distributed.device())
+
+
+def classifier(family: str, *, seed: int = 0, **fields: Any) -> Any:
+    """A Hugging Face sequence classifier with one label whose pad token is the last one."""
+    torch.manual_seed(seed)
+    config = model_config(family, **fields)
+    config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
+    lm = AutoModelForSequenceClassification.from_config(config)
+    return random_weights(lm, seed).to(distributed.device())
+
+
+def train_config(**fields: Any) -> TrainConfig:
+    """A config that names no folder that would be read or written."""
+    needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
+    return TrainConfig(**(needed | fields))
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """The embedded task's tokenizer with 300 tokens: id 0 ends, id 1 pads."""
+    return synthetic.train_tokenizer(300)
+
+
+def random_ids(length: int, *, seed: int, vocab_size: int = 61) -> list[int]:
+    """Any ids, the end-of-text id 0 among them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+
+
+def ragged_examples(
+    lengths: list[tuple[int, ...]], *, vocab_size: int = 61, stop_id: int = 0
+) -> list[Example]:
+    """Random examples: per row the prompt's length, then the lengths of its completions."""
+    examples = []
+    for row, (prompt_length, *completion_lengths) in enumerate(lengths):
+        prompt = random_ids(prompt_length, seed=1000 + row, vocab_size=vocab_size)
+        completions = [
+            [*random_ids(n - 1, seed=100 * row + k, vocab_size=vocab_size), stop_id]
+            for k, n in enumerate(completion_lengths)
+        ]
+        examples.append(Example(row, f"prompt {row}", prompt, completions, {}))
+    return examples
+
+
+def batch_of(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    *,
+    side: str,
+    extra: int = 0,
+    pad_id: int = 7,
+) -> Batch:
+    """Whole sequences padded on one side, `extra` columns more than needed.
+
+    Every column but the first is a completion column; the mask says which hold completion tokens,
+    in order, so that prompts of different lengths fit in a batch without left padding.
+    """
+    rows = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    widest = max(map(len, rows)) + extra
+    pad = left_pad if side == "left" else right_pad
+    ids, mask = pad([*rows, [pad_id] * widest], pad_id)  # the last row only sets the width
+    ids, mask = ids[:-1], mask[:-1]  # (B, T)
+    marks = [[0] * len(p) + [1] * len(c) for p, c in zip(prompts, completions, strict=True)]
+    is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
+    real = torch.ones(len(rows), dtype=torch.bool)
+    batch = Batch(ids, mask, position_ids(mask), is_completion[:, 1:], real)
+    return batch.to(distributed.device())
+
+
+def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:
+    """The values (B, C) at the marked places, row by row, on the host."""
+    return [row[kept].cpu() for row, kept in zip(values, mask, strict=True)]
