@@ -7,12 +7,13 @@ place is refused.
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -176,7 +177,8 @@ def require_positive(config: Any, name: str) -> None:
     """Raise a UserError unless the field is above zero and finite."""
     value = getattr(config, name)
     if not 0 < value < math.inf:
-        raise UserError(f"--{name} is {value}; it must be positive.")
+        needed = "finite" if value == math.inf else "positive"
+        raise UserError(f"--{name} is {value}; it must be {needed}.")
 
 
 def check_choices(config: Any) -> None:
@@ -193,7 +195,8 @@ def require_not_negative(config: Any, name: str) -> None:
     """Raise a UserError unless the field is zero or above, and finite."""
     value = getattr(config, name)
     if not 0 <= value < math.inf:
-        raise UserError(f"--{name} is {value}; it must be 0 or more.")
+        needed = "finite" if value == math.inf else "0 or more"
+        raise UserError(f"--{name} is {value}; it must be {needed}.")
 
 
 def require_within(config: Any, name: str, low: float, high: float) -> None:
@@ -214,7 +217,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
 
     class Parser(HfArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
-            raise UserError(f"{message} (see --help for the flags).")
+            raise UserError(f"{message.rstrip('.')} (see --help for the flags).")
 
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(cls, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -224,7 +227,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments, strays = parser.parse_known_args([*recipe_arguments(argv, fields), *argv])
     if strays:
-        raise UserError(f"unknown argument {strays[0]!r} (see --help for the flags).")
+        raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
     values = vars(arguments)
     values.pop("config")
     return cls(**values)
@@ -235,21 +238,25 @@ def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field
     import yaml
 
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
+    finder.add_argument("--config", nargs="?")
     path = finder.parse_known_args(list(argv))[0].config
     if path is None:
         return []
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"--config {path} cannot be read as YAML: {reason}.") from None
+    except OSError as error:
+        raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise UserError(f"--config {path} is not YAML: line {line}, {error.problem}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        raise UserError(f"--config {path} is not YAML: it is no text in UTF-8.") from None
     if not isinstance(recipe, dict):
         raise UserError(f"--config {path} must hold `key: value` lines.")
     arguments = []
     for key, value in recipe.items():
         if key not in fields:
-            raise UserError(f"--config {path} has the unknown key {key!r} (--help lists them).")
+            raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
         takes_list = fields[key].default_factory is not dataclasses.MISSING
         values = value if isinstance(value, list) and takes_list else [value]
         if any(item is None or isinstance(item, dict | list) for item in values):
@@ -259,6 +266,13 @@ def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field
         else:
             arguments.append(f"--{key}={value}")  # one argument: the value may begin with a dash
     return arguments
+
+
+def hint(word: Any, known: Iterable[str]) -> str:
+    """What an unknown flag or key may have been meant to be."""
+    name = str(word).lstrip("-").split("=")[0].replace("-", "_")
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]}?" if close else "see --help for the flags"
 
 
 def config_dict(config: Any) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def tokenize_rows(
     max_dropped_fraction: float,
     split: str,
 ) -> tuple[list[Example], DataReport]:
-    """Tokenise prompts and completions apart (DESIGN contract 8) and count what is lost.
+    """Tokenise prompts and completions apart and count what is lost.
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
@@ -406,8 +406,8 @@ def micro_batches(
 ) -> list[Batch]:
     """This rank's rows of a step in the padded layout, `micro_batch_size` prompts at a time.
 
-    Their number, `ceil(len(rows) / micro_batch_size)`, is the same on every rank (DESIGN contract
-    5). A row that is None becomes the shortest possible prompt with K completions, of weight 0.
+    Their number, `ceil(len(rows) / micro_batch_size)`, is the same on every rank. A row that is
+    None becomes the shortest possible prompt with K completions, of weight 0.
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"

@@ -112,7 +112,8 @@ def enable_gradient_checkpointing(module: nn.Module) -> None:
     """Recompute every block in backward, through the language models' own switch."""
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
-            part.gradient_checkpointing_enable({"use_reentrant": False})
+            old_name: Any = part.gradient_checkpointing_enable  # warns from transformers 5.23 on
+            getattr(part, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
             return
 
 

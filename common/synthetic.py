@@ -1,4 +1,4 @@
-"""The embedded TL;DR task: posts from a seeded grammar, reference summaries and a known gold reward.
+"""The embedded TL;DR task: posts from a seeded grammar, summaries and a known gold reward.
 
 Every post states five facts (who, event, thing, place, wish) among filler sentences. A summary is
 worth the facts it states, less the facts it gets wrong, less what it says beyond need; so the true
@@ -97,7 +97,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 WRONG_FACT = 0.5  # cost of a wrong value, in facts
 REPEATED_FACT = 0.1  # cost of each further mention of a value already given
 EXTRA_WORD = 0.02  # cost of each word beyond NEEDED_WORDS
-NEEDED_WORDS = 15  # the longest reference
+NEEDED_WORDS = 15  # a sentence with every fact has 12
 
 LABEL_SCALE = 10.0  # Bradley-Terry: p(a preferred to b) = sigmoid(LABEL_SCALE * (gold_a - gold_b))
 HELD_OUT_SHARE = 8  # one (who, thing, place) in so many is kept for validation
@@ -159,12 +159,12 @@ PADDING = (
 )
 
 DEFAULT_ROWS = {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
-VALIDATION_ROWS = 512
+VALIDATION_ROWS = 1_024
 # How people write: nothing wrong, often incomplete, sometimes long-winded. (values, weights)
 NUM_MISSING = ((0, 1, 2, 3), (0.25, 0.35, 0.25, 0.15))
 PADDING_SHARE = 0.25
 # What only the summaries in pairs have.
-WRONG_SHARE = 0.05
+WRONG_SHARE = 0.01
 REPEAT_SHARE = 0.1
 
 _WORD = re.compile(r"[a-z']+")
@@ -193,7 +193,7 @@ def make_rows(
             chosen_gold, rejected_gold, label_probability) or `prompts` (as `sft`; the completion
             is there for reference only).
         split: `train` or `validation`.
-        num_rows: how many; by default 20,000 / 8,000 / 4,000 for training and 512 for validation.
+        num_rows: how many; by default 20,000 / 8,000 / 4,000 for training and `VALIDATION_ROWS`.
         seed: of the grammar and of the preference labels.
 
     Returns:
@@ -220,7 +220,7 @@ def make_rows(
 
 
 def gold_reward(completion: str, facts: Facts) -> float:
-    """How good a summary is, in [0, 1]; the reference has 1, an empty or unrelated text 0.
+    """How good a summary is, in [0, 1]: one sentence with all facts has 1, an unrelated text 0.
 
     A fact is stated by its value in a phrase ("at the airport"); a bare keyword earns nothing. A
     wrong value anywhere costs half a fact and forfeits the slot, so listing several values is
@@ -238,7 +238,8 @@ def gold_reward(completion: str, facts: Facts) -> float:
         if slot not in contradicted
     )
     num_repeated = len(mentions) - len(set(mentions))
-    num_extra = max(0, len(words) - NEEDED_WORDS)
+    # Signs and digits are no words, but a run of them is not free either.
+    num_extra = max(0, len(words) - NEEDED_WORDS, len(text.split()) - NEEDED_WORDS)
     reward = (num_right - WRONG_FACT * len(wrong)) / len(SLOTS)
     return max(0.0, reward - REPEATED_FACT * num_repeated - EXTRA_WORD * num_extra)
 
@@ -265,9 +266,8 @@ def attainable_accuracy(rows: Sequence[dict[str, Any]]) -> float:
     """
     if not rows or any("label_probability" not in row for row in rows):
         raise UserError("attainable accuracy needs preference rows of the embedded task")
-    return sum(max(row["label_probability"], 1 - row["label_probability"]) for row in rows) / len(
-        rows
-    )
+    probabilities: list[float] = [row["label_probability"] for row in rows]
+    return sum(max(p, 1 - p) for p in probabilities) / len(probabilities)
 
 
 def train_tokenizer(vocab_size: int = 1024, seed: int = 0) -> Any:

@@ -129,21 +129,23 @@ def watched() -> Iterator[dict[str, Any]]:
     """Note what a stage does on this rank; the functions that it calls still run.
 
     Noted are the devices of each model before sharding, how often the first block of the trained
-    model ran and in which dtype, dtypes and sizes at the last step, every completion sampled for
-    training, whether parameters were offloaded, and hashes of the state after training.
+    model ran (recomputing counts) and in which dtype, dtypes and sizes at the last step, every
+    completion sampled for training, whether parameters were offloaded, and hashes of the state
+    after training.
     """
     shard, clip_and_step = fsdp.shard, optim.clip_and_step
     export, sample = checkpoint.export, Sampler.sample
     record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
 
-    def note_forward(block: nn.Module, *_: Any) -> None:
+    def note_forward(part: nn.Module, *_: Any) -> None:
         record["num_forwards"] += 1
-        record["compute_dtypes"] = names(p.dtype for p in block.parameters())
+        record["compute_dtypes"] = names(p.dtype for p in part.parameters())
 
     def note_devices(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         record["devices"].append(sorted({p.device.type for p in module.parameters()}))
         if len(record["devices"]) == 1:  # the model that is trained comes first
-            fsdp.blocks(module)[0].register_forward_pre_hook(note_forward)
+            # A part of a block: transformers 5.23 does not repeat the block's own hooks.
+            next(fsdp.blocks(module)[0].children()).register_forward_pre_hook(note_forward)
         return shard(module, *args, **kwargs)
 
     def note_dtypes(module: nn.Module, optimizer: Any, *args: Any) -> dict[str, Any]:

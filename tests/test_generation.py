@@ -377,8 +377,7 @@ def test_decoding_ends_when_every_row_has_stopped(gpt2, monkeypatch):
 
     monkeypatch.setattr(gpt2, "forward", counted)
     prompts = [example.prompt_ids for example in EXAMPLES]
-    stop_ids = list(range(20))
-    rollouts = run_decode(gpt2, prompts, 8, stop_ids=stop_ids, max_completion_length=80)
+    rollouts = run_decode(gpt2, prompts, 8, stop_ids=MANY_STOPS, max_completion_length=80)
     assert all(rollouts.has_stop)
     assert rows_per_forward[0] == len(prompts)  # a prompt is prefilled once for all its samples
     assert rows_per_forward[1] <= len(prompts) * 8

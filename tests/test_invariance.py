@@ -4,12 +4,13 @@ The claims, for SFT, reward model, DPO and GRPO with dropout off, in float32:
 - loss and gradient norm agree to 1e-5 relative over the first 5 steps, and to 1e-3 over 50, between
   1, 2 and 4 processes and micro-batches of 1, 2, 3 and 8 rows, also in a step whose last rows are
   missing and in which a process has no row at all;
-- GRPO samples the same completions, token by token;
+- GRPO samples the same completions, token by token, because a draw leaves little room to rounding;
 - CPU offload, recomputed activations and HSDP change nothing either;
 - under bfloat16 parameters, gradients, optimiser state and the exported weights stay float32;
 - after training every rank holds the same bits, reward head included.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from ranks import launch, run_stages
 from safetensors.torch import load_file
 
+from common import noise
+from common.generation import draw, draw_token
 from common.jsonl import read_jsonl
 
 SHORT, LONG = 5, 50  # steps
@@ -46,15 +49,16 @@ COMMON = {
 GRPO = {
     "max_completion_length": 16,
     "batch_size": 4,
-    "num_candidates": 4,
-    "num_generations": 3,
+    "temperature": 0.3,
+    "num_candidates": 3,
+    "num_generations": 2,
     "num_iterations": 2,
     "reward_funcs": ["REWARD MODEL", "gold"],
     "missing_eos_penalty": -0.2,
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 3e-3},
-    "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
+    "reward": {"learning_rate": 3e-4, "sft_dataset_name": "synthetic", "num_sft_rows": 9},
     "dpo": {"label_smoothing": 0.1},
     "grpo": GRPO,
     "grpo_global": GRPO
@@ -80,18 +84,20 @@ class Variant:
 
 VARIANTS = {
     "baseline": Variant(1, {}, is_long=True),
-    "micro-batches of 1": Variant(1, {"micro_batch_size": 1, "generation_batch_size": 4}),
+    "micro-batches of 1": Variant(1, {"micro_batch_size": 1, "generation_batch_size": 3}),
     "micro-batches of 2": Variant(
-        1, {"micro_batch_size": 2, "generation_batch_size": 8}, LONG_TASKS
+        1, {"micro_batch_size": 2, "generation_batch_size": 7}, LONG_TASKS
     ),
     "2 ranks": Variant(2, {"micro_batch_size": 3}, is_long=True),
-    "2 replicas": Variant(2, {"micro_batch_size": 2, "num_replicas": 2}, LONG_TASKS),
+    "2 replicas": Variant(2, {"micro_batch_size": 2, "num_replicas": 2}, ("sft", "grpo")),
     "offload and recompute": Variant(
         2, {"cpu_offload": True, "gradient_checkpointing": True}, LONG_TASKS
     ),
     "bfloat16": Variant(2, {"bf16": True}, LONG_TASKS),
     "4 ranks": Variant(4, {"micro_batch_size": 1}),
-    "2 replicas of 2 shards": Variant(4, {"micro_batch_size": 2, "num_replicas": 2}, LONG_TASKS),
+    "2 replicas of 2 shards": Variant(
+        4, {"micro_batch_size": 2, "num_replicas": 2}, ("sft", "reward")
+    ),
 }
 FLOAT32 = [name for name in VARIANTS if name not in ("baseline", "bfloat16")]
 RUNS = [(variant, task) for variant in FLOAT32 for task in VARIANTS[variant].tasks]
@@ -181,10 +187,11 @@ def test_fifty_steps_do_not_drift_apart(runs: Runs, task: str, metric: str) -> N
 
 
 @pytest.mark.parametrize("task", LONG_TASKS)
-def test_the_runs_compared_are_runs_that_learn(runs: Runs, task: str) -> None:
-    metric, sign = ("reward", -1) if task == "grpo" else ("loss", 1)
-    series = sign * runs.series("baseline", task, metric, LONG)
-    assert series[-10:].mean() < series[:5].mean() - 0.1
+def test_the_runs_compared_change_the_model(runs: Runs, task: str) -> None:
+    assert runs.series("baseline", task, "grad_norm", LONG).min() > 1e-3
+    if task != "grpo":  # whose loss and reward are those of other completions in every step
+        loss = runs.series("baseline", task, "loss", LONG)
+        assert loss[-10:].mean() < loss[:5].mean() - 0.1
 
 
 @pytest.mark.parametrize(("variant", "task"), [run for run in RUNS if "grpo" in run[1]])
@@ -219,18 +226,22 @@ def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task
     for expected, line in zip(*first, strict=True):
         assert line.keys() == expected.keys()
         for name in line.keys() - timings - rounding:
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+            # A reward of DPO is a difference of log-probabilities of 100 nats, 8e-6 of which is the
+            # rounding unit of float32.
+            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
 
 
 def test_reward_shift_does_not_depend_on_the_split(runs: Runs) -> None:
-    short = [name for name in FLOAT32 if not VARIANTS[name].is_long]
-    (expected, *shifts) = [runs.lines(name, "reward")[-1]["reward_shift"] for name in short]
+    short = [name for name, task in RUNS if task == "reward" and not VARIANTS[name].is_long]
+    expected, *shifts = [runs.lines(name, "reward")[-1]["reward_shift"] for name in short]
     assert expected != 0
     assert shifts == pytest.approx([expected] * len(shifts), rel=1e-5)
 
 
-@pytest.mark.parametrize("task", LONG_TASKS)
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if VARIANTS[v].num_ranks > 1])
+@pytest.mark.parametrize(
+    ("variant", "task"),
+    [(name, task) for name, v in VARIANTS.items() if v.num_ranks > 1 for task in v.tasks],
+)
 def test_every_rank_ends_with_the_same_bits(runs: Runs, variant: str, task: str) -> None:
     records = runs.seen[variant, task]
     assert len(records) == VARIANTS[variant].num_ranks
@@ -239,7 +250,7 @@ def test_every_rank_ends_with_the_same_bits(runs: Runs, variant: str, task: str)
 
 
 @pytest.mark.parametrize(("variant", "num_shards"), [("4 ranks", 4), ("2 replicas of 2 shards", 2)])
-@pytest.mark.parametrize("task", LONG_TASKS)
+@pytest.mark.parametrize("task", ["sft", "reward"])
 def test_parameters_are_sharded(runs: Runs, variant: str, num_shards: int, task: str) -> None:
     for record in runs.seen[variant, task]:
         share = record["num_local"] / record["num_total"]
@@ -284,3 +295,33 @@ def test_a_short_batch_is_among_the_steps_compared(runs: Runs) -> None:
     for task in ("reward", "dpo"):
         correct = 3 * runs.series("baseline", task, "accuracy", SHORT)[2]  # of 3 pairs
         assert float(2 * correct) == pytest.approx(round(float(2 * correct)))
+
+
+def test_draw_in_two_steps_has_the_distribution() -> None:
+    """On a grid of uniform numbers each token gets its share, for vocabularies of any size."""
+    side = (torch.arange(300, dtype=torch.float64) + 0.5) / 300
+    grid = torch.cartesian_prod(side, side)  # (90000, 2)
+    for num_tokens in (1, 2, 3, 4, 5, 7, 13, 16):
+        weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(num_tokens))
+        weights[::3] *= torch.tensor([1.0, 0.0, 5.0, 0.1, 1.0, 0.0])[: len(weights[::3])]
+        probabilities = weights / weights.sum()
+        tokens = draw_token(probabilities.log().expand(len(grid), -1), grid)
+        shares = torch.bincount(tokens, minlength=num_tokens) / len(grid)
+        assert len(shares) == num_tokens
+        torch.testing.assert_close(shares, probabilities, rtol=0, atol=2 / 300)
+        assert (shares[probabilities == 0] == 0).all()
+
+
+def test_draw_in_two_steps_leaves_less_room_to_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logps = torch.randn(1, 4096, generator=generator).log_softmax(-1)
+    other = (logps + 1e-3 * torch.randn(1, 4096, generator=generator)).log_softmax(-1)
+    uniforms = noise.uniform(0, torch.arange(4000)[:, None], torch.arange(2))  # (4000, 2)
+
+    def num_changed(way: Callable[..., torch.Tensor], numbers: torch.Tensor) -> int:
+        drawn = [way(values.expand(len(numbers), -1), numbers) for values in (logps, other)]
+        return int((drawn[0] != drawn[1]).sum())
+
+    at_once = num_changed(draw, uniforms[:, 0])
+    assert at_once > 20
+    assert num_changed(draw_token, uniforms) < at_once / 4

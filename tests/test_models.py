@@ -139,6 +139,17 @@ def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_weights_stored_in_bfloat16_are_trained_in_float32(tmp_path):
+    folder = tmp_path / "policy"
+    tiny.causal_lm("llama", vocab_size=300).bfloat16().save_pretrained(folder)
+    config = short_config()
+    for kind, load in (("policy", models.load_policy), ("trunk", models.load_reward_model)):
+        model_config = models.read_model_config(str(folder), kind, tiny.tokenizer(), config)
+        rest = () if kind == "policy" else (tiny.tokenizer(),)
+        lm = load(str(folder), model_config, *rest, config)
+        assert {p.dtype for p in lm.parameters()} == {torch.float32}
+
+
 def test_weights_from_a_config_file_are_a_function_of_the_seed(tmp_path):
     path = tmp_path / "tiny.json"
     shape = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}

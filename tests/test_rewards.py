@@ -205,11 +205,12 @@ def test_a_weight_of_zero_still_applies():
 
 
 def test_gold_scores_the_embedded_task():
-    rows = synthetic.make_rows("sft", "train", 3)
+    facts = synthetic.make_rows("sft", "train", 1)[0]["facts"]
+    whole = " my {who} {event} my {thing} at the {place} and I want {wish}.".format(**facts)
     rewards = load_reward_functions(["gold"])
-    rewards.check_columns({"facts": rows[0]["facts"]})
-    completions = [rows[0]["completion"], " nothing", rows[0]["completion"]]
-    total, _ = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [rows[0]["facts"]] * 3})
+    rewards.check_columns({"facts": facts})
+    completions = [whole, " nothing", whole]
+    total, _ = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
     assert total.tolist() == [1.0, 0.0, 1.0]
 
 

@@ -1,0 +1,177 @@
+"""Claim: a recipe and the command line become one config, every value with the type of its field.
+
+The command line wins over the recipe wherever it stands. What was used is saved, and gives the same
+config when it is used as a recipe again. Nothing of the environment is saved but versions.
+"""
+
+import dataclasses
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.config import TrainConfig, is_due, parse, save_run_files
+
+STAGES = {
+    "train_sft": ("SFTConfig", []),
+    "train_reward": ("RewardConfig", []),
+    "train_dpo": ("DPOConfig", []),
+    "train_grpo": ("GRPOConfig", ["--reward_funcs", "gold"]),
+    "evaluate": ("EvaluateConfig", ["--policies", "b"]),
+}
+NEEDED = ["--output_dir", "a", "--model_name_or_path", "b"]
+
+
+def grpo() -> Any:
+    return importlib.import_module("train_grpo").GRPOConfig
+
+
+def parse_text(recipe: str, folder: Path, *argv: str) -> Any:
+    """The GRPO stage's config, which has a field of every type."""
+    path = folder / "recipe.yaml"
+    path.write_text(f"output_dir: a\nmodel_name_or_path: b\nreward_funcs: [gold]\n{recipe}")
+    return parse(grpo(), ["--config", str(path), *argv])
+
+
+def test_the_command_line_wins_wherever_it_stands(tmp_path):
+    (tmp_path / "r.yaml").write_text("output_dir: a\nmodel_name_or_path: b\nbatch_size: 5\nseed: 6")
+    recipe = ["--config", str(tmp_path / "r.yaml")]
+    for argv in ([*recipe, "--seed", "7"], ["--seed", "7", *recipe], [*recipe, "--seed=7"]):
+        config = parse(TrainConfig, argv)
+        assert (config.batch_size, config.seed, config.learning_rate) == (5, 7, 1e-5)
+    assert parse(TrainConfig, [*recipe, "--seed", "7", "--seed", "8"]).seed == 8
+    assert parse(TrainConfig, [*recipe, "--batch-size", "9"]).batch_size == 9
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "0.00001", "1E-5", "'1e-5'"])
+def test_a_small_number_is_a_number_however_yaml_reads_it(text, tmp_path):
+    """YAML 1.1 takes 1e-5 for text, for want of a point."""
+    assert parse_text(f"learning_rate: {text}\n", tmp_path).learning_rate == 1e-5
+
+
+def test_negative_values_and_values_like_flags(tmp_path):
+    assert parse_text("missing_eos_penalty: -2.5\n", tmp_path).missing_eos_penalty == -2.5
+    assert parse_text("missing_eos_penalty: -1e-3\n", tmp_path).missing_eos_penalty == -0.001
+    assert parse_text("stop_token: '-a'\n", tmp_path).stop_token == "-a"
+    assert parse_text("run_name: 12\n", tmp_path).run_name == "12"
+    assert parse_text("dataset_test_split: ''\n", tmp_path).dataset_test_split == ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "expected"),
+    [
+        ("[gold, a]", [], ["gold", "a"]),
+        ("\n  - gold\n  - a", [], ["gold", "a"]),
+        ("a", [], ["a"]),
+        ("[gold, a]", ["--reward_funcs", "c", "d", "e"], ["c", "d", "e"]),
+        ("[gold, a]", ["--reward_funcs", "c"], ["c"]),
+    ],
+)
+def test_lists_are_replaced_whole(recipe, argv, expected, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"reward_funcs: {recipe}\n")
+    config = parse(grpo(), ["--config", str(path), *NEEDED, *argv])
+    assert config.reward_funcs == expected
+
+
+def test_lists_of_numbers_and_empty_lists(tmp_path):
+    assert parse_text("reward_weights: [1, -0.5, 1e-3]\n", tmp_path).reward_weights == [
+        1.0,
+        -0.5,
+        0.001,
+    ]
+    assert parse_text("reward_weights: []\n", tmp_path).reward_weights == []
+    assert parse_text("reward_weights: [1]\n", tmp_path, "--reward_weights").reward_weights == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("true", True), ("false", False), ("yes", True), ("off", False), ("'False'", False)],
+)
+def test_booleans(text, expected, tmp_path):
+    assert parse_text(f"bf16: {text}\nself_check: {text}\n", tmp_path).bf16 is expected
+    assert parse_text(f"bf16: {text}\nself_check: {text}\n", tmp_path).self_check is expected
+    contrary = str(not expected).lower()
+    assert parse_text(f"bf16: {text}\n", tmp_path, "--bf16", contrary).bf16 is not expected
+    assert parse_text("bf16: false\n", tmp_path, "--bf16").bf16 is True
+    assert parse_text("", tmp_path, "--self_check", "false").self_check is False
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_field_has_a_default_and_a_help_text(stage, capsys):
+    cls = getattr(importlib.import_module(stage), STAGES[stage][0])
+    for field in dataclasses.fields(cls):
+        assert field.metadata["help"], field.name
+        has_factory = field.default_factory is not dataclasses.MISSING
+        assert has_factory or field.default is not dataclasses.MISSING, field.name
+    with pytest.raises(SystemExit) as caught:
+        parse(cls, ["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(cls):
+        assert f"--{field.name}" in text
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
+    name, argv = STAGES[stage]
+    cls = getattr(importlib.import_module(stage), name)
+    config = parse(cls, [*NEEDED, *argv, "--seed", "3", "--max_dropped_fraction", "1e-7"])
+    save_run_files(tmp_path, config, world_size=1)
+    saved = tmp_path / "config.yaml"
+    assert set(yaml.safe_load(saved.read_text())) == {f.name for f in dataclasses.fields(cls)}
+    assert parse(cls, ["--config", str(saved)]) == config
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    learning_rate=st.floats(min_value=1e-300, max_value=1e300),
+    missing_eos_penalty=st.floats(allow_nan=False, allow_infinity=False),
+    max_steps=st.integers(min_value=0, max_value=2**63),
+    bf16=st.booleans(),
+    run_name=st.text().filter(lambda text: text != "--"),  # which argparse drops
+    reward_funcs=st.lists(st.text("abc /.:", min_size=1), min_size=1, max_size=3),
+)
+def test_any_value_survives_saving(tmp_path, **values):
+    config = grpo()(output_dir="a", model_name_or_path="b", **values)
+    save_run_files(tmp_path, config, world_size=1)
+    again = parse(grpo(), ["--config", str(tmp_path / "config.yaml")])
+    assert again == config
+    assert type(again.bf16) is bool
+    assert type(again.learning_rate) is float
+
+
+def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret-0123456789")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_0123456789")
+    config = parse(grpo(), [*NEEDED, "--reward_funcs", "gold"])
+    save_run_files(tmp_path / "run", config, world_size=3)
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert set(environment) == {
+        "python",
+        "platform",
+        "world_size",
+        "git_commit",
+        "packages",
+        "script",
+    }
+    assert environment["world_size"] == 3
+    for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
+        assert environment["packages"][name] == importlib.import_module(name).__version__
+    written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
+    assert not any(key in written for key in ("WANDB_API_KEY", "HF_TOKEN", "secret"))
+    assert str(Path.home()) not in written
+
+
+def test_is_due():
+    assert [step for step in range(1, 11) if is_due(step, 3, 10)] == [3, 6, 9, 10]
+    assert [step for step in range(1, 11) if is_due(step, 0, 10)] == [10]
+    assert math.isclose(TrainConfig(output_dir="a", model_name_or_path="b").learning_rate, 1e-5)

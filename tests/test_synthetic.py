@@ -1,0 +1,382 @@
+"""Claim: the embedded task is what it says, so what is measured on it can be trusted.
+
+The gold reward agrees with sums worked by hand and cannot be raised by listing or repeating values;
+rows are a function of (kind, split, seed, index); validation posts combine facts as no training
+post does; labels follow the Bradley-Terry probability that is recorded; the tokenizer has the same
+bytes in every process.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import synthetic
+from common.config import UserError
+
+REPOSITORY = Path(__file__).parents[1]
+FACTS = {
+    "who": "sister",
+    "event": "sold",
+    "thing": "guitar",
+    "place": "airport",
+    "wish": "revenge",
+}
+ALL_TOLD = " my sister sold my guitar at the airport and I want revenge."  # 12 words
+KINDS = ("sft", "preference", "prompts")
+SPLITS = ("train", "validation")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return synthetic.train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return synthetic.make_rows("preference", "train", 4000, seed=5)
+
+
+# --- the gold reward. A fact is worth 1/5, a wrong one costs half of that. ---
+
+
+@pytest.mark.parametrize("template", synthetic.REFERENCES)
+def test_a_summary_with_every_fact_has_one(template):
+    assert synthetic.gold_reward(synthetic._summary(template, FACTS), FACTS) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        (ALL_TOLD, 1.0),
+        (ALL_TOLD.upper().replace(" ", "\n "), 1.0),  # neither case nor white space matters
+        (" someone sold my guitar at the airport and I want revenge.", 4 / 5),
+        (" my sister did something to my guitar at the airport and I want revenge.", 4 / 5),
+        (" my sister sold something at the airport and I want revenge.", 4 / 5),
+        (" my sister sold my guitar and I want revenge.", 4 / 5),
+        (" my sister sold my guitar at the airport.", 4 / 5),
+        (" someone did something at the airport.", 1 / 5),
+        (" my brother sold my guitar at the airport and I want revenge.", 3.5 / 5),
+        (" my brother broke my guitar at the airport and I want revenge.", 2 / 5),
+        (" my brother broke my laptop at the airport and I want revenge.", 0.5 / 5),
+        (" my brother broke my laptop at the beach and I want revenge.", 0.0),  # -1 / 5, clipped
+    ],
+)
+def test_facts_stated_missing_and_wrong(completion, expected):
+    assert synthetic.gold_reward(completion, FACTS) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        " ",
+        ".",
+        "\n\n\n",
+        " \N{SNOWMAN} \ufffd \x00",
+        " someone did something.",
+        " my my my at the the want want",
+        " sister sold guitar airport revenge",  # keywords, no statement
+        " a pawnshop in a sisterhood resold guitars at the airports",  # parts of other words
+    ],
+)
+def test_nothing_stated_is_worth_nothing(completion):
+    assert synthetic.gold_reward(completion, FACTS) == 0.0
+
+
+@pytest.mark.parametrize("slot", FACTS)
+def test_a_wrong_fact_is_worse_than_a_missing_one(slot):
+    missing = {key: value for key, value in FACTS.items() if key != slot}
+    without = synthetic.gold_reward(synthetic._summary(synthetic.REFERENCES[0], missing), FACTS)
+    for wrong_value in set(synthetic.SLOTS[slot]) - {FACTS[slot]}:
+        wrong = synthetic._summary(synthetic.REFERENCES[0], {**FACTS, slot: wrong_value})
+        assert synthetic.gold_reward(wrong, FACTS) < without < 1.0
+
+
+@pytest.mark.parametrize("slot", FACTS)
+def test_listing_several_values_is_worse_than_the_right_one(slot):
+    right = FACTS[slot]
+    for other in set(synthetic.SLOTS[slot]) - {right}:
+        for joint in (" or ", ", ", " "):
+            for listing in (right + joint + other, other + joint + right):
+                text = ALL_TOLD.replace(right, listing)
+                assert synthetic.gold_reward(text, FACTS) <= 3.5 / 5 + 1e-9
+
+
+def test_every_value_listed_as_a_statement_is_worth_nothing():
+    text = " ".join(f"my {value}" for value in synthetic.SLOTS["who"])
+    text += " " + " ".join(f"{value} my" for value in synthetic.SLOTS["event"])
+    assert synthetic.gold_reward(text, FACTS) == 0.0
+
+
+def test_repeating_costs_a_tenth_per_value_and_a_fiftieth_per_word_beyond_need():
+    sentence = ALL_TOLD[:-1]
+    part = sentence + ", my sister sold"  # 12 + 3 words fit into 15; two values repeated
+    assert synthetic.gold_reward(part, FACTS) == pytest.approx(1 - 0.2)
+    part = sentence + ", my sister sold my guitar"  # 17 words, three values
+    assert synthetic.gold_reward(part, FACTS) == pytest.approx(1 - 0.3 - 0.04)
+    assert synthetic.gold_reward(sentence + sentence, FACTS) == pytest.approx(1 - 0.5 - 0.18)
+    assert synthetic.gold_reward(sentence * 4, FACTS) == 0.0
+    short = " my sister sold my guitar"
+    assert synthetic.gold_reward(short * 2, FACTS) < synthetic.gold_reward(short, FACTS)
+
+
+def test_words_beyond_need_cost_though_they_are_neither_right_nor_wrong():
+    rewards = [
+        synthetic.gold_reward(ALL_TOLD + " really" * num_words, FACTS) for num_words in range(8)
+    ]
+    assert rewards == pytest.approx([1, 1, 1, 1, 0.98, 0.96, 0.94, 0.92])
+    assert synthetic.gold_reward(ALL_TOLD + " 7 !" * 50, FACTS) == 0.0  # 112 signs and words
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text() | st.lists(st.sampled_from([*ALL_TOLD.split(), "brother", "my"])).map(" ".join))
+def test_any_text_has_a_reward_between_zero_and_one(text):
+    assert 0.0 <= synthetic.gold_reward(text, FACTS) <= 1.0
+
+
+def test_reward_function_takes_columns_as_keywords_and_keeps_the_order():
+    other = {**FACTS, "who": "brother"}
+    rewards = synthetic.gold(
+        prompts=["a", "b"],
+        completions=[ALL_TOLD, ALL_TOLD],
+        completion_ids=[[1], [2]],
+        facts=[other, FACTS],
+        completion=["unused", "unused"],
+    )
+    assert rewards == pytest.approx([3.5 / 5, 1.0])
+    with pytest.raises(ValueError, match="zip"):
+        synthetic.gold(["a"], [ALL_TOLD], [[1]], facts=[FACTS, FACTS])
+
+
+# --- the grammar ---
+
+
+def test_a_value_belongs_to_one_slot_and_to_no_other_text():
+    values = list(itertools.chain(*synthetic.SLOTS.values()))
+    assert len(values) == len(set(values))
+    frame = [
+        *synthetic.SUBREDDITS,
+        *synthetic.TITLES,
+        *synthetic.STORIES,
+        *synthetic.WISHES,
+        *synthetic.FILLERS,
+        *synthetic.REFERENCES,
+        *synthetic.PADDING,
+    ]
+    # A subreddit may be named like a wish: no summary names a subreddit.
+    words = {word for text in frame[len(synthetic.SUBREDDITS) :] for word in text.lower().split()}
+    assert not words & set(values)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_tldr_layout_and_their_facts_are_in_the_post(kind, split):
+    for row in synthetic.make_rows(kind, split, 200, seed=1):
+        assert json.loads(json.dumps(row)) == row
+        header, title, post, cue = row["prompt"].split("\n\n")
+        assert header.startswith("SUBREDDIT: r/")
+        assert title.startswith("TITLE: ")
+        assert post.startswith("POST: ")
+        assert cue == "TL;DR:"
+        words = post.replace(".", " ").replace("?", " ").split()
+        stated = {word for word in words if word in synthetic._SLOT_OF}
+        assert stated == set(row["facts"].values())
+        assert list(row["facts"]) == list(synthetic.SLOTS)
+        for column in {"completion", "chosen", "rejected"} & set(row):
+            assert row[column].startswith(" ")
+            assert row[column] == " " + row[column].strip()
+            assert "\n" not in row[column]
+
+
+def test_references_state_nothing_wrong():
+    for row in synthetic.make_rows("sft", "train", 1000):
+        words = row["completion"].strip(".").replace(",", "").split()
+        told = {word for word in words if word in synthetic._SLOT_OF}
+        assert told <= set(row["facts"].values())
+        assert synthetic.gold_reward(row["completion"], row["facts"]) > 0
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_a_function_of_kind_split_seed_and_index(kind, split):
+    rows = synthetic.make_rows(kind, split, 60, seed=3)
+    assert synthetic.make_rows(kind, split, 60, seed=3) == rows
+    assert synthetic.make_rows(kind, split, 25, seed=3) == rows[:25]
+    others = [
+        synthetic.make_rows(*other, 60, seed=seed)
+        for other in itertools.product(KINDS, SPLITS)
+        for seed in (3, 4)
+        if (*other, seed) != (kind, split, 3)
+    ]
+    prompts = {row["prompt"] for row in rows}
+    assert len(prompts) == 60
+    for other in others:  # other streams, not the same one under another name
+        assert len(prompts & {row["prompt"] for row in other}) < 3
+
+
+def test_sizes():
+    assert synthetic.DEFAULT_ROWS == {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
+    assert len(synthetic.make_rows("prompts", "train")) == 4_000
+    for kind in KINDS:
+        assert len(synthetic.make_rows(kind, "validation")) == synthetic.VALIDATION_ROWS >= 512
+
+
+def test_validation_combines_facts_as_no_training_post_does_whatever_the_seed():
+    seen = {split: set() for split in SPLITS}
+    values = {split: set() for split in SPLITS}
+    for kind, split, seed in itertools.product(KINDS, SPLITS, (0, 1)):
+        for row in synthetic.make_rows(kind, split, 800, seed=seed):
+            facts = row["facts"]
+            seen[split].add((facts["who"], facts["thing"], facts["place"]))
+            values[split].update(facts.values())
+    assert not seen["train"] & seen["validation"]
+    assert values["train"] == values["validation"] == set(synthetic._SLOT_OF)
+    # 12 * 12 * 12 combinations, one in eight held out: 216 expected, standard deviation 13.7.
+    assert abs(len(seen["validation"]) - 216) < 4 * 13.7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("reward", "train"), "kind is 'reward'"),
+        (("sft", "test"), "split is 'test'"),
+        (("sft", "train", 0), "num_rows is 0"),
+    ],
+)
+def test_a_row_request_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        synthetic.make_rows(*arguments)
+
+
+# --- preference labels ---
+
+
+def test_pairs_differ_and_carry_their_gold_rewards_and_probability(pairs):
+    for row in pairs:
+        assert row["chosen"] != row["rejected"]
+        for side in ("chosen", "rejected"):
+            assert row[f"{side}_gold"] == synthetic.gold_reward(row[side], row["facts"])
+        odds = math.exp(synthetic.LABEL_SCALE * (row["chosen_gold"] - row["rejected_gold"]))
+        assert row["label_probability"] == pytest.approx(odds / (1 + odds))
+
+
+def test_labels_are_drawn_with_the_recorded_probability(pairs):
+    # Grouped by the better summary's probability to win; ties have no better one.
+    wins, totals, probability = Counter(), Counter(), {}
+    for row in pairs:
+        p_better = max(row["label_probability"], 1 - row["label_probability"])
+        group = round(p_better, 6)
+        if group > 0.5:
+            totals[group] += 1
+            wins[group] += row["chosen_gold"] > row["rejected_gold"]
+            probability[group] = p_better
+    chi_square = num_groups = 0
+    for group, total in totals.items():
+        variance = total * probability[group] * (1 - probability[group])
+        if variance > 5:
+            chi_square += (wins[group] - total * probability[group]) ** 2 / variance
+            num_groups += 1
+    assert num_groups >= 8
+    assert abs(chi_square - num_groups) < 4 * math.sqrt(2 * num_groups)
+    mean = sum(totals[group] * probability[group] for group in totals)
+    variance = sum(
+        totals[group] * probability[group] * (1 - probability[group]) for group in totals
+    )
+    assert abs(sum(wins.values()) - mean) < 4 * math.sqrt(variance)
+
+
+def test_neither_text_is_chosen_for_its_place_when_both_are_worth_the_same(pairs):
+    # Of two equal summaries either may win: the longer one does so half of the time.
+    ties = [row for row in pairs if row["chosen_gold"] == row["rejected_gold"]]
+    unequal = [row for row in ties if len(row["chosen"]) != len(row["rejected"])]
+    longer = sum(len(row["chosen"]) > len(row["rejected"]) for row in unequal)
+    assert len(unequal) > 200
+    assert abs(longer - len(unequal) / 2) < 4 * math.sqrt(len(unequal) / 4)
+
+
+def test_attainable_accuracy_of_three_rows_by_hand():
+    rows = [{"label_probability": p} for p in (0.9, 0.2, 0.5)]  # 0.9, 0.8 and 0.5
+    assert synthetic.attainable_accuracy(rows) == pytest.approx(2.2 / 3)
+
+
+def test_a_judge_that_knows_the_gold_reward_reaches_the_attainable_accuracy(pairs):
+    right = [
+        0.5
+        if row["chosen_gold"] == row["rejected_gold"]
+        else row["chosen_gold"] > row["rejected_gold"]
+        for row in pairs
+    ]
+    attainable = synthetic.attainable_accuracy(pairs)
+    assert abs(sum(right) / len(right) - attainable) < 4 * math.sqrt(0.25 / len(right))
+    assert 0.8 < attainable < 0.95
+
+
+@pytest.mark.parametrize("rows", [[], [{"prompt": "x"}]])
+def test_attainable_accuracy_needs_probabilities(rows):
+    with pytest.raises(UserError, match="preference rows"):
+        synthetic.attainable_accuracy(rows)
+
+
+# --- the tokenizer ---
+
+
+def test_tokenizer_gives_back_any_text_and_keeps_values_whole(tokenizer):
+    row = synthetic.make_rows("sft", "validation", 1)[0]
+    for text in (
+        row["prompt"],
+        row["completion"],
+        "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve \t\n",
+    ):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    for value in synthetic._SLOT_OF:
+        assert len(tokenizer(" " + value).input_ids) == 1, value
+
+
+def test_tokenizer_has_its_special_tokens_where_the_model_expects_them(tokenizer):
+    assert tokenizer.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0
+    assert tokenizer.pad_token_id == 1
+    assert 0 not in tokenizer(ALL_TOLD).input_ids  # nothing is added by itself
+    assert len(tokenizer) <= 1024
+    assert len(synthetic.train_tokenizer(vocab_size=300)) == 300
+
+
+def test_prompts_are_about_55_tokens(tokenizer):
+    rows = synthetic.make_rows("sft", "validation")
+    lengths = [len(tokenizer(row["prompt"]).input_ids) for row in rows]
+    assert 45 < sum(lengths) / len(lengths) < 65
+    assert max(lengths) < 128
+
+
+def test_tokenizer_has_the_same_bytes_in_another_process(tokenizer):
+    code = (
+        "import hashlib; from common.synthetic import train_tokenizer; "
+        "text = train_tokenizer().backend_tokenizer.to_str(); "
+        "print(hashlib.sha256(text.encode()).hexdigest())"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "123", "TOKENIZERS_PARALLELISM": "false"}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    expected = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    assert result.stdout.split()[-1] == expected
+
+
+def test_tokenizer_needs_room_for_every_byte():
+    with pytest.raises(UserError, match="vocab_size is 100"):
+        synthetic.train_tokenizer(vocab_size=100)
