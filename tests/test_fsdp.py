@@ -319,7 +319,9 @@ def test_bfloat16_replica_holds_rounded_weights(seen: list[dict[str, Any]], fold
         assert rank["bfloat16 replica"] == expected
 
 
-def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(seen: list[dict[str, Any]]) -> None:
+def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(
+    seen: list[dict[str, Any]],
+) -> None:
     first, second = (rank["reward model"] for rank in seen)
     assert first["state"] == second["state"]
     assert first["block"] == ["torch.bfloat16"]
