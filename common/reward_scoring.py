@@ -72,7 +72,13 @@ class RewardModelFunction:
                 self.tokenizer.pad_token_id,
             )
             rewards += self.model(batch.to(distributed.device())).tolist()
-        return rewards
+        # A score is rounded by what stands beside it in the batch. Equal completions must not differ
+        # by that: GRPO would divide the difference by itself and train on it.
+        first: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        return [
+            first.setdefault((tuple(prompt), tuple(completion)), reward)
+            for prompt, completion, reward in zip(prompt_ids, ids, rewards, strict=True)
+        ]
 
 
 class RewardScorer:

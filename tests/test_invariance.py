@@ -49,7 +49,8 @@ COMMON = {
 GRPO = {
     "max_completion_length": 16,
     "batch_size": 4,
-    "temperature": 0.3,
+    "temperature": 0.7,
+    "learning_rate": 3e-4,
     "num_candidates": 3,
     "num_generations": 2,
     "num_iterations": 2,
@@ -208,6 +209,21 @@ def test_completions_are_the_same_token_by_token(runs: Runs, variant: str, task:
         sampled |= {key: ids for key, ids in record["rollouts"].items() if key in expected}
     assert len(expected) >= 4 * num_steps - num_steps // 5  # each fifth step has a prompt less
     assert sampled == expected
+
+
+def test_equal_completions_get_equal_rewards_on_any_number_of_ranks(runs: Runs) -> None:
+    """A reward model rounds by the batch; groups of equal completions would train on that."""
+    shares = [
+        runs.series(name, "grpo", "zero_variance_fraction", LONG)
+        for name in ("baseline", "2 ranks")
+    ]
+    assert torch.equal(*shares)
+    (baseline,) = runs.seen["baseline", "grpo"]
+    num_equal = torch.zeros(LONG)
+    for key, ids in baseline["rollouts"].items():
+        num_equal[int(key.split()[1].rstrip(","))] += all(other == ids[0] for other in ids)
+    assert num_equal.sum() > 0  # or nothing was tested
+    assert (4 * shares[0] >= num_equal - 1).all()  # the filler's group is sampled and not counted
 
 
 @pytest.mark.parametrize(("variant", "task"), RUNS)
