@@ -72,8 +72,8 @@ class RewardModelFunction:
                 self.tokenizer.pad_token_id,
             )
             rewards += self.model(batch.to(distributed.device())).tolist()
-        # A score is rounded by what stands beside it in the batch. Equal completions must not differ
-        # by that: GRPO would divide the difference by itself and train on it.
+        # A score is rounded by what stands beside it in the batch. Equal completions must not
+        # differ by that: GRPO would divide the difference by itself and train on it.
         first: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
         return [
             first.setdefault((tuple(prompt), tuple(completion)), reward)

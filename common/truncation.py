@@ -74,7 +74,9 @@ def truncate_prompt(prompt: str, tokenizer: Any, max_length: int) -> tuple[str, 
         ids = encode([shorter], tokenizer)[0]
         if len(ids) <= max_length:
             return shorter, ids
-        budget -= len(ids) - max_length  # a cut inside a word or a merge with the cue costs tokens
+        # A cut inside a word or a merge with the cue costs tokens. One less, not the excess: a
+        # character may be several tokens, and dropping all of them may be too much.
+        budget -= 1
     return None
 
 
