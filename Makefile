@@ -7,8 +7,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# All GPUs found, else two processes on the CPU.
-NPROC ?= $(shell n=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); [ $$n -gt 0 ] && echo $$n || echo 2)
+# All GPUs found, as a power of two up to 8 (which divides the batches), else two CPU processes.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+NPROC ?= $(shell for n in 8 4 2 1; do [ $(GPUS) -ge $$n ] && echo $$n && exit; done; echo 2)
 SEED ?= 0
 DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.

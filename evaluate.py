@@ -82,6 +82,7 @@ def main(config: EvaluateConfig) -> None:
         for path in policy_paths * bool(config.policies)
     ]
     judges = RewardScorer([*config.reward_models, *config.reward_funcs], [], tokenizer, config)
+    judges.refuse_other_vocabularies()
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     judges.check_rows(prompts)
     if distributed.is_rank0():

@@ -21,8 +21,8 @@ How this differs from the paper:
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_grpo.py --config assets/recipes/demo/grpo.yaml
 
-With one update per rollout the policy loss is near 0 by construction (advantages have mean 0 and
-the ratio is 1): watch `reward`, `kl`, `entropy` and the samples instead.
+With one update per rollout the ratio is 1, so the policy loss is minus the mean advantage, whatever
+is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ from common.config import (
     UserError,
     is_due,
     knob,
+    require_finite,
     require_not_negative,
     require_positive,
 )
@@ -87,6 +88,7 @@ class GRPOConfig(TrainConfig):
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
         super().__post_init__()
+        require_finite(self, "missing_eos_penalty")
         self.num_candidates = self.num_candidates or self.num_generations
         if self.num_generations < 2 or self.num_candidates < self.num_generations:
             raise UserError(

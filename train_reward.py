@@ -34,7 +34,7 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob
+from common.config import TrainConfig, is_due, knob, require_positive
 from common.losses import bradley_terry_loss
 from common.metrics import Accumulator, RunLogger
 from common.scoring import RewardModel
@@ -48,6 +48,11 @@ class RewardConfig(TrainConfig):
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
     num_sft_rows: int = knob(512, "rows of its training split that are scored for it")
+
+    def __post_init__(self) -> None:
+        """Refuse values that no reward model may have."""
+        super().__post_init__()
+        require_positive(self, "num_sft_rows")
 
 
 def main(config: RewardConfig) -> None:

@@ -59,9 +59,7 @@ class CommonConfig:
         "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic"
     )
     dataset_config: str = knob("", "name of the hub data set's configuration")
-    dataset_train_split: str = knob("train", "split to train on")
     dataset_test_split: str = knob("validation", "split to evaluate on; empty: no evaluation")
-    num_train_rows: int = knob(0, "use the first rows only (0: all)")
     num_eval_rows: int = knob(0, "use the first rows only (0: all)")
     max_prompt_length: int = knob(512, "tokens; longer prompts are truncated")
     max_completion_length: int = knob(56, "tokens, stop token included")
@@ -81,9 +79,6 @@ class CommonConfig:
     num_replicas: int = knob(1, "HSDP: number of groups of processes, each holding all shards")
 
     # --- watching ---
-    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
-    run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
-    self_check: bool = knob(True, "check the loaded model before the first step")
     num_sample_prompts: int = knob(3, "prompts in the printed table of samples (0: no table)")
 
     def __post_init__(self) -> None:
@@ -98,7 +93,7 @@ class CommonConfig:
         ):
             require_positive(self, name)
         require_positive(self, "num_replicas")
-        for name in ("num_train_rows", "num_eval_rows", "num_sample_prompts", "seed"):
+        for name in ("num_eval_rows", "num_sample_prompts", "seed"):
             require_not_negative(self, name)
         if Path(self.output_dir).is_file():
             raise UserError(f"--output_dir {self.output_dir} is a file; name a folder.")
@@ -120,6 +115,10 @@ class CommonConfig:
 class TrainConfig(CommonConfig):
     """The fields that the four training stages share."""
 
+    # --- training rows ---
+    dataset_train_split: str = knob("train", "split to train on")
+    num_train_rows: int = knob(0, "use the first rows only (0: all)")
+
     # --- optimisation ---
     batch_size: int = knob(64, "prompts or pairs per optimiser step, over all processes")
     learning_rate: float = knob(1e-5, "peak learning rate")
@@ -135,7 +134,10 @@ class TrainConfig(CommonConfig):
     adam_epsilon: float = knob(1e-8, "AdamW epsilon")
     max_grad_norm: float = knob(1.0, "clip the global gradient norm to this (0: measure only)")
 
-    # --- logging, evaluation, checkpoints ---
+    # --- checks, logging, evaluation, checkpoints ---
+    self_check: bool = knob(True, "check the loaded model before the first step")
+    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
+    run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = knob(10, "steps between lines of metrics.jsonl")
     eval_steps: int = knob(0, "steps between evaluations (0: at the end only)")
     sample_steps: int = knob(0, "steps between printed samples (0: at the end only)")
@@ -158,6 +160,7 @@ class TrainConfig(CommonConfig):
             "max_grad_norm",
             "weight_decay",
             "adam_epsilon",
+            "num_train_rows",
         ):
             require_not_negative(self, name)
         for name in ("adam_beta1", "adam_beta2"):
@@ -197,6 +200,12 @@ def require_not_negative(config: Any, name: str) -> None:
     if not 0 <= value < math.inf:
         needed = "finite" if value == math.inf else "0 or more"
         raise UserError(f"--{name} is {value}; it must be {needed}.")
+
+
+def require_finite(config: Any, name: str) -> None:
+    """Raise a UserError for NaN or an infinity."""
+    if not math.isfinite(getattr(config, name)):
+        raise UserError(f"--{name} is {getattr(config, name)}; it must be finite.")
 
 
 def require_within(config: Any, name: str, low: float, high: float) -> None:

@@ -194,7 +194,8 @@ def load_examples(
         kind=kind,
         seed=0,
         num_rows=num_rows,
-        dataset_config=config.dataset_config or None,
+        # A configuration belongs to the data set it was given with, not to a second one.
+        dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
     )
     examples, report = tokenize_rows(
         rows,
@@ -212,7 +213,7 @@ def load_examples(
 
 
 def load_splits(
-    config: CommonConfig, kind: Kind, tokenizer: Any, stop_ids: Sequence[int]
+    config: TrainConfig, kind: Kind, tokenizer: Any, stop_ids: Sequence[int]
 ) -> tuple[list[Example], list[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     train, test = config.dataset_train_split, config.dataset_test_split

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.config import UserError, parse
 
 Config = TypeVar("Config")
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # longer than any collective waits for a slow rank
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # ranks wait while rank 0 downloads and reads a model
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
 
 
@@ -66,7 +66,13 @@ def start() -> None:
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"process {local_rank} of this machine has no GPU: there are "
+                f"{torch.cuda.device_count()}; lower --nproc_per_node."
+            )
+        torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)

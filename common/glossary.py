@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "beta log(pi/ref) in beta times nats.",
     "rejected_reward": "Reward of the rejected completion, mean over the pairs; in DPO "
     "beta log(pi/ref) in beta times nats.",
-    "reward_shift": "What is taken off a reward so that SFT references have mean 0.",
+    "reward_shift": "What is added to every reward so that references have mean 0.",
     "chosen_logp": "Log-probability of the chosen completion under the policy in nats, summed over "
     "its tokens, mean over the pairs.",
     "rejected_logp": "Log-probability of the rejected completion under the policy in nats, summed "

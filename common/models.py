@@ -114,6 +114,9 @@ def read_model_config(
             f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
             f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
         )
+    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
+    # build the model without reading it.
+    model_config.dtype = torch.float32
     for name, value in model_config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
             setattr(model_config, name, 0.0)

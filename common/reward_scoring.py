@@ -127,6 +127,15 @@ class RewardScorer:
         if examples:
             self.functions.check_columns(examples[0].columns)
 
+    def refuse_other_vocabularies(self) -> None:
+        """Raise a UserError for a reward model that reads the policy's token ids as other text."""
+        for name, function in self.functions.functions.items():
+            if isinstance(function, RewardModelFunction) and not function.same_ids:
+                raise UserError(
+                    f"--reward_models {name!r} has another tokenizer than the policies; evaluate "
+                    "it in a run of its own."
+                )
+
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""
         for function in self.functions.functions.values():

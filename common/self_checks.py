@@ -88,7 +88,7 @@ def dpo_starts_at_ln_2(
     loss = preference_loss(*logps[:, None], *ref_logps[:, None], beta=1.0)  # (1,)
     fsdp.reshard(policy)
     refuse_unless(
-        abs(float(loss) - math.log(2)) <= TOLERANCE[config.bf16],
+        abs(float(loss) - math.log(2)) <= 1e-3,  # also in bfloat16: the same sums on both sides
         f"the first DPO loss is {float(loss):.5f}, not ln 2: policy and reference differ",
     )
 

@@ -4,6 +4,7 @@ The claims, for SFT, reward model, DPO and GRPO with dropout off, in float32:
 - loss and gradient norm agree to 1e-5 relative over the first 5 steps, and to 1e-3 over 50, between
   1, 2 and 4 processes and micro-batches of 1, 2, 3 and 8 rows, also in a step whose last rows are
   missing and in which a process has no row at all;
+- the filler rows of a short batch count nowhere: 3 rows in a batch of 8 are a batch of 3;
 - GRPO samples the same completions, token by token, because a draw leaves little room to rounding;
 - CPU offload, recomputed activations and HSDP change nothing either;
 - under bfloat16 parameters, gradients, optimiser state and the exported weights stay float32;
@@ -99,8 +100,12 @@ VARIANTS = {
     "2 replicas of 2 shards": Variant(
         4, {"micro_batch_size": 2, "num_replicas": 2}, ("sft", "reward")
     ),
+    # The same 3 rows in every step: a split cannot show whether filler counts, all splits have it.
+    "3 rows and filler": Variant(1, {"num_train_rows": 3}, LONG_TASKS),
+    "3 rows": Variant(1, {"num_train_rows": 3, "batch_size": 3}, LONG_TASKS),
 }
-FLOAT32 = [name for name in VARIANTS if name not in ("baseline", "bfloat16")]
+OTHER_ROWS = ("3 rows and filler", "3 rows")
+FLOAT32 = [name for name in VARIANTS if name not in ("baseline", "bfloat16", *OTHER_ROWS)]
 RUNS = [(variant, task) for variant in FLOAT32 for task in VARIANTS[variant].tasks]
 
 
@@ -179,6 +184,14 @@ def test_first_steps_do_not_depend_on_the_split(
     runs: Runs, variant: str, task: str, metric: str
 ) -> None:
     assert runs.difference(variant, task, metric, SHORT) < 1e-5
+
+
+@pytest.mark.parametrize("task", LONG_TASKS)
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_filler_rows_count_nowhere(runs: Runs, task: str, metric: str) -> None:
+    filled, expected = (runs.series(name, task, metric, SHORT) for name in OTHER_ROWS)
+    assert len(expected) == SHORT
+    assert float(((filled - expected) / expected).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("task", LONG_TASKS)

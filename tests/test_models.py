@@ -139,7 +139,9 @@ def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_weights_stored_in_bfloat16_are_trained_in_float32(tmp_path):
+@pytest.mark.parametrize("reads", [True, False], ids=["rank 0", "a rank that does not read"])
+def test_weights_stored_in_bfloat16_are_trained_in_float32(tmp_path, monkeypatch, reads):
+    monkeypatch.setattr(distributed, "is_rank0", lambda: reads)
     folder = tmp_path / "policy"
     tiny.causal_lm("llama", vocab_size=300).bfloat16().save_pretrained(folder)
     config = short_config()
