@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from common import synthetic
-from common.config import CommonConfig, TrainConfig, UserError
+from common.config import TrainConfig, UserError
 from common.data import (
     BatchOrder,
     Example,
@@ -372,7 +372,7 @@ def test_the_embedded_task_loses_nothing():
 
 def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     limits = {"max_prompt_length": 128, "num_train_rows": 6, "num_eval_rows": 4}
-    config = CommonConfig(output_dir=str(tmp_path), seed=5, **limits)
+    config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="unused", seed=5, **limits)
     tokenizer = synthetic.train_tokenizer()
     train, test = load_splits(config, "preference", tokenizer, [0])
     assert (len(train), len(test)) == (6, 4)
