@@ -27,7 +27,7 @@ demo: setup
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p common
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 setup: $(VENV)/.installed

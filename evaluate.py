@@ -28,7 +28,7 @@ from common import data, distributed, evaluation, fsdp, models, report, syntheti
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Rollouts, Sampler
-from common.reward_scoring import RewardScorer, short_name, short_names
+from common.reward_scoring import RewardScorer, short_names
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
 
@@ -60,7 +60,6 @@ class EvaluateConfig(CommonConfig):
                 f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
                 f"--max_completion_length, {self.max_completion_length}."
             )
-        short_names([*self.policies, *self.reward_models, *self.reward_funcs])
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
@@ -76,11 +75,10 @@ def main(config: EvaluateConfig) -> None:
     tokenizer = models.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
     stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
-    policy_paths = list(dict.fromkeys([config.ref_model_name_or_path, *config.policies]))
-    policy_configs = [
-        models.read_model_config(path, "policy", tokenizer, config)
-        for path in policy_paths * bool(config.policies)
-    ]
+    policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
+    policy_configs = {
+        path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
+    }
     judges = RewardScorer([*config.reward_models, *config.reward_funcs], [], tokenizer, config)
     judges.refuse_other_vocabularies()
     pairs, prompts = load_data(config, tokenizer, stop_ids)
@@ -91,32 +89,33 @@ def main(config: EvaluateConfig) -> None:
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
+    names = short_names([*config.reward_models, *policies])
     systems = []
     for path, model in judges.models.items():
         accuracy, scores = evaluation.preferences(model, pairs, config, pad_id)
-        systems.append(describe(path, "reward_model", accuracy, scores, pairs))
+        systems.append(describe(path, names[path], "reward_model", accuracy, scores, pairs))
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
     completions: dict[str, list[str]] = {}
-    for path, policy_config in zip(policy_paths, policy_configs, strict=False):
+    for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         accuracy, logps = evaluation.preferences(policy, pairs, config, pad_id, ref_logps)
         if reference is None:
             reference, ref_logps = policy, logps
-        system = describe(path, "policy", accuracy, logps, pairs)
+        system = describe(path, names[path], "policy", accuracy, logps, pairs)
         if prompts:
             sampler = Sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
-                prompts, temperature=config.temperature, title=f"sampling from {system['name']}"
+                prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
             system |= generation_metrics(
                 policy, reference, judges, prompts, rollouts, config, pad_id
             )
-            completions[system["name"]] = rollouts.texts(tokenizer)
+            completions[names[path]] = rollouts.texts(tokenizer)
         if path in config.policies:
             systems.append(system)
 
@@ -132,7 +131,7 @@ def main(config: EvaluateConfig) -> None:
     }
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    report.chain_report(results, run_dirs(config), output_dir)
+    report.chain_report(results, run_dirs(systems), output_dir)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.md'}")
 
@@ -152,7 +151,12 @@ def load_data(
 
 
 def describe(
-    path: str, kind: str, accuracy: PreferenceAccuracy, scores: Tensor, pairs: list[Example]
+    path: str,
+    name: str,
+    kind: str,
+    accuracy: PreferenceAccuracy,
+    scores: Tensor,
+    pairs: list[Example],
 ) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
     sources = [data.row_source({"prompt": e.prompt, **e.columns}) for e in pairs]
@@ -160,7 +164,7 @@ def describe(
     for source in dict.fromkeys(sources):
         chosen, rejected = scores[[s == source for s in sources]].unbind(-1)
         by_source[source] = asdict(preference_accuracy(chosen, rejected))
-    row = {"name": short_name(path), "kind": kind, "path": path, "accuracy": asdict(accuracy)}
+    row = {"name": name, "kind": kind, "path": path, "accuracy": asdict(accuracy)}
     cost = evaluation.run_cost(Path(path).parent)
     return row | {
         "accuracy_by_source": by_source,
@@ -188,14 +192,12 @@ def generation_metrics(
         "stop_rate": sum(rollouts.has_stop) / len(prompts),
         "kl": None,
     }
-    if judges.names:
+    if judges.short:
         _, by_judge = judges(prompts, rollouts)
         rewards = {name: interval(values) for name, values in by_judge.items()}
-        reward_model = next(
-            (name for name in rewards if name in map(short_name, judges.models)), ""
-        )
+        first = next((judges.short[path] for path in judges.models), "")
         metrics["rewards"] = rewards
-        metrics |= {"gold_reward": rewards.get("gold"), "reward": rewards.get(reward_model)}
+        metrics |= {"gold_reward": rewards.get("gold"), "reward": rewards.get(first)}
     if config.temperature == 1:
         sampled = [
             replace(example, completions=[ids])
@@ -234,10 +236,9 @@ def samples(
     ]
 
 
-def run_dirs(config: EvaluateConfig) -> dict[str, Path]:
+def run_dirs(systems: list[dict[str, Any]]) -> dict[str, Path]:
     """The runs behind the evaluated folders, for their training curves."""
-    paths = [*config.reward_models, *config.policies]
-    folders = {short_name(path): Path(path).parent for path in paths}
+    folders = {system["name"]: Path(system["path"]).parent for system in systems}
     return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
 
 

@@ -25,8 +25,9 @@ With one update per rollout the ratio is 1, so the policy loss is minus the mean
 is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ class MicroBatch:
     batch: Batch  # B completions
     advantages: Tensor  # (B,)
     sampled_logps: Tensor  # (B, C) from the sampler
-    ref_logps: Tensor | None = None  # (B, C)
+    ref_logps: Tensor = field(init=False)  # (B, C) set before the first update
     old_logps: Tensor | None = None  # (B, C); None with one update per rollout: old = current
 
 
@@ -148,7 +149,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     metrics = Accumulator(device)
-    clip = {"epsilon_low": config.epsilon_low, "epsilon_high": config.epsilon_high}
+    clip: Any = {"epsilon_low": config.epsilon_low, "epsilon_high": config.epsilon_high}
 
     # Loop
     for step in range(start_step, total_steps):

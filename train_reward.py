@@ -68,8 +68,10 @@ def main(config: RewardConfig) -> None:
     model_config = models.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
     train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
-    sft_split = (config.sft_dataset_name, config.dataset_train_split, "sft")
-    sft_set = data.load_examples(config, *sft_split, tokenizer, stop_ids, config.num_sft_rows)
+    references, split = config.sft_dataset_name, config.dataset_train_split
+    sft_set = data.load_examples(
+        config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
+    )
     order = data.BatchOrder.of_training(config, len(train_set))
     total_steps = order.total_steps(config)
 

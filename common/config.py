@@ -26,6 +26,12 @@ class UserError(ValueError):
     """Something the user can put right: a run prints it as one sentence and exits with status 2."""
 
 
+def gist(error: Exception) -> str:
+    """The first sentence of an exception on one line, without its full stop."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0][:240].rstrip(".")
+
+
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
     """A dataclass field with a help text, and with the values it may take."""
     metadata: dict[str, Any] = {"help": description}

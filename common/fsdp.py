@@ -6,7 +6,7 @@ copies of the parameters and computes with them.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from transformers import PreTrainedModel
 from common import distributed
 from common.config import CommonConfig
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated decoder blocks inside `module`, wherever the language model sits in it.
@@ -51,12 +53,12 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard(
-    module: nn.Module,
+    module: M,
     config: CommonConfig,
     mesh: DeviceMesh,
     *,
     float32_modules: Iterable[nn.Module] = (),
-) -> nn.Module:
+) -> M:
     """Shard `module` in place and give every rank its part of rank 0's weights. Collective.
 
     Args:

@@ -8,6 +8,7 @@ a matrix product in a batch of another shape, for which `draw_token` leaves litt
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -116,10 +117,13 @@ class Sampler:
             step: of the run; another step draws other completions.
             report: told what is happening, for a progress bar.
         """
-        prompts_at_once = max(1, self.config.generation_batch_size // num_samples)
+        at_once = self.config.generation_batch_size
+        prompts_at_once = max(1, at_once // num_samples)
         rollouts = Rollouts()
         with self.copy.gathered(self.policy) as lm:
-            for start in range(0, len(examples), prompts_at_once):
+            for start, first in product(
+                range(0, len(examples), prompts_at_once), range(0, num_samples, at_once)
+            ):
                 part = examples[start : start + prompts_at_once]
                 which = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
                 rollouts.extend(
@@ -127,7 +131,8 @@ class Sampler:
                         lm,
                         [example.prompt_ids for example in part],
                         keys=torch.tensor([example.row for example in part]),
-                        num_samples=num_samples,
+                        num_samples=min(at_once, num_samples - first),
+                        first_sample=first,
                         stop_ids=self.stop_ids,
                         max_completion_length=self.config.max_completion_length,
                         temperature=temperature,
@@ -208,6 +213,7 @@ def decode(
     temperature: float,
     seed: int,
     pad_id: int,
+    first_sample: int = 0,
     title: str = "",
     report: Callable[[str], object] | None = None,
 ) -> Rollouts:
@@ -228,7 +234,7 @@ def decode(
     logits = output.logits[:, -1].repeat_interleave(num_samples, 0)  # (B, V)
     mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
     keys = keys.repeat_interleave(num_samples).to(device)  # (B,)
-    samples = torch.arange(num_samples, device=device).repeat(len(prompts))  # (B,)
+    samples = first_sample + torch.arange(num_samples, device=device).repeat(len(prompts))  # (B,)
     stops = torch.tensor(list(stop_ids), device=device)
     both = torch.arange(2, device=device)  # a uniform number for the block, one for the token
 

@@ -155,7 +155,6 @@ class RunLogger:
         """
         values = metrics.reduce()
         values["peak_memory_gb"] = peak_memory_gb()
-        values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if self._step > self._logged_step:
             seconds = self._step_seconds / (self._step - self._logged_step)
             values["step_seconds"] = seconds
@@ -170,6 +169,7 @@ class RunLogger:
         if not self._active:
             return
         values = {name: float(value) for name, value in metrics.items()}
+        values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         self._append(self._metrics_file, {"step": step, **values})
         if self._wandb is not None:
             self._wandb.log({"step": step, **values})

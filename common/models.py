@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from common import distributed, hub, synthetic
-from common.config import CommonConfig, UserError
+from common.config import CommonConfig, UserError, gist
 from common.noise import derive_seed
 
 Kind = Literal["policy", "reward_model", "trunk"]
@@ -47,7 +47,7 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}") from None
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {gist(error)}.") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
@@ -100,7 +100,7 @@ def read_model_config(
                 path, trust_remote_code=config.trust_remote_code
             )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"no model could be found at {path!r}: {reason(error)}") from None
+        raise UserError(f"no model could be found at {path!r}: {gist(error)}.") from None
     check_kind(path, model_config, kind)
     limit = getattr(model_config, "max_position_embeddings", None)
     needed = config.max_prompt_length + config.max_completion_length
@@ -230,7 +230,7 @@ def load(
         )
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
+            f"no safetensors weights could be loaded from {path!r}: {gist(error)}."
         ) from None
     missing = sorted(set(report["missing_keys"]) - new)
     if missing:
@@ -245,10 +245,3 @@ def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer a pad token that is not its eos: scores are read before the padding."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-
-
-def reason(error: Exception) -> str:
-    """The first sentence of an exception, on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    head = text.split(". ")[0].rstrip(".")
-    return f"{head[:240]}."

@@ -92,7 +92,7 @@ class RewardScorer:
         Raises:
             UserError: a name is no function, or a folder holds no reward model.
         """
-        self.names = short_names(names)
+        self.short = short_names(names)  # by name
         self.tokenizer = tokenizer
         self.functions = RewardSet({}, [])
         if names:
@@ -173,29 +173,24 @@ class RewardScorer:
             columns,
         )
         shape = (len(examples), num_samples)
-        short = {short_name(name): values.view(shape) for name, values in by_function.items()}
-        return total.view(shape), short
+        rewards = {self.short[name]: values.view(shape) for name, values in by_function.items()}
+        return total.view(shape), rewards
 
 
-def short_names(paths: Sequence[str]) -> list[str]:
-    """What a table calls each of them.
-
-    Raises:
-        UserError: two of them are different and would be called the same.
-    """
-    names: dict[str, str] = {}
-    for path in paths:
-        if names.setdefault(short_name(path), path) != path:
-            raise UserError(
-                f"{names[short_name(path)]!r} and {path!r} would both be called "
-                f"{short_name(path)!r} in every table; rename one of them."
-            )
-    return [short_name(path) for path in paths]
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """What a table calls each function or folder: as many of its last folders as tell all apart."""
+    paths = list(dict.fromkeys(paths))
+    for depth in range(1, max((len(Path(path).parts) for path in paths), default=0)):
+        names = {path: short_name(path, depth) for path in paths}
+        if len(set(names.values())) == len(paths):
+            return names
+    return {path: path for path in paths}
 
 
-def short_name(path: str) -> str:
-    """What a table calls a function or model folder; `run` for the folder `.../run/model`."""
+def short_name(path: str, depth: int = 1) -> str:
+    """The last `depth` parts of the path of a function or model; `run` for `run/model`."""
     if ".py:" in path:
-        return path.rpartition(":")[2]
+        return path.rpartition(":")[2] if depth == 1 else path
     parts = Path(path).parts
-    return parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1]
+    parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
+    return "/".join(parts[-depth:])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import hub, synthetic
-from common.config import UserError
+from common.config import UserError, gist
 
 Kind = Literal["sft", "preference", "prompts"]
 Row = dict[str, Any]
@@ -171,7 +171,7 @@ def _read_file(path: Path) -> list[Row]:
     except UserError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's are the first two
-        raise UserError(f"{os.fspath(path)} cannot be read: {_reason(error)}.") from None
+        raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
 def _parse_json(text: str, source: str) -> list[Row]:
@@ -187,7 +187,7 @@ def _parse_json(text: str, source: str) -> list[Row]:
             try:
                 documents.append(("line", number, json.loads(line)))
             except ValueError as error:
-                raise UserError(f"{source}, line {number}: {_reason(error)}.") from None
+                raise UserError(f"{source}, line {number}: {gist(error)}.") from None
     for unit, number, row in documents:
         if not isinstance(row, dict):
             raise UserError(
@@ -207,14 +207,8 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
-            f"loaded from the hub: {_reason(error)}."
+            f"loaded from the hub: {gist(error)}."
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    """The gist of an error as the end of a sentence."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return (text[:200] + "..." if len(text) > 200 else text).rstrip(".")
 
 
 def _with_explicit_prompt(row: Row) -> Row:

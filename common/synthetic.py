@@ -20,76 +20,18 @@ from common.config import UserError
 from common.noise import derive_seed
 
 SLOTS: dict[str, tuple[str, ...]] = {
-    "who": (
-        "sister",
-        "brother",
-        "boss",
-        "neighbor",
-        "roommate",
-        "cousin",
-        "uncle",
-        "aunt",
-        "teacher",
-        "landlord",
-        "coworker",
-        "friend",
-    ),
-    "event": (
-        "sold",
-        "broke",
-        "stole",
-        "lost",
-        "hid",
-        "burned",
-        "painted",
-        "borrowed",
-        "scratched",
-        "dropped",
-        "traded",
-        "ruined",
-    ),
-    "thing": (
-        "guitar",
-        "laptop",
-        "bicycle",
-        "camera",
-        "phone",
-        "couch",
-        "piano",
-        "drone",
-        "violin",
-        "jacket",
-        "tent",
-        "scooter",
-    ),
-    "place": (
-        "airport",
-        "library",
-        "office",
-        "beach",
-        "wedding",
-        "gym",
-        "church",
-        "hospital",
-        "hotel",
-        "museum",
-        "station",
-        "park",
-    ),
-    "wish": (
-        "revenge",
-        "closure",
-        "advice",
-        "forgiveness",
-        "money",
-        "peace",
-        "honesty",
-        "respect",
-        "privacy",
-        "proof",
-        "justice",
-        "support",
-    ),
+    slot: tuple(values.split())
+    for slot, values in {
+        "who": "sister brother boss neighbor roommate cousin uncle aunt "
+        "teacher landlord coworker friend",
+        "event": "sold broke stole lost hid burned painted borrowed "
+        "scratched dropped traded ruined",
+        "thing": "guitar laptop bicycle camera phone couch piano drone violin jacket tent scooter",
+        "place": "airport library office beach wedding gym church hospital "
+        "hotel museum station park",
+        "wish": "revenge closure advice forgiveness money peace honesty respect "
+        "privacy proof justice support",
+    }.items()
 }
 """The values of each fact. Every value is one word that occurs in no other slot and no filler."""
 
@@ -158,7 +100,7 @@ PADDING = (
     ", and I have been thinking about all of it for a while now",
 )
 
-DEFAULT_ROWS = {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
+DEFAULT_ROWS = {"sft": 20_000, "preference": 20_000, "prompts": 4_000}
 VALIDATION_ROWS = 1_024
 # How people write: nothing wrong, often incomplete, sometimes long-winded. (values, weights)
 NUM_MISSING = ((0, 1, 2, 3), (0.25, 0.35, 0.25, 0.15))

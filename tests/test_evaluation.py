@@ -22,7 +22,7 @@ from common.data import Example
 from common.generation import Rollouts
 from common.metrics import Accumulator
 from common.padding import padded_batch
-from common.reward_scoring import RewardModelFunction, RewardScorer, short_name
+from common.reward_scoring import RewardModelFunction, RewardScorer, short_names
 from common.scoring import Policy, RewardModel
 
 PAD = 1
@@ -305,7 +305,7 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     total, by_function = scorer(examples, ROLLOUTS)
 
     model_name = reward_folder.parent.name
-    assert scorer.names == list(by_function) == [model_name, "judge"]
+    assert list(scorer.short.values()) == list(by_function) == [model_name, "judge"]
     prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
     rewards = torch.tensor(plain_rewards(prompt_ids, ROLLOUTS.completion_ids)).view(2, 2)
     torch.testing.assert_close(by_function[model_name], rewards, rtol=0, atol=1e-5)
@@ -330,16 +330,15 @@ def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("path", "name"),
+    "expected",
     [
-        ("gold", "gold"),
-        ("output/sft/model", "sft"),
-        ("output/sft/model/", "sft"),
-        ("sft", "sft"),
-        ("org/name", "name"),
-        ("rewards/length.py:short", "short"),
-        ("model", "model"),
+        {"gold": "gold", "output/sft/model": "sft", "rewards/length.py:short": "short"},
+        {"output/sft/model/": "sft", "org/name": "name", "model": "model", "/dpo": "dpo"},
+        {"seed_0/dpo/model": "seed_0/dpo", "seed_1/dpo/model": "seed_1/dpo", "gold": "gold"},
+        {"a.py:length": "a.py:length", "b.py:length": "b.py:length", "output/dpo": "output/dpo"},
+        {"dpo": "dpo", "dpo/model": "dpo/model"},
+        {},
     ],
 )
-def test_short_names(path, name):
-    assert short_name(path) == name
+def test_names_in_tables_are_as_short_as_tells_them_apart(expected):
+    assert short_names([*expected, *expected]) == expected
