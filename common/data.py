@@ -18,7 +18,7 @@ from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import Batch, padded_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import encode, truncate_prompt
+from common.truncation import encode, leading_ids, truncate_prompt
 
 __all__ = [
     "BatchOrder",
@@ -239,16 +239,19 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
 def _tokenize_prompts(
     prompts: Sequence[str], tokenizer: Any, max_length: int, truncation: str
 ) -> list[_Text | None]:
-    """Prompts of at most `max_length` tokens; None where header and cue do not fit."""
+    """Prompts of at most `max_length` tokens, with bos; None where header and cue do not fit."""
     assert truncation in ("tldr", "start"), truncation
+    leading = leading_ids(tokenizer)
+    max_length -= len(leading)
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         if len(ids) <= max_length:
-            result.append(_Text(prompt, ids, False))
+            has_leading = bool(leading) and ids[: len(leading)] == leading
+            result.append(_Text(prompt, ids if has_leading else leading + ids, False))
         elif truncation == "start":
             ids = ids[-max_length:]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            result.append(_Text(text, ids, True))
+            result.append(_Text(text, leading + ids, True))
         elif not tokenizer.is_fast:
             raise UserError(
                 "prompt_truncation 'tldr' needs a fast tokenizer; use 'start' with "
@@ -256,7 +259,7 @@ def _tokenize_prompts(
             )
         else:
             shorter = truncate_prompt(prompt, tokenizer, max_length)
-            result.append(shorter and _Text(*shorter, True))
+            result.append(shorter and _Text(shorter[0], leading + shorter[1], True))
     return result
 
 

@@ -15,7 +15,7 @@ from common.generation import Rollouts
 from common.padding import padded_batch
 from common.rewards import CHOICE_COLUMN, OWN_COLUMNS, RewardSet, load_reward_functions
 from common.scoring import RewardModel
-from common.truncation import encode
+from common.truncation import encode, leading_ids
 
 
 class RewardModelFunction:
@@ -60,7 +60,9 @@ class RewardModelFunction:
         if self.same_ids:
             prompt_ids, ids = columns["prompt_ids"], completion_ids
         else:
-            prompt_ids, ids = encode(prompts, self.tokenizer), encode(completions, self.tokenizer)
+            leading = leading_ids(self.tokenizer)
+            prompt_ids = [leading + row for row in encode(prompts, self.tokenizer)]
+            ids = encode(completions, self.tokenizer)
             eos = [self.tokenizer.eos_token_id]
             ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
         rewards: list[float] = []

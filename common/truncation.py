@@ -80,6 +80,15 @@ def truncate_prompt(prompt: str, tokenizer: Any, max_length: int) -> tuple[str, 
     return None
 
 
+def leading_ids(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts in front of every text: the bos of Llama and Gemma, nothing of GPT-2.
+
+    A model that was trained with it is a worse one without it.
+    """
+    (first, *_), ids = encode(["x"], tokenizer)[0], tokenizer("x", verbose=False)["input_ids"]
+    return list(ids[: ids.index(first)])
+
+
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each text, without special tokens around them."""
     shared: dict[int, int] = {}  # one int object per id, not per token: 4 times less memory

@@ -28,7 +28,7 @@ from common.data import (
     prompts,
     tokenize_rows,
 )
-from common.truncation import cut_body, encode, split_prompt, truncate_prompt
+from common.truncation import cut_body, encode, leading_ids, split_prompt, truncate_prompt
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
@@ -215,8 +215,23 @@ def test_start_drops_tokens_from_the_start(tokenizer):
     row = {"prompt": "one two three four five\n\nTL;DR:", "completion": " x"}
     whole = ids_of(tokenizer, row["prompt"])
     (example,), report = tokenize([row], tokenizer, truncation="start", max_prompt_length=6)
-    assert example.prompt_ids == whole[-6:]
+    leading = leading_ids(tokenizer)
+    assert example.prompt_ids == leading + whole[len(leading) - 6 :]
     assert row["prompt"].endswith(example.prompt)
+    assert report.num_prompts_truncated == 1
+
+
+def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
+    leading = leading_ids(tokenizer)
+    ids = [*leading, *ids_of(tokenizer, "one two")]
+    for text in ("one two", tokenizer.decode(leading) + "one two"):  # rendered with it or not
+        (example,), _ = tokenize([{"prompt": text, "completion": " x"}], tokenizer)
+        assert example.prompt_ids == ids
+    long = {"prompt": "TITLE: a\n\nPOST: one two three four\n\nTL;DR:", "completion": " x"}
+    room = len(leading) + len(ids_of(tokenizer, long["prompt"])) - 1
+    (example,), report = tokenize([long], tokenizer, max_prompt_length=room)
+    assert example.prompt_ids[: len(leading)] == leading
+    assert len(example.prompt_ids) <= room
     assert report.num_prompts_truncated == 1
 
 
@@ -252,7 +267,7 @@ def test_a_completion_ends_in_one_stop_token(tokenizer, stop, tail):
     completion = " a cat" + tail.format(stop=stop)
     (example,), _ = tokenize([{"prompt": "p", "completion": completion}], tokenizer, stop)
     assert example.completions == [ids_of(tokenizer, " a cat") + ids_of(tokenizer, stop)]
-    assert example.prompt_ids == ids_of(tokenizer, "p")
+    assert example.prompt_ids == tokenizer("p")["input_ids"]  # bos and all
 
 
 def test_a_stop_id_whose_text_is_not_its_own_token_still_ends_the_completion(gpt2):
@@ -290,7 +305,7 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
     row = {"prompt": "p", "completion": " reference", "facts": 1}
     (example,), report = tokenize([row], tokenizer, kind="prompts")
     assert example == Example(
-        0, "p", ids_of(tokenizer, "p"), [], {k: row[k] for k in list(row)[1:]}
+        0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
     assert report.completion_lengths == (0, 0, 0, 0)
 
