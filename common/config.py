@@ -77,7 +77,7 @@ class CommonConfig:
     max_dropped_fraction: float = knob(0.05, "refuse a split that loses more rows than this")
 
     # --- memory and sharding: none of these changes a loss ---
-    micro_batch_size: int = knob(8, "prompts or pairs in one forward pass on one process")
+    micro_batch_size: int = knob(8, "rows (GRPO: completions) in one forward pass on one process")
     generation_batch_size: int = knob(64, "completions decoded at once on one process")
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
@@ -145,8 +145,11 @@ class TrainConfig(CommonConfig):
     report_to: str = knob("none", "none or wandb", ["none", "wandb"])
     run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = knob(10, "steps between lines of metrics.jsonl")
-    eval_steps: int = knob(0, "steps between evaluations (0: at the end only)")
-    sample_steps: int = knob(0, "steps between printed samples (0: at the end only)")
+    eval_steps: int = knob(0, "steps between evaluations (0: at the end only; GRPO has none)")
+    sample_steps: int = knob(
+        0,
+        "steps between printed samples (0: at the end only; a reward model's come with evaluations)",
+    )
     save_steps: int = knob(0, "steps between checkpoints (0: none)")
     resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
 
