@@ -148,7 +148,7 @@ class TrainConfig(CommonConfig):
     eval_steps: int = knob(0, "steps between evaluations (0: at the end only; GRPO has none)")
     sample_steps: int = knob(
         0,
-        "steps between printed samples (0: at the end only; a reward model's come with evaluations)",
+        "steps between printed samples (0: at the end only; reward models: with evaluations)",
     )
     save_steps: int = knob(0, "steps between checkpoints (0: none)")
     resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
