@@ -29,6 +29,7 @@ from common.config import CommonConfig, UserError, knob, require_not_negative, s
 from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.reward_scoring import RewardScorer, short_names
+from common.rows import row_source
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
 
@@ -159,7 +160,7 @@ def describe(
     pairs: list[Example],
 ) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
-    sources = [data.row_source({"prompt": e.prompt, **e.columns}) for e in pairs]
+    sources = [row_source({"prompt": e.prompt, **e.columns}) for e in pairs]
     by_source = {}
     for source in dict.fromkeys(sources):
         chosen, rejected = scores[[s == source for s in sources]].unbind(-1)

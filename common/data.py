@@ -14,21 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from common import distributed
+from common.chat import Conversation, render
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import Batch, padded_batch
-from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
+from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows
 from common.truncation import encode, leading_ids, truncate_prompt
-
-__all__ = [
-    "BatchOrder",
-    "DataReport",
-    "Example",
-    "load_rows",
-    "micro_batches",
-    "row_source",
-    "tokenize_rows",
-]
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 
@@ -120,7 +111,8 @@ def tokenize_rows(
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
-    when a completion is empty, a pair is identical, or a prompt's header alone is too long.
+    when a completion is empty, a pair is identical, a prompt's header alone is too long, or a
+    conversation is.
 
     Args:
         rows: Rows as `load_rows` gives them.
@@ -197,6 +189,7 @@ def load_examples(
         # A configuration belongs to the data set it was given with, not to a second one.
         dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
     )
+    rows = [render(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
     examples, report = tokenize_rows(
         rows,
         tokenizer,
@@ -239,7 +232,7 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
 def _tokenize_prompts(
     prompts: Sequence[str], tokenizer: Any, max_length: int, truncation: str
 ) -> list[_Text | None]:
-    """Prompts of at most `max_length` tokens, with bos; None where header and cue do not fit."""
+    """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
     assert truncation in ("tldr", "start"), truncation
     leading = leading_ids(tokenizer)
     max_length -= len(leading)
@@ -248,6 +241,8 @@ def _tokenize_prompts(
         if len(ids) <= max_length:
             has_leading = bool(leading) and ids[: len(leading)] == leading
             result.append(_Text(prompt, ids if has_leading else leading + ids, False))
+        elif isinstance(prompt, Conversation):
+            result.append(None)
         elif truncation == "start":
             ids = ids[-max_length:]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -285,7 +280,7 @@ def _tokenize_completions(
 def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
     """Why a row cannot be used, empty if it can."""
     if prompt is None:
-        return "header over max_prompt_length"
+        return "prompt over max_prompt_length"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
     if len(completions) == 2 and completions[0].ids == completions[1].ids:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import hub, synthetic
+from common.chat import is_messages, split_shared_messages
 from common.config import UserError, gist
 
 Kind = Literal["sft", "preference", "prompts"]
@@ -52,7 +53,7 @@ def load_rows(
         dataset_config: Name of the hub data set's configuration, if it has several.
 
     Returns:
-        At least one row; texts are neither empty nor blank.
+        At least one row; texts are neither empty nor blank, or all of a row's are messages.
 
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
@@ -218,6 +219,8 @@ def _with_explicit_prompt(row: Row) -> Row:
     layout of `trl-lib/tldr`; other white space stays with the prompt.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
+    if "prompt" not in row and is_messages(chosen) and is_messages(rejected):
+        return split_shared_messages(row)
     if "prompt" in row or not isinstance(chosen, str) or not isinstance(rejected, str):
         return row
     shared = os.path.commonprefix([chosen, rejected])
@@ -231,12 +234,17 @@ def _with_explicit_prompt(row: Row) -> Row:
 
 def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
     """Raise a UserError for the first row that does not fit the schema."""
-    columns = (*COMPLETION_COLUMNS[kind], "prompt")
+    columns = ("prompt", *COMPLETION_COLUMNS[kind])
     for number, row in enumerate(rows, start=1):
         for column in columns:
             fault = _column_fault(row, column)
             if fault:
                 raise UserError(f"{source}, row {number}: column {column!r} {fault}.")
+            if is_messages(row[column]) != is_messages(row["prompt"]):
+                raise UserError(
+                    f"{source}, row {number}: {column!r} and 'prompt' must both be text or both "
+                    "be messages."
+                )
         clash = sorted(RESERVED_COLUMNS & row.keys())
         if kind == "prompts" and clash:
             raise UserError(
@@ -250,11 +258,11 @@ def _column_fault(row: Row, column: str) -> str:
     if column not in row:
         return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}"
     value = row[column]
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return (
-            "holds a list of messages, and conversational rows are not supported; "
-            "render them to text with a chat template first"
-        )
+    if is_messages(value):
+        return ""
     if not isinstance(value, str):
-        return f"holds {type(value).__name__}, it must be text"
+        return (
+            f"holds {type(value).__name__}, it must be text or a list of messages, each with the "
+            "texts 'role' and 'content'"
+        )
     return "" if value.strip() else "is empty; remove the row or fill it in"

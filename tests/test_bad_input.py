@@ -165,7 +165,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_sft", {"dataset_name": "none"}, ["train.jsonl has no rows"]),
     ("train_sft", {"dataset_name": "empty_completion"}, ["row 2", "'completion' is empty"]),
     ("train_sft", {"dataset_name": "only_newlines"}, ["row 1", "'completion' is empty"]),
-    ("train_sft", {"dataset_name": "messages"}, ["'prompt'", "messages", "chat template"]),
+    (
+        "train_sft",
+        {"dataset_name": "messages"},
+        ["'completion'", "both be text or both be"],
+    ),
     ("train_dpo", {"dataset_name": "equal_pairs"}, ["1 of 2 rows", "1 identical pair"]),
     ("train_sft", {"dataset_name": "broken.jsonl.gz"}, ["broken.jsonl.gz cannot be read"]),
     ("train_sft", {"dataset_name": "nowhere/x/y"}, ["'nowhere/x/y' does not exist"]),
@@ -173,7 +177,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_sft", {"dataset_train_split": "test"}, ["'test'", "train.jsonl"]),
     ("train_sft", {"dataset_train_split": ""}, ["--dataset_train_split is empty"]),
     ("train_sft", {"dataset_test_split": "validation"}, ["'validation'", "train.jsonl"]),
-    ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "header over max_prompt_length"]),
+    ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
     # Models and tokenizers
     ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
     ("train_sft", {"model_name_or_path": "pairs"}, ["folder 'pairs' holds no tokenizer"]),

@@ -330,7 +330,7 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     examples, report = tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.6, **limits)
     assert [example.row for example in examples] == [0, 1, 6]
     assert (report.num_rows, report.num_kept, report.num_dropped) == (7, 3, 4)
-    expected = {"empty completion": 1, "identical pair": 2, "header over max_prompt_length": 1}
+    expected = {"empty completion": 1, "identical pair": 2, "prompt over max_prompt_length": 1}
     assert report.dropped == expected
     assert report.num_duplicates == 1
     assert report.num_completions_truncated == 1
@@ -339,8 +339,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     with pytest.raises(UserError) as caught:
         tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
-        "split 'train' would lose 4 of 7 rows (1 empty completion, 1 header over "
-        "max_prompt_length, 2 identical pair) and max_dropped_fraction is 0.5; clean the data or "
+        "split 'train' would lose 4 of 7 rows (1 empty completion, 2 identical pair, "
+        "1 prompt over max_prompt_length) and max_dropped_fraction is 0.5; clean the data or "
         "change the length limits or max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):

@@ -124,7 +124,7 @@ def test_the_embedded_task_fits_the_schema(kind, split):
         ("sft", {"prompt": " \n"}, ["row 2", "'prompt'", "empty"]),
         ("sft", {"completion": ""}, ["row 2", "'completion'", "empty"]),
         ("sft", {"completion": "absent"}, ["row 2", "'completion'", "missing", "'prompt', 'n'"]),
-        ("sft", {"completion": [{"role": "user", "content": "x"}]}, ["'completion'", "messages"]),
+        ("sft", {"completion": [{"role": "user", "content": "x"}]}, ["'completion'", "both"]),
         ("preference", {"chosen": [{"role": "user"}]}, ["row 2", "'chosen'", "messages"]),
         ("preference", {"rejected": "absent"}, ["row 2", "'rejected'", "missing"]),
         ("preference", {"rejected": "  "}, ["row 2", "'rejected'", "empty"]),
