@@ -10,7 +10,7 @@ with a 95% bootstrap interval), KL(pi || ref) per completion, length in tokens, 
 stopped by itself.
 
     torchrun --standalone --nproc_per_node 2 evaluate.py --config assets/recipes/demo/evaluate.yaml
-    python evaluate.py --output_dir output/eval --dataset_name pairs.jsonl \
+    python evaluate.py --output_dir output/eval --dataset_name my/pairs/validation.jsonl \
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
@@ -29,7 +29,6 @@ from common.config import CommonConfig, UserError, knob, require_not_negative, s
 from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.reward_scoring import RewardScorer, short_names
-from common.rows import row_source
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
 
@@ -160,7 +159,7 @@ def describe(
     pairs: list[Example],
 ) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
-    sources = [row_source({"prompt": e.prompt, **e.columns}) for e in pairs]
+    sources = [example.source for example in pairs]
     by_source = {}
     for source in dict.fromkeys(sources):
         chosen, rejected = scores[[s == source for s in sources]].unbind(-1)
@@ -195,7 +194,7 @@ def generation_metrics(
     }
     if judges.short:
         _, by_judge = judges(prompts, rollouts)
-        rewards = {name: interval(values) for name, values in by_judge.items()}
+        rewards = {name: interval(values[~values.isnan()]) for name, values in by_judge.items()}
         first = next((judges.short[path] for path in judges.models), "")
         metrics["rewards"] = rewards
         metrics |= {"gold_reward": rewards.get("gold"), "reward": rewards.get(first)}
@@ -210,10 +209,11 @@ def generation_metrics(
     return metrics
 
 
-def interval(values: Tensor) -> dict[str, float]:
-    """Mean with its bootstrap interval over what was judged (not nan), ready for JSON."""
-    judged = values[~values.isnan()]
-    return dict(zip(("mean", "low", "high"), mean_interval(judged), strict=True))
+def interval(values: Tensor) -> dict[str, float] | None:
+    """Mean with its bootstrap interval, ready for JSON; None if nothing was measured."""
+    if not len(values):
+        return None
+    return dict(zip(("mean", "low", "high"), mean_interval(values), strict=True))
 
 
 def attainable(pairs: list[Example]) -> float | None:
@@ -227,14 +227,17 @@ def samples(
     prompts: list[Example], completions: dict[str, list[str]], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     """The first prompts with every policy's completion, for the report."""
-    return [
-        {
-            "prompt": example.prompt,
-            "reference": example.columns.get("completion"),
-            "completions": {name: texts[i] for name, texts in completions.items()},
-        }
-        for i, example in enumerate(prompts[: config.num_sample_prompts])
-    ]
+    shown = []
+    for i, example in enumerate(prompts[: config.num_sample_prompts]):
+        reference = example.columns.get("completion")
+        shown.append(
+            {
+                "prompt": example.prompt,
+                "reference": reference if isinstance(reference, str) else None,
+                "completions": {name: texts[i] for name, texts in completions.items()},
+            }
+        )
+    return shown
 
 
 def run_dirs(systems: list[dict[str, Any]]) -> dict[str, Path]:

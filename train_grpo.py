@@ -136,9 +136,10 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm, ref_lm = map(models.load_policy, paths, configs, [config, config])
-    policy = fsdp.shard(Policy(lm), config, mesh)
-    reference = fsdp.shard(Policy(ref_lm).requires_grad_(False), config, mesh)
+    policy = Policy(models.load_policy(paths[0], configs[0], config))
+    policy = fsdp.shard(policy, config, mesh)  # before the next model is read: one whole at a time
+    reference = Policy(models.load_policy(paths[1], configs[1], config))
+    reference = fsdp.shard(reference.requires_grad_(False), config, mesh)
     scorer.load(mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)

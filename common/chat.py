@@ -36,8 +36,8 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     behind it when that turn is given; joined they are the conversation as the template writes it.
 
     Raises:
-        UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
-            differently once an answer follows.
+        UserError: a completion is more than one answer; the tokenizer has no chat template, or it
+            writes the beginning of a conversation differently once an answer follows.
     """
     if isinstance(row["prompt"], str):
         return row
@@ -54,6 +54,10 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     prompt = text_of(row["prompt"], add_generation_prompt=True)
     texts: dict[str, str] = {"prompt": Conversation(prompt)}
     for column in columns:
+        if [message["role"] for message in row[column]] != ["assistant"]:
+            raise UserError(
+                f"a {column!r} holds {len(row[column])} messages; it must be one, of the assistant."
+            )
         whole = text_of([*row["prompt"], *row[column]])
         if not whole.startswith(prompt):
             raise UserError(

@@ -50,16 +50,22 @@ def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.O
 def find(output_dir: Path, resume_from_checkpoint: str) -> Path | None:
     """The checkpoint a run resumes from: None for an empty name, or for `latest` without any.
 
+    What is the latest is rank 0's to say. Collective.
+
     Raises:
-        UserError: the named folder is no whole checkpoint.
+        UserError: the folder is no whole checkpoint, or is not there on this machine.
     """
     if not resume_from_checkpoint:
         return None
+    folder = Path(resume_from_checkpoint)
     if resume_from_checkpoint == "latest":
         whole = sorted((output_dir / "checkpoints").glob(f"step_*/{STEP_FILE}"))
         whole = [path for path in whole if not path.parent.name.endswith(".partial")]
-        return whole[-1].parent if whole else None
-    folder = Path(resume_from_checkpoint)
+        latest = distributed.from_rank0(whole[-1].parent if whole else None)
+        if latest is None:
+            distributed.print_rank0(f"no checkpoint in {output_dir} yet: starting at step 0")
+            return None
+        folder = latest
     if not (folder / STEP_FILE).is_file():
         raise UserError(f"--resume_from_checkpoint {folder} is not a whole checkpoint folder.")
     return folder
@@ -68,14 +74,18 @@ def find(output_dir: Path, resume_from_checkpoint: str) -> Path | None:
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load parameters and optimiser state in place; returns the finished steps. Collective.
 
-    The number of ranks may differ from the one that saved.
+    The number of ranks may differ from the one that saved. Learning rate, betas and weight decay
+    stay those of this run's config.
     """
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     load_shards(state, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
     return int(json.loads((folder / STEP_FILE).read_text())["step"])
 
 

@@ -89,6 +89,7 @@ class CommonConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
+        strip_slashes(self)
         if not self.output_dir:
             raise UserError("--output_dir is required: the folder this run writes to.")
         for name in (
@@ -99,8 +100,9 @@ class CommonConfig:
         ):
             require_positive(self, name)
         require_positive(self, "num_replicas")
-        for name in ("num_eval_rows", "num_sample_prompts", "seed"):
+        for name in ("num_eval_rows", "num_sample_prompts"):
             require_not_negative(self, name)
+        require_within(self, "seed", 0, 2**63)
         if Path(self.output_dir).is_file():
             raise UserError(f"--output_dir {self.output_dir} is a file; name a folder.")
         if not self.dataset_name:
@@ -183,6 +185,16 @@ class TrainConfig(CommonConfig):
 def is_due(step: int, interval: int, total_steps: int) -> bool:
     """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
     return step == total_steps or (interval > 0 and step % interval == 0)
+
+
+def strip_slashes(config: Any) -> None:
+    """Write every path without a slash at its end: `model/` is the same folder as `model`."""
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.name.endswith("_path"):
+            setattr(config, f.name, value.rstrip("/") or value)
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            setattr(config, f.name, [item.rstrip("/") or item for item in value])
 
 
 def require_positive(config: Any, name: str) -> None:

@@ -18,8 +18,8 @@ from common.chat import Conversation, render
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import Batch, padded_batch
-from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows
-from common.truncation import encode, leading_ids, truncate_prompt
+from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
+from common.truncation import encode, leading_ids, truncate_prompt, with_leading
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 
@@ -35,6 +35,7 @@ class Example:
         completions: K lists of ids (sft 1, preference 2: chosen, rejected; prompts 0), each ending
             in the stop token unless it was truncated.
         columns: The row's other columns, for reward functions and reports.
+        source: Where the row comes from, as `row_source` tells before truncation.
     """
 
     row: int
@@ -42,6 +43,7 @@ class Example:
     prompt_ids: list[int]
     completions: list[list[int]]
     columns: dict[str, Any]
+    source: str = "other"
 
 
 @dataclass
@@ -115,7 +117,7 @@ def tokenize_rows(
     conversation is.
 
     Args:
-        rows: Rows as `load_rows` gives them.
+        rows: Rows of text: as `load_rows` gives them, messages rendered.
         tokenizer: A Hugging Face tokenizer, a fast one for `tldr`.
         kind: As in `load_rows`.
         stop_id: Token that ends a completion.
@@ -150,7 +152,7 @@ def tokenize_rows(
         report.num_completions_truncated += sum(completion.is_truncated for completion in group)
         columns = {k: v for k, v in row.items() if k not in ("prompt", *completion_columns)}
         ids = [completion.ids for completion in group]
-        examples.append(Example(index, prompt.text, prompt.ids, ids, columns))
+        examples.append(Example(index, prompt.text, prompt.ids, ids, columns, row_source(row)))
 
     report.num_kept = len(examples)
     keys = {tuple(row[c] for c in ("prompt", *completion_columns)) for row in rows}
@@ -239,8 +241,7 @@ def _tokenize_prompts(
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         if len(ids) <= max_length:
-            has_leading = bool(leading) and ids[: len(leading)] == leading
-            result.append(_Text(prompt, ids if has_leading else leading + ids, False))
+            result.append(_Text(prompt, with_leading(ids, leading), False))
         elif isinstance(prompt, Conversation):
             result.append(None)
         elif truncation == "start":

@@ -146,6 +146,14 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def from_rank0(value: Any) -> Any:
+    """Rank 0's value on every rank, pickled on the way. Collective."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def barrier() -> None:
     """Wait for every rank. Collective."""
     dist.barrier()

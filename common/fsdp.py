@@ -33,6 +33,19 @@ from common.config import CommonConfig
 M = TypeVar("M", bound=nn.Module)
 
 
+class Float32Head(nn.Linear):
+    """The projection onto the vocabulary, computed in float32 from whatever it is given.
+
+    GPT-2's logits lie near -100, where neighbouring bfloat16 numbers are 0.5 nats apart; a cast
+    after the projection is too late.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V), float32, of hidden states (..., D)."""
+        bias = None if self.bias is None else self.bias.float()
+        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated decoder blocks inside `module`, wherever the language model sits in it.
 
@@ -73,6 +86,9 @@ def shard(
     """
     device = distributed.device()
     full_state = module.state_dict() if distributed.is_rank0() else {}
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            project_in_float32(part)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(module)
     offload = OffloadPolicy()
@@ -108,6 +124,13 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # or gloo is asked for NCCL's PREMUL_SUM
     return module
+
+
+def project_in_float32(lm: PreTrainedModel) -> None:
+    """Give a language model float32 logits, also under bfloat16; others have no such head."""
+    head = lm.get_output_embeddings()
+    if type(head) is nn.Linear:
+        head.__class__ = Float32Head
 
 
 def enable_gradient_checkpointing(module: nn.Module) -> None:
@@ -168,6 +191,7 @@ class RolloutCopy:
         dtype = torch.bfloat16 if config.bf16 else torch.float32
         with torch.device("meta"):
             self.replica = type(lm)(lm.config).to(dtype).eval().requires_grad_(False)
+        project_in_float32(self.replica)
         self.source = lm
         for name, buffer in lm.named_buffers():
             parent, _, leaf = name.rpartition(".")

@@ -189,6 +189,8 @@ class Sampler:
         """
         if rollouts is None:
             examples = examples[: self.config.num_sample_prompts]
+            if not examples:
+                return []  # and no weights are gathered
             rollouts = self.sample(examples, temperature=0)
         per_prompt = len(rollouts.has_stop) // max(1, len(examples))
         return [

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 FUNCTION_PREFIX = "reward/"
 
 METRICS: dict[str, str] = {
-    # --- every stage ---
+    # --- every stage; tokens only in SFT, sample_seconds only in GRPO ---
     "loss": "Training loss of the step: SFT nats per completion token; reward model and DPO nats "
     "per pair; GRPO the objective that is minimised, KL term included.",
     "grad_norm": "Euclidean norm of the gradient of the step over all parameters, before clipping.",

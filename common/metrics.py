@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from common.config import TrainConfig, config_dict, save_run_files
+from common.config import TrainConfig, UserError, config_dict, save_run_files
 from common.distributed import all_reduce_sum, is_rank0, peak_memory_gb, world_size
 from common.glossary import CONSOLE, METRICS, POSTFIX, check_names
 from common.jsonl import json_line, rewind_jsonl
@@ -134,7 +134,16 @@ class RunLogger:
     def start(
         cls, config: TrainConfig, description: str, total_steps: int, start_step: int
     ) -> "RunLogger":
-        """The logger of a training run; rank 0 also writes `config.yaml` and `environment.json`."""
+        """The logger of a training run; rank 0 also writes `config.yaml` and `environment.json`.
+
+        Raises:
+            UserError: the run was resumed beyond its end.
+        """
+        if start_step > total_steps:
+            raise UserError(
+                f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
+                "raise --max_steps or --num_train_epochs."
+            )
         output_dir = Path(config.output_dir)
         if is_rank0():
             save_run_files(output_dir, config, world_size())

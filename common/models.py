@@ -159,6 +159,10 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         raise UserError(
             f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
         )
+    if kind != "policy" and is_classifier and model_config.num_labels != 1:
+        raise UserError(
+            f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
+        )
     if kind == "reward_model" and not is_classifier:
         found = architectures[0] if architectures else "an unknown architecture"
         raise UserError(f"{path!r} is not a reward model: it holds {found}.")
@@ -211,14 +215,19 @@ def load(
         UserError: the weights cannot be read, or lack parameters other than the `new` ones, which
             would be trained from random values in silence.
     """
-    if not distributed.is_rank0():
-        with torch.device("meta"):
-            return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    if path.endswith(".json"):
-        torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
-        model = auto_class.from_config(model_config)
-        distributed.seed_everything(config.seed)
-        return model
+    try:
+        if not distributed.is_rank0():
+            with torch.device("meta"):
+                return auto_class.from_config(
+                    model_config, trust_remote_code=config.trust_remote_code
+                )
+        if path.endswith(".json"):
+            torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
+            model = auto_class.from_config(model_config)
+            distributed.seed_everything(config.seed)
+            return model
+    except ValueError as error:
+        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
     try:
         model, report = auto_class.from_pretrained(
             path,

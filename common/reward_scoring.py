@@ -13,9 +13,10 @@ from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
 from common.padding import padded_batch
-from common.rewards import CHOICE_COLUMN, OWN_COLUMNS, RewardSet, load_reward_functions
+from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
+from common.rows import OWN_COLUMNS
 from common.scoring import RewardModel
-from common.truncation import encode, leading_ids
+from common.truncation import encode, leading_ids, with_leading
 
 
 class RewardModelFunction:
@@ -61,10 +62,11 @@ class RewardModelFunction:
             prompt_ids, ids = columns["prompt_ids"], completion_ids
         else:
             leading = leading_ids(self.tokenizer)
-            prompt_ids = [leading + row for row in encode(prompts, self.tokenizer)]
+            prompt_ids = [with_leading(row, leading) for row in encode(prompts, self.tokenizer)]
             ids = encode(completions, self.tokenizer)
             eos = [self.tokenizer.eos_token_id]
             ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
+            self.refuse_beyond_positions(prompt_ids, ids)
         rewards: list[float] = []
         for start in range(0, len(prompts), self.config.micro_batch_size):
             part = slice(start, start + self.config.micro_batch_size)
@@ -81,6 +83,19 @@ class RewardModelFunction:
             first.setdefault((tuple(prompt), tuple(completion)), reward)
             for prompt, completion, reward in zip(prompt_ids, ids, rewards, strict=True)
         ]
+
+    def refuse_beyond_positions(
+        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    ) -> None:
+        """Raise a UserError for texts that are too long in this model's own tokens."""
+        pairs = zip(prompt_ids, completion_ids, strict=True)
+        longest = max((len(prompt) + len(ids) for prompt, ids in pairs), default=0)
+        limit = getattr(self.model_config, "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise UserError(
+                f"a prompt with its completion is {longest} tokens of the reward model "
+                f"{self.path!r}, which has {limit} positions; lower --max_prompt_length."
+            )
 
 
 class RewardScorer:

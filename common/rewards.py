@@ -24,12 +24,11 @@ from torch import Tensor
 
 from common import synthetic
 from common.config import UserError
+from common.rows import ARGUMENTS, OWN_COLUMNS
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
 BUILT_IN: dict[str, RewardFunction] = {"gold": synthetic.gold}
-ARGUMENTS = ("prompts", "completions", "completion_ids")
-OWN_COLUMNS = ("prompt_ids", "has_stop")  # that a run adds to the columns of its rows
 LARGEST = torch.finfo(torch.float32).max  # of what a function may return
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 

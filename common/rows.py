@@ -23,8 +23,9 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """Text columns of each kind beside `prompt`, in the order of the K completions."""
 
-# Arguments of a reward function
-RESERVED_COLUMNS = {"prompts", "completions", "completion_ids", "prompt_ids", "has_stop"}
+# What a reward function is given beside the columns of the rows.
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+OWN_COLUMNS = ("prompt_ids", "has_stop")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
@@ -127,7 +128,8 @@ def _single_file(path: Path, split: str) -> Path:
     if split not in ("train", path.name.split(".")[0]):
         raise UserError(
             f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', not "
-            f"{split!r}; put {split}.jsonl beside train.jsonl in a folder, or name another split."
+            f"{split!r}; put {split}.jsonl beside train.jsonl in a folder, name another split, or "
+            "train without evaluation: --dataset_test_split ''."
         )
     return path
 
@@ -245,7 +247,7 @@ def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
                     f"{source}, row {number}: {column!r} and 'prompt' must both be text or both "
                     "be messages."
                 )
-        clash = sorted(RESERVED_COLUMNS & row.keys())
+        clash = sorted({*ARGUMENTS, *OWN_COLUMNS} & row.keys())
         if kind == "prompts" and clash:
             raise UserError(
                 f"{source}, row {number}: column {clash[0]!r} has the name of a reward function's "

@@ -135,7 +135,7 @@ def make_rows(
             chosen_gold, rejected_gold, label_probability) or `prompts` (as `sft`; the completion
             is there for reference only).
         split: `train` or `validation`.
-        num_rows: how many; by default 20,000 / 8,000 / 4,000 for training and `VALIDATION_ROWS`.
+        num_rows: how many; by default `DEFAULT_ROWS` for training and `VALIDATION_ROWS`.
         seed: of the grammar and of the preference labels.
 
     Returns:

@@ -89,6 +89,11 @@ def leading_ids(tokenizer: Any) -> list[int]:
     return list(ids[: ids.index(first)])
 
 
+def with_leading(ids: list[int], leading: list[int]) -> list[int]:
+    """The ids behind the leading ones, which a text may have been written with already."""
+    return ids if ids[: len(leading)] == leading else leading + ids
+
+
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each text, without special tokens around them."""
     shared: dict[int, int] = {}  # one int object per id, not per token: 4 times less memory

@@ -76,6 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder / "policy")
     classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
     GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
+    classifier.num_labels = 2
+    GPT2ForSequenceClassification(classifier).save_pretrained(folder / "two_scores")
     GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
     T5Config().save_pretrained(folder / "t5")
     for name in ("no_weights", "pointer", "partial"):
@@ -83,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # What git leaves of a large file without its LFS extension
     (folder / "pointer" / "model.safetensors").write_text("version https://git-lfs.github.com\n")
     save_file({"wte.weight": torch.zeros(300, 8)}, folder / "partial" / "model.safetensors")
-    for name in ("policy", "judge", "few_words", "other/judge", "words", "old_run/model"):
+    for name in ("policy", "judge", "few_words", "two_scores", "words", "old_run/model"):
         tokenizer.save_pretrained(folder / name)
     for name in ("t5", "no_weights", "pointer", "partial"):
         tokenizer.save_pretrained(folder / name)
@@ -195,7 +197,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
     ("evaluate", {"policies": "judge"}, ["'judge' is a reward model"]),
     ("evaluate", {"reward_models": "policy"}, ["'policy' is not a reward model"]),
-    ("evaluate", {"reward_models": ["judge", "other/judge"]}, ["'other/judge'", "rename"]),
+    ("evaluate", {"reward_models": "two_scores"}, ["'two_scores' gives 2 scores"]),
+    ("train_reward", {"model_name_or_path": "two_scores"}, ["'two_scores' gives 2 scores"]),
+    ("train_sft", {"seed": 2**63}, ["--seed is 9223372036854775808", "below"]),
+    ("train_sft", {"seed": -1}, ["--seed is -1", "at least 0"]),
+    ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no tokenizer", "'far/away'"]),
     ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
     ("train_grpo", {"max_completion_length": 60}, ["--max_completion_length 60", "64 positions"]),
     ("evaluate", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),

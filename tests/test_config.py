@@ -175,3 +175,17 @@ def test_is_due():
     assert [step for step in range(1, 11) if is_due(step, 3, 10)] == [3, 6, 9, 10]
     assert [step for step in range(1, 11) if is_due(step, 0, 10)] == [10]
     assert math.isclose(TrainConfig(output_dir="a", model_name_or_path="b").learning_rate, 1e-5)
+
+
+def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
+    """Models are compared by path: the reference is recognised among the policies."""
+    module = importlib.import_module("evaluate")
+    config = module.EvaluateConfig(
+        output_dir="run",
+        policies=["sft/model/", "dpo/model"],
+        ref_model_name_or_path="sft/model//",
+        model_name_or_path="/",
+    )
+    assert config.policies == ["sft/model", "dpo/model"]
+    assert config.ref_model_name_or_path == "sft/model"
+    assert config.model_name_or_path == "/"

@@ -235,6 +235,14 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
     assert report.num_prompts_truncated == 1
 
 
+def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
+    post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
+    row = {"prompt": post, "completion": " x"}
+    (example,), _ = tokenize([row], tokenizer, truncation="start", max_prompt_length=8)
+    assert "SUBREDDIT" not in example.prompt
+    assert example.source == "tldr"
+
+
 def test_a_slow_tokenizer_is_refused_where_characters_are_needed(gpt2):
     class Slow:
         is_fast = False

@@ -274,6 +274,19 @@ def test_a_reward_model_with_another_vocabulary_reads_the_text(reward_folder):
     assert found == pytest.approx(plain_rewards(prompt_ids, ids), abs=1e-5)
 
 
+def test_a_text_beyond_the_positions_of_the_judge_is_refused(reward_folder):
+    """What was cut to fit the policy may be more tokens of another vocabulary."""
+    function = loaded_function(reward_folder, synthetic.train_tokenizer(400))
+    limit = function.model_config.max_position_embeddings
+    rows = [[], [1] * (limit - 2)]
+    function.refuse_beyond_positions(rows, [[1], [1, 2]])
+    with pytest.raises(UserError, match=f"is {limit + 1} tokens .* has {limit} positions"):
+        function.refuse_beyond_positions(rows, [[1], [1, 2, 3]])
+    too_long = [" ?" * limit]
+    with pytest.raises(UserError, match="positions"):
+        function(too_long, [" a"], [[1]], prompt_ids=[[1]], has_stop=[True])
+
+
 def test_a_pad_token_of_its_own_does_not_make_another_vocabulary(reward_folder):
     backend = tiny.tokenizer().backend_tokenizer
     policy_tokenizer = PreTrainedTokenizerFast(

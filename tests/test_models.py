@@ -417,6 +417,18 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(fields, parts,
     assert_one_sentence(caught.value, *parts)
 
 
+def test_a_shape_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 10, "n_head": 4}))
+    config = short_config()
+    model_config = models.read_model_config(str(path), "policy", tiny.tokenizer(), config)
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        with pytest.raises(UserError) as caught:
+            models.load_policy(str(path), model_config, config)
+        assert_one_sentence(caught.value, "no model can be built", "odd.json")
+
+
 def test_positions_may_be_used_to_the_last_one(tmp_path):
     path = save_policy(tmp_path / "policy")  # 96 positions
     config = short_config(max_prompt_length=76, max_completion_length=20)

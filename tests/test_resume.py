@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from ranks import launch, run_stages
 from safetensors.torch import load_file
 
-from common import checkpoint
+from common import checkpoint, distributed, fsdp, models, optim
 from common.config import UserError
 from common.jsonl import read_jsonl
+from common.metrics import RunLogger
+from common.scoring import Policy
 
 STEPS, SAVED = 6, 3
 TIMINGS = {
@@ -182,6 +185,25 @@ def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:
     assert checkpoint.find(run / "whole", "latest") == checkpoint.checkpoint_folder(
         run / "whole", STEPS
     )
+
+
+def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: Path) -> None:
+    """An optimiser's state holds betas and weight decay too; this run's config sets them."""
+    distributed.start()
+    path, saved = str(folder / "1" / "sft" / "whole" / "model"), folder / "1" / "sft" / "whole"
+    config = tiny.train_config(weight_decay=0.25, adam_beta2=0.5, max_completion_length=8)
+    tokenizer = models.load_tokenizer(path, config)
+    model_config = models.read_model_config(path, "policy", tokenizer, config)
+    policy = Policy(models.load_policy(path, model_config, config))
+    policy = fsdp.shard(policy, config, distributed.mesh())
+    optimizer = optim.build_optimizer(policy, config)
+    step = checkpoint.load(checkpoint.checkpoint_folder(saved, SAVED), policy, optimizer)
+    assert step == SAVED
+    assert optimizer.state
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.5)}
+    with pytest.raises(UserError, match=f"at step {SAVED} and the run has {SAVED - 1} steps"):
+        RunLogger.start(config, "SFT", SAVED - 1, SAVED)
 
 
 def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:

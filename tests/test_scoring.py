@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common import distributed
+from common import distributed, fsdp
+from common.config import TrainConfig
 from common.padding import Batch, padded_batch
 from common.scoring import Policy, RewardModel, sequence_scores
 
@@ -43,6 +44,9 @@ def usual_batch(prompts: list[list[int]], completions: list[list[int]], pad_id: 
     """The layout of training: prompts padded on the left, completions on the right."""
     batch = padded_batch(prompts, [[completion] for completion in completions], pad_id)
     return batch.to(distributed.device())
+
+
+OFFSET_BATCH = usual_batch([[1, 2, 3], [4] * 9], [[5, 6, 2, 9], [8, 3]])
 
 
 def full_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
@@ -202,6 +206,31 @@ def test_bfloat16_logits_are_normalised_in_float32():
     expected = torch.log_softmax(logits.double(), -1)
     expected = expected.gather(-1, batch.completion_ids[..., None])[..., 0] * batch.completion_mask
     torch.testing.assert_close(scores.token_logps.double(), expected, rtol=0, atol=1e-5)
+
+
+def offset_policy(config: TrainConfig) -> tuple[Policy, Tensor]:
+    """A policy whose logits all lie near -100, as GPT-2's do, and its log-probs in float32."""
+    lm = tiny.causal_lm("gpt2", tie_word_embeddings=False)
+    with torch.no_grad():
+        offset = torch.ones(32)
+        lm.transformer.ln_f.bias += offset
+        lm.lm_head.weight -= 100 * offset / 32
+    plain = Policy(lm)(OFFSET_BATCH).token_logps
+    assert -130 < lm(OFFSET_BATCH.input_ids).logits.mean() < -80
+    return fsdp.shard(Policy(lm), config, distributed.mesh()), plain
+
+
+def test_bfloat16_log_probs_keep_their_precision_where_logits_are_large():
+    """Below -64 neighbouring bfloat16 numbers are 0.5 apart: the head is computed in float32."""
+    config = tiny.train_config(bf16=True)
+    policy, expected = offset_policy(config)
+    error = (policy(OFFSET_BATCH).token_logps - expected).abs().mean()
+    policy.lm.lm_head.__class__ = torch.nn.Linear  # the control: cast behind the projection
+    control = (policy(OFFSET_BATCH).token_logps - expected).abs().mean()
+    assert error < 0.05
+    assert control > 3 * error
+    replica = fsdp.RolloutCopy(policy.lm, config).replica
+    assert isinstance(replica.lm_head, fsdp.Float32Head)
 
 
 def test_a_row_that_is_not_real_scores_zero(lm):
