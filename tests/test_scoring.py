@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import distributed, fsdp
-from common.config import TrainConfig
 from common.padding import Batch, padded_batch
 from common.scoring import Policy, RewardModel, sequence_scores
 
@@ -44,9 +43,6 @@ def usual_batch(prompts: list[list[int]], completions: list[list[int]], pad_id: 
     """The layout of training: prompts padded on the left, completions on the right."""
     batch = padded_batch(prompts, [[completion] for completion in completions], pad_id)
     return batch.to(distributed.device())
-
-
-OFFSET_BATCH = usual_batch([[1, 2, 3], [4] * 9], [[5, 6, 2, 9], [8, 3]])
 
 
 def full_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
@@ -208,29 +204,27 @@ def test_bfloat16_logits_are_normalised_in_float32():
     torch.testing.assert_close(scores.token_logps.double(), expected, rtol=0, atol=1e-5)
 
 
-def offset_policy(config: TrainConfig) -> tuple[Policy, Tensor]:
-    """A policy whose logits all lie near -100, as GPT-2's do, and its log-probs in float32."""
-    lm = tiny.causal_lm("gpt2", tie_word_embeddings=False)
+def test_bfloat16_log_probs_are_precise_where_logits_are_large():
+    """GPT-2's logits lie near -100, where neighbouring bfloat16 numbers are 0.5 apart."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(64, 500, bias=False)
+    hidden = torch.randn(40, 64, generator=generator) + 1
     with torch.no_grad():
-        offset = torch.ones(32)
-        lm.transformer.ln_f.bias += offset
-        lm.lm_head.weight -= 100 * offset / 32
-    plain = Policy(lm)(OFFSET_BATCH).token_logps
-    assert -130 < lm(OFFSET_BATCH.input_ids).logits.mean() < -80
-    return fsdp.shard(Policy(lm), config, distributed.mesh()), plain
+        head.weight.copy_(torch.randn(500, 64, generator=generator) * 0.2 - 100 / 64)
+    head, hidden = head.bfloat16(), hidden.bfloat16()
+    exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)
+    control = (head(hidden).float().log_softmax(-1) - exact).abs()  # cast behind the projection
+    head.__class__ = fsdp.Float32Head
+    assert (head(hidden).log_softmax(-1) - exact).abs().max() < 1e-4
+    assert control.mean() > 0.05
+    assert control.max() > 0.2
 
 
-def test_bfloat16_log_probs_keep_their_precision_where_logits_are_large():
-    """Below -64 neighbouring bfloat16 numbers are 0.5 apart: the head is computed in float32."""
+def test_every_forward_of_a_policy_has_the_precise_head():
     config = tiny.train_config(bf16=True)
-    policy, expected = offset_policy(config)
-    error = (policy(OFFSET_BATCH).token_logps - expected).abs().mean()
-    policy.lm.lm_head.__class__ = torch.nn.Linear  # the control: cast behind the projection
-    control = (policy(OFFSET_BATCH).token_logps - expected).abs().mean()
-    assert error < 0.05
-    assert control > 3 * error
-    replica = fsdp.RolloutCopy(policy.lm, config).replica
-    assert isinstance(replica.lm_head, fsdp.Float32Head)
+    policy = fsdp.shard(Policy(tiny.causal_lm("llama")), config, distributed.mesh())
+    assert isinstance(policy.lm.lm_head, fsdp.Float32Head)
+    assert isinstance(fsdp.RolloutCopy(policy.lm, config).replica.lm_head, fsdp.Float32Head)
 
 
 def test_a_row_that_is_not_real_scores_zero(lm):
