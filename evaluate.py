@@ -205,7 +205,7 @@ def generation_metrics(
         ]
         logps = evaluation.score_examples(policy, sampled, config, pad_id, "scoring")  # (N, 1)
         ref_logps = evaluation.score_examples(reference, sampled, config, pad_id, "scoring")
-        metrics["kl"] = interval(logps - ref_logps)
+        metrics["kl"] = interval((logps - ref_logps).flatten())
     return metrics
 
 
