@@ -108,6 +108,7 @@ PADDING_SHARE = 0.25
 # What only the summaries in pairs have.
 WRONG_SHARE = 0.01
 REPEAT_SHARE = 0.1
+STUTTER_SHARE = 0.1  # "at the park at the park", as policies write
 
 _WORD = re.compile(r"[a-z']+")
 _SLOT_OF = {value: slot for slot, values in SLOTS.items() for value in values}
@@ -326,6 +327,8 @@ def _draw_summary(rng: random.Random, facts: Facts) -> str:
         tail = rng.choice(PADDING)
     elif kind < PADDING_SHARE + REPEAT_SHARE:
         tail = f", my {facts['who']} {facts['event']} my {facts['thing']}"
+    elif kind < PADDING_SHARE + REPEAT_SHARE + STUTTER_SHARE and "place" in told:
+        told["place"] += f" at the {told['place']}" * rng.randint(1, 3)
     return _summary(rng.choice(REFERENCES), told)[:-1] + tail + "."
 
 

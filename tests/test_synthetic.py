@@ -225,7 +225,7 @@ def test_rows_are_a_function_of_kind_split_seed_and_index(kind, split):
 
 
 def test_sizes():
-    assert synthetic.DEFAULT_ROWS == {"sft": 20_000, "preference": 8_000, "prompts": 4_000}
+    assert synthetic.DEFAULT_ROWS == {"sft": 20_000, "preference": 20_000, "prompts": 4_000}
     assert len(synthetic.make_rows("prompts", "train")) == 4_000
     for kind in KINDS:
         assert len(synthetic.make_rows(kind, "validation")) == synthetic.VALIDATION_ROWS >= 512
