@@ -191,7 +191,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     """An optimiser's state holds betas and weight decay too; this run's config sets them."""
     distributed.start()
     path, saved = str(folder / "1" / "sft" / "whole" / "model"), folder / "1" / "sft" / "whole"
-    config = tiny.train_config(weight_decay=0.25, adam_beta2=0.5, max_completion_length=8)
+    config = tiny.train_config(weight_decay=0.25, adam_beta2=0.5, max_prompt_length=64)
     tokenizer = models.load_tokenizer(path, config)
     model_config = models.read_model_config(path, "policy", tokenizer, config)
     policy = Policy(models.load_policy(path, model_config, config))
