@@ -288,8 +288,10 @@ def _draw_reward_curves(axes: Any, records: Mapping[str, Sequence[Mapping[str, A
         _draw_nothing(axes, "Reward in training", "no run recorded a reward")
         return
     for index, (run, name, steps, values) in enumerate(curves):
-        label = f"{run}: {name}"
-        draw_series(axes, steps, values, color=COLOURS[index % len(COLOURS)], label=label)
+        # Dashed: a function that makes up the whole reward does not hide it.
+        style = "-" if name == "reward" else "--"
+        colour, label = COLOURS[index % len(COLOURS)], f"{run}: {name}"
+        draw_series(axes, steps, values, color=colour, label=label, linestyle=style)
     axes.set(title="Reward in training", xlabel="optimiser step", ylabel="mean reward")
     axes.legend(loc="best")
 
