@@ -9,9 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The GPUs that may be used, as a power of two up to 8 (which divides the batches), else two CPU
 # processes.
-GPUS := $(shell if [ -n "$${CUDA_VISIBLE_DEVICES+set}" ]; \
-	then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c .; \
-	else nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'; fi)
+GPUS := $(shell all=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
+	if [ $$all -gt 0 ] && [ -n "$${CUDA_VISIBLE_DEVICES+set}" ]; \
+	then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[^-]'; else echo $$all; fi)
 NPROC ?= $(shell for n in 8 4 2 1; do [ $(GPUS) -ge $$n ] && echo $$n && exit; done; echo 2)
 SEED ?= 0
 DEMO := assets/recipes/demo

@@ -89,7 +89,8 @@ def main(config: EvaluateConfig) -> None:
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
-    names = short_names([*config.reward_models, *policies])
+    names = short_names([*config.reward_models, *config.reward_funcs, *policies])
+    judges.short = names  # one naming in every table
     systems = []
     for path, model in judges.models.items():
         accuracy, scores = evaluation.preferences(model, pairs, config, pad_id)
@@ -197,7 +198,10 @@ def generation_metrics(
         rewards = {name: interval(values[~values.isnan()]) for name, values in by_judge.items()}
         first = next((judges.short[path] for path in judges.models), "")
         metrics["rewards"] = rewards
-        metrics |= {"gold_reward": rewards.get("gold"), "reward": rewards.get(first)}
+        metrics |= {
+            "gold_reward": rewards.get(judges.short.get("gold", "")),
+            "reward": rewards.get(first),
+        }
     if config.temperature == 1:
         sampled = [
             replace(example, completions=[ids])

@@ -22,9 +22,17 @@ def is_messages(value: Any) -> bool:
 
 
 def split_shared_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A pair of whole conversations with the messages that both begin with as its `prompt`."""
-    both = zip(row["chosen"], row["rejected"], strict=False)
+    """A pair of whole conversations with the messages that both begin with as its `prompt`.
+
+    Raises:
+        UserError: there are none.
+    """
+    both = zip(row["chosen"][:-1], row["rejected"][:-1], strict=False)  # the last ones answer
     prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+    if not prompt:
+        raise UserError(
+            "the conversations of a pair begin differently; give their shared messages as `prompt`."
+        )
     rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
     return {**row, "prompt": prompt, **rest}
 

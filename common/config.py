@@ -191,7 +191,7 @@ def strip_slashes(config: Any) -> None:
     """Write every path without a slash at its end: `model/` is the same folder as `model`."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        if f.name.endswith("_path"):
+        if f.name.endswith(("_path", "_dir", "dataset_name")):
             setattr(config, f.name, value.rstrip("/") or value)
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             setattr(config, f.name, [item.rstrip("/") or item for item in value])

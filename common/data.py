@@ -19,7 +19,7 @@ from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import Batch, padded_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import encode, leading_ids, truncate_prompt, with_leading
+from common.truncation import encode, leading_ids, truncate_prompt
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 
@@ -237,15 +237,21 @@ def _tokenize_prompts(
     """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
     assert truncation in ("tldr", "start"), truncation
     leading = leading_ids(tokenizer)
-    max_length -= len(leading)
+    opening = tokenizer.decode(leading) if leading else ""
+    room = max_length - len(leading)
+    if room < 1:
+        raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
-        if len(ids) <= max_length:
-            result.append(_Text(prompt, with_leading(ids, leading), False))
-        elif isinstance(prompt, Conversation):
+        may_be_cut = not isinstance(prompt, Conversation)
+        if leading and ids[: len(leading)] == leading:  # some chat templates write the bos
+            prompt, ids = prompt.removeprefix(opening), ids[len(leading) :]
+        if len(ids) <= room:
+            result.append(_Text(prompt, leading + ids, False))
+        elif not may_be_cut:
             result.append(None)
         elif truncation == "start":
-            ids = ids[-max_length:]
+            ids = ids[-room:]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             result.append(_Text(text, leading + ids, True))
         elif not tokenizer.is_fast:
@@ -254,7 +260,7 @@ def _tokenize_prompts(
                 f"{type(tokenizer).__name__}."
             )
         else:
-            shorter = truncate_prompt(prompt, tokenizer, max_length)
+            shorter = truncate_prompt(prompt, tokenizer, room)
             result.append(shorter and _Text(shorter[0], leading + shorter[1], True))
     return result
 

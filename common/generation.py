@@ -1,4 +1,4 @@
-"""Sampling: every prompt prefilled once, noise as a function of what is sampled, no collective.
+"""Sampling: a prompt prefilled once for its samples, noise a function of what is sampled.
 
 A token is drawn by inverse CDF at uniform numbers hashed from (seed, step, prompt, sample,
 position), so a completion does not depend on the rank or batch that drew it: up to the rounding of

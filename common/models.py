@@ -237,7 +237,7 @@ def load(
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"no safetensors weights could be loaded from {path!r}: {gist(error)}."
         ) from None

@@ -197,7 +197,7 @@ class RewardScorer:
 def short_names(paths: Sequence[str]) -> dict[str, str]:
     """What a table calls each function or folder: as many of its last folders as tell all apart."""
     paths = list(dict.fromkeys(paths))
-    for depth in range(1, max((len(Path(path).parts) for path in paths), default=0)):
+    for depth in range(1, 1 + max((len(Path(path).parts) for path in paths), default=0)):
         names = {path: short_name(path, depth) for path in paths}
         if len(set(names.values())) == len(paths):
             return names

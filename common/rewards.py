@@ -258,6 +258,8 @@ def _call(
     inputs = {key: [values[row] for row in rows] for key, values in arguments.items()}
     try:
         rewards = list(function(**inputs))
+    except UserError:
+        raise
     except Exception as error:
         raise RuntimeError(
             f"reward function {name!r} raised {type(error).__name__} on "

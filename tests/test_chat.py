@@ -1,13 +1,14 @@
 """Claim: rows of messages train on what the tokenizer's chat template writes, and on nothing else.
 
 Prompt and completion joined are the rendered conversation, the completion begins where the
-assistant's turn does and ends in the stop token, and a conversation is never cut.
+assistant's turn does and ends in the stop token, and a prompt of messages is never cut.
 """
 
 import json
 
 import pytest
 import tiny
+from tokenizers.processors import TemplateProcessing
 
 from common import synthetic
 from common.chat import render, split_shared_messages
@@ -61,6 +62,28 @@ def test_a_conversation_is_not_cut(tmp_path, tokenizer, truncation):
     limits = {"max_prompt_length": 10, "prompt_truncation": truncation}
     with pytest.raises(UserError, match="1 prompt over max_prompt_length"):
         load(tmp_path, tokenizer, "prompts", {"prompt": ASKED}, **limits)
+
+
+def test_pairs_of_conversations_that_do_not_differ_or_share_nothing(tmp_path, tokenizer):
+    same = {"chosen": ASKED + ANSWER, "rejected": ASKED + ANSWER}
+    with pytest.raises(UserError, match="1 identical pair"):
+        load(tmp_path, tokenizer, "preference", same)
+    with pytest.raises(UserError, match="begin differently"):
+        split_shared_messages({"chosen": ANSWER, "rejected": OTHER})
+
+
+def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_path):
+    tokenizer = synthetic.train_tokenizer()
+    bos = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = bos
+    tokenizer.chat_template = "<|endoftext|>" + TEMPLATE
+    row = {"prompt": ASKED}
+    (example,) = load(tmp_path, tokenizer, "prompts", row)
+    assert example.prompt_ids.count(0) == 3  # bos, and an end after each message
+    length = len(example.prompt_ids)
+    assert load(tmp_path, tokenizer, "prompts", row, max_prompt_length=length) == [example]
+    with pytest.raises(UserError, match="1 prompt over max_prompt_length"):
+        load(tmp_path, tokenizer, "prompts", row, max_prompt_length=length - 1)
 
 
 def test_text_is_left_as_it_is(tokenizer):

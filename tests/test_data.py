@@ -235,6 +235,21 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
     assert report.num_prompts_truncated == 1
 
 
+def test_a_bos_that_the_text_has_is_not_doubled_by_a_cut(tokenizer):
+    leading = leading_ids(tokenizer)
+    post = "TITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
+    room = len(leading) + len(ids_of(tokenizer, post)) - 2
+    for truncation in ("tldr", "start"):
+        cut = {"truncation": truncation, "max_prompt_length": room}
+        examples = [
+            tokenize([{"prompt": text, "completion": " x"}], tokenizer, **cut)[0][0]
+            for text in (post, tokenizer.decode(leading) + post)
+        ]
+        assert examples[0] == examples[1]
+        assert len(examples[0].prompt_ids) <= room
+        assert examples[0].prompt_ids.count(0) == len(leading)
+
+
 def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
     post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
     row = {"prompt": post, "completion": " x"}

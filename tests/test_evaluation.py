@@ -350,6 +350,8 @@ def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path
         {"seed_0/dpo/model": "seed_0/dpo", "seed_1/dpo/model": "seed_1/dpo", "gold": "gold"},
         {"a.py:length": "a.py:length", "b.py:length": "b.py:length", "output/dpo": "output/dpo"},
         {"dpo": "dpo", "dpo/model": "dpo/model"},
+        {"my.py:length": "length"},
+        {"gold": "gold", "runs/gold/model": "runs/gold"},
         {},
     ],
 )

@@ -227,6 +227,19 @@ def test_every_forward_of_a_policy_has_the_precise_head():
     assert isinstance(fsdp.RolloutCopy(policy.lm, config).replica.lm_head, fsdp.Float32Head)
 
 
+def test_the_precise_head_carries_the_gradient_of_a_tied_embedding():
+    batch = usual_batch([[1, 2, 3], [4] * 9], [[5, 6, 2, 9], [8, 3]])
+    gradients = []
+    for bf16 in (False, True):
+        policy = Policy(tiny.causal_lm("gpt2"))
+        policy = fsdp.shard(policy, tiny.train_config(bf16=bf16), distributed.mesh())
+        policy(batch).token_logps.sum().backward()
+        gradients.append(policy.lm.transformer.wte.weight.grad.full_tensor())
+    plain, rounded = gradients
+    assert plain.norm() > 1
+    assert (rounded - plain).norm() < 0.05 * plain.norm()
+
+
 def test_a_row_that_is_not_real_scores_zero(lm):
     batch = padded_batch(PROMPTS[:2], [[c] for c in COMPLETIONS[:2]], 7, is_real=[True, False])
     with torch.no_grad():
