@@ -28,7 +28,7 @@ from common import data, distributed, evaluation, fsdp, models, report, syntheti
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Rollouts, Sampler
-from common.reward_scoring import RewardScorer, short_names
+from common.reward_scoring import RewardScorer
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
 
@@ -79,7 +79,8 @@ def main(config: EvaluateConfig) -> None:
     policy_configs = {
         path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
-    judges = RewardScorer([*config.reward_models, *config.reward_funcs], [], tokenizer, config)
+    judging = [*config.reward_models, *config.reward_funcs]
+    judges = RewardScorer(judging, [], tokenizer, config, beside=policies)
     judges.refuse_other_vocabularies()
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     judges.check_rows(prompts)
@@ -89,9 +90,7 @@ def main(config: EvaluateConfig) -> None:
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
-    names = short_names([*config.reward_models, *config.reward_funcs, *policies])
-    judges.short = names  # one naming in every table
-    systems = []
+    names, systems = judges.short, []
     for path, model in judges.models.items():
         accuracy, scores = evaluation.preferences(model, pairs, config, pad_id)
         systems.append(describe(path, names[path], "reward_model", accuracy, scores, pairs))
@@ -193,7 +192,7 @@ def generation_metrics(
         "stop_rate": sum(rollouts.has_stop) / len(prompts),
         "kl": None,
     }
-    if judges.short:
+    if judges.functions.functions:
         _, by_judge = judges(prompts, rollouts)
         rewards = {name: interval(values[~values.isnan()]) for name, values in by_judge.items()}
         first = next((judges.short[path] for path in judges.models), "")

@@ -19,7 +19,7 @@ from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import Batch, padded_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import encode, leading_ids, truncate_prompt
+from common.truncation import encode, leading_ids, truncate_prompt, without_leading
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 
@@ -237,15 +237,14 @@ def _tokenize_prompts(
     """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
     assert truncation in ("tldr", "start"), truncation
     leading = leading_ids(tokenizer)
-    opening = tokenizer.decode(leading) if leading else ""
+    opening = tokenizer.decode(leading)
     room = max_length - len(leading)
     if room < 1:
         raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         may_be_cut = not isinstance(prompt, Conversation)
-        if leading and ids[: len(leading)] == leading:  # some chat templates write the bos
-            prompt, ids = prompt.removeprefix(opening), ids[len(leading) :]
+        prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
         if len(ids) <= room:
             result.append(_Text(prompt, leading + ids, False))
         elif not may_be_cut:

@@ -16,7 +16,7 @@ from common.padding import padded_batch
 from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
 from common.rows import OWN_COLUMNS
 from common.scoring import RewardModel
-from common.truncation import encode, leading_ids, with_leading
+from common.truncation import encode, leading_ids, without_leading
 
 
 class RewardModelFunction:
@@ -33,6 +33,7 @@ class RewardModelFunction:
         self.path, self.config = path, config
         self.tokenizer = models.load_tokenizer(path, config)
         models.add_own_pad_token(self.tokenizer)
+        self.leading = leading_ids(self.tokenizer)
         self.model_config = models.read_model_config(path, "reward_model", self.tokenizer, config)
         vocabulary = policy_tokenizer.get_vocab()
         own = self.tokenizer.get_vocab()
@@ -61,8 +62,8 @@ class RewardModelFunction:
         if self.same_ids:
             prompt_ids, ids = columns["prompt_ids"], completion_ids
         else:
-            leading = leading_ids(self.tokenizer)
-            prompt_ids = [with_leading(row, leading) for row in encode(prompts, self.tokenizer)]
+            encoded = encode(prompts, self.tokenizer)
+            prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
             ids = encode(completions, self.tokenizer)
             eos = [self.tokenizer.eos_token_id]
             ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
@@ -102,14 +103,26 @@ class RewardScorer:
     """The reward functions of a run, applied to rollouts."""
 
     def __init__(
-        self, names: Sequence[str], weights: Sequence[float], tokenizer: Any, config: CommonConfig
+        self,
+        names: Sequence[str],
+        weights: Sequence[float],
+        tokenizer: Any,
+        config: CommonConfig,
+        beside: Sequence[str] = (),
     ) -> None:
         """Find and check every function; `load` reads the reward models' weights.
+
+        Args:
+            names: Built-ins, file.py:function, reward-model folders.
+            weights: One per name; empty for 1 each.
+            tokenizer: The policy's.
+            config: Of the run.
+            beside: Further paths in the same tables, which short names tell apart too.
 
         Raises:
             UserError: a name is no function, or a folder holds no reward model.
         """
-        self.short = short_names(names)  # by name
+        self.short = short_names([*names, *beside])  # by name
         self.tokenizer = tokenizer
         self.functions = RewardSet({}, [])
         if names:

@@ -89,9 +89,9 @@ def leading_ids(tokenizer: Any) -> list[int]:
     return list(ids[: ids.index(first)])
 
 
-def with_leading(ids: list[int], leading: list[int]) -> list[int]:
-    """The ids behind the leading ones, which a text may have been written with already."""
-    return ids if ids[: len(leading)] == leading else leading + ids
+def without_leading(ids: list[int], leading: list[int]) -> list[int]:
+    """The ids without the leading ones, which some chat templates write into the text."""
+    return ids[len(leading) :] if ids[: len(leading)] == leading else ids
 
 
 def encode(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

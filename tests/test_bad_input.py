@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import save_file
 from transformers import (
@@ -103,13 +104,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "rewards.py").write_text(REWARD_FILE)
     (folder / "raises.py").write_text("raise OSError('no disk')\n")
     (folder / "a_file").write_text("")
-    before, was_started = Path.cwd(), torch.distributed.is_initialized()
-    os.chdir(folder)
-    distributed.start()
-    yield folder
-    os.chdir(before)
-    if not was_started:
-        torch.distributed.destroy_process_group()
+    with tiny.working_directory(folder):
+        yield folder
 
 
 BASE = {

@@ -6,19 +6,15 @@ the process that asks changes them.
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import noise
 
-REPOSITORY = Path(__file__).parents[1]
 GOLDEN = 0x9E3779B97F4A7C15
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -143,16 +139,7 @@ def test_derived_seeds_separate_purposes_and_types():
 def test_derived_seed_is_the_same_in_another_process():
     program = "from common.noise import derive_seed; print(derive_seed(3, 'sampling', 7))"
     for salt in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": salt}
-        output = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=REPOSITORY,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert int(output.stdout) == noise.derive_seed(3, "sampling", 7)
+        assert int(tiny.output_of(program, hash_seed=salt)) == noise.derive_seed(3, "sampling", 7)
 
 
 @settings(max_examples=50, deadline=None)

@@ -9,17 +9,17 @@ of steps and the batch sizes are smaller.
 import importlib
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import pytest
+import tiny
 import torch
 import yaml
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from common import distributed, plots, synthetic
+from common import plots, synthetic
 from common.config import parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,13 +105,8 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     for name in ("trl-lib/tldr-preference", "data/summeval_preference"):
         write(folder / name, "train", pairs)
         write(folder / name, "validation", [*pairs[: NUM_PAIRS - NUM_CNN_DM], *articles])
-    before, was_started = Path.cwd(), torch.distributed.is_initialized()
-    os.chdir(folder)
-    distributed.start()
-    yield folder
-    os.chdir(before)
-    if not was_started:
-        torch.distributed.destroy_process_group()
+    with tiny.working_directory(folder):
+        yield folder
 
 
 def save_model(folder: Path) -> None:
@@ -153,6 +148,20 @@ def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
         importlib.import_module(module).main(config)
     check_runs(working_directory / "output" / chain)
     check_results(working_directory / "output" / chain / "evaluation", chain)
+
+
+def test_policies_are_evaluated_without_any_judge(working_directory):
+    """Accuracy, KL, length and stop rate need no reward."""
+    save_model(working_directory / "alone" / "model")
+    flags = ["--output_dir=judged_by_none", "--num_prompts=3", "--num_eval_rows=4"]
+    flags += ["--max_prompt_length=128", "--max_completion_length=48"]
+    config = parse(config_class("evaluate"), [*flags, "--policies", "alone/model"])
+    importlib.import_module("evaluate").main(config)
+    (system,) = json.loads(Path("judged_by_none/results.json").read_text())["systems"]
+    assert (system["name"], system["kl"]["mean"]) == ("alone", 0)
+    assert system["length"] > 0
+    assert "rewards" not in system
+    assert Path("judged_by_none/report.md").is_file()
 
 
 def check_runs(folder: Path) -> None:

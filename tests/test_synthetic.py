@@ -10,20 +10,16 @@ import hashlib
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
+import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import synthetic
 from common.config import UserError
 
-REPOSITORY = Path(__file__).parents[1]
 FACTS = {
     "who": "sister",
     "event": "sold",
@@ -364,17 +360,8 @@ def test_tokenizer_has_the_same_bytes_in_another_process(tokenizer):
         "text = train_tokenizer().backend_tokenizer.to_str(); "
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "123", "TOKENIZERS_PARALLELISM": "false"}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     expected = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    assert result.stdout.split()[-1] == expected
+    assert tiny.output_of(code, hash_seed="123").split()[-1] == expected
 
 
 def test_tokenizer_needs_room_for_every_byte():

@@ -5,6 +5,12 @@ distributions are far from uniform and a wrong position, mask or shift shows.
 """
 
 import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,3 +128,27 @@ def batch_of(
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:
     """The values (B, C) at the marked places, row by row, on the host."""
     return [row[kept].cpu() for row, kept in zip(values, mask, strict=True)]
+
+
+@contextmanager
+def working_directory(folder: Path) -> Iterator[None]:
+    """Stages run inside: there, in this process, in a process group of one."""
+    before, was_started = Path.cwd(), torch.distributed.is_initialized()
+    os.chdir(folder)
+    distributed.start()
+    yield
+    os.chdir(before)
+    if not was_started:
+        torch.distributed.destroy_process_group()
+
+
+def output_of(program: str, hash_seed: str) -> str:
+    """What a Python program prints in a process of its own, with another hash of texts."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
