@@ -68,7 +68,7 @@ def main(config: DPOConfig) -> None:
     configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
     resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
     train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
-    order = data.BatchOrder.of_training(config, len(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
     # Policy and frozen reference, FSDP, optimiser
@@ -92,7 +92,7 @@ def main(config: DPOConfig) -> None:
 
     # Loop
     for step in range(start_step, total_steps):
-        batches = data.micro_batches(train_set, order.rows(step), config.micro_batch_size, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for i, batch in enumerate(batches):
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)

@@ -53,7 +53,7 @@ from common.generation import Rollouts, Sampler
 from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss
 from common.metrics import Accumulator, RunLogger
 from common.noise import derive_seed, hash_counters
-from common.padding import Batch, padded_batch
+from common.padding import AnyBatch
 from common.reward_scoring import RewardScorer
 from common.rewards import apply_missing_eos_penalty
 from common.scoring import Policy
@@ -63,7 +63,7 @@ from common.scoring import Policy
 class GRPOConfig(TrainConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
-    # --- rollouts: batch_size prompts per step, micro_batch_size completions per forward ---
+    # --- rollouts: batch_size prompts per step ---
     num_generations: int = knob(8, "completions of a prompt that are trained on")
     num_candidates: int = knob(0, "completions sampled per prompt (0: num_generations)")
     temperature: float = knob(1.0, "of sampling and of every log-probability")
@@ -109,7 +109,7 @@ class GRPOConfig(TrainConfig):
 class MicroBatch:
     """Kept completions that go through one forward pass."""
 
-    batch: Batch  # B completions
+    batch: AnyBatch  # B completions
     advantages: Tensor  # (B,)
     sampled_logps: Tensor  # (B, C) from the sampler
     ref_logps: Tensor = field(init=False)  # (B, C) set before the first update
@@ -131,7 +131,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
-    order = data.BatchOrder.of_training(config, len(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
     # Policy, frozen reference and reward models, FSDP, optimiser
@@ -280,28 +280,28 @@ def collate(
     config: GRPOConfig,
     pad_id: int,
 ) -> list[MicroBatch]:
-    """The kept completions, `micro_batch_size` at a time; as many micro-batches on every rank."""
+    """The kept completions, packed by length; as many micro-batches on every rank. Collective."""
     device = distributed.device()
     num_candidates = len(rollouts.has_stop) // len(examples)
-    first = torch.arange(len(examples))[:, None] * num_candidates  # (N, 1)
-    chosen = (first + kept).flatten()  # (N*G,) which of the N*K completions
+    pieces = []
+    for n, example in enumerate(examples):
+        if real[n]:
+            places = (n * num_candidates + kept[n]).tolist()  # of the N*K completions
+            completions = [rollouts.completion_ids[i] for i in places]
+            pieces += data.cut_group(example.prompt_ids, completions, places, config)
+    all_advantages = torch.zeros(len(rollouts.has_stop)).view(len(examples), -1)
+    all_advantages = all_advantages.scatter(1, kept, advantages.float()).flatten()  # (N*K,)
     micro_batches = []
-    for places in torch.arange(len(chosen)).split(config.micro_batch_size):
-        indices = chosen[places].tolist()
-        owners = [i // num_candidates for i in indices]
-        batch = padded_batch(
-            [examples[n].prompt_ids for n in owners],
-            [[rollouts.completion_ids[i]] for i in indices],
-            pad_id,
-            is_real=[bool(real[n]) for n in owners],
-        )
+    for part in data.pack(pieces, config):
+        batch = data.collate(part, config.layout, pad_id)
         sampled_logps = torch.zeros(batch.completion_mask.shape)  # (B, C)
-        for row, i in enumerate(indices):
+        part_advantages = torch.zeros(len(sampled_logps))  # (B,)
+        for row, i in enumerate(i for piece in part for i in piece.places):
             logps = torch.tensor(rollouts.token_logps[i])
             sampled_logps[row, : len(logps)] = logps
-        part_advantages = advantages.flatten()[places].to(device)
+            part_advantages[row] = all_advantages[i]
         micro_batches.append(
-            MicroBatch(batch.to(device), part_advantages, sampled_logps.to(device))
+            MicroBatch(batch.to(device), part_advantages.to(device), sampled_logps.to(device))
         )
     return micro_batches
 

@@ -72,7 +72,7 @@ def main(config: RewardConfig) -> None:
     sft_set = data.load_examples(
         config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
     )
-    order = data.BatchOrder.of_training(config, len(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
     # Model with its head, FSDP, optimiser
@@ -92,7 +92,7 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in range(start_step, total_steps):
-        batches = data.micro_batches(train_set, order.rows(step), config.micro_batch_size, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for i, batch in enumerate(batches):
             fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)

@@ -58,7 +58,7 @@ def main(config: SFTConfig) -> None:
     model_config = models.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
     resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
-    order = data.BatchOrder.of_training(config, len(train_set))
+    order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
     # Model, FSDP, optimiser
@@ -78,7 +78,7 @@ def main(config: SFTConfig) -> None:
 
     # Loop
     for step in range(start_step, total_steps):
-        batches = data.micro_batches(train_set, order.rows(step), config.micro_batch_size, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for i, batch in enumerate(batches):
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)

@@ -76,9 +76,19 @@ class CommonConfig:
     )
     max_dropped_fraction: float = knob(0.05, "refuse a split that loses more rows than this")
 
-    # --- memory and sharding: none of these changes a loss ---
-    micro_batch_size: int = knob(8, "rows (GRPO: completions) in one forward pass on one process")
+    # --- speed, memory and sharding: none of these changes a loss ---
+    layout: str = knob(
+        "shared_prefix",
+        "shared_prefix: a prompt is computed once for all its completions; padded: the reference, "
+        "one row per completion",
+        ["shared_prefix", "padded"],
+    )
+    micro_batch_tokens: int = knob(4096, "tokens in one forward pass on one process")
+    micro_batch_size: int = knob(64, "rows (GRPO: completions) in one forward pass, at most")
     generation_batch_size: int = knob(64, "completions decoded at once on one process")
+    generation_cache_tokens: int = knob(
+        65536, "tokens whose keys and values sampling holds at once on one process"
+    )
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
     cpu_offload: bool = knob(False, "keep parameters and optimiser state in host memory")
@@ -95,8 +105,10 @@ class CommonConfig:
         for name in (
             "max_prompt_length",
             "max_completion_length",
+            "micro_batch_tokens",
             "micro_batch_size",
             "generation_batch_size",
+            "generation_cache_tokens",
         ):
             require_positive(self, name)
         require_positive(self, "num_replicas")

@@ -1,8 +1,8 @@
 """Rows become token ids, and token ids become each rank's batches.
 
 `tokenize_rows` makes `Example`s and counts what it truncated and dropped; `BatchOrder` gives each
-rank its rows as a function of the step; `micro_batches` puts them into the padded layout. Reading
-and checking the rows themselves is in `common/rows.py`, cutting a prompt in `common/truncation.py`.
+rank its rows as a function of the step; `pack` puts them into micro-batches by length. Reading and
+checking the rows themselves is in `common/rows.py`, cutting a prompt in `common/truncation.py`.
 """
 
 import math
@@ -17,7 +17,7 @@ from common import distributed
 from common.chat import Conversation, render
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
-from common.padding import Batch, padded_batch
+from common.padding import AnyBatch, make_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
 from common.truncation import encode, leading_ids, truncate_prompt, without_leading
 
@@ -325,7 +325,8 @@ class BatchOrder:
 
     Each epoch is a fresh permutation of all rows. A batch never reaches into the next epoch: the
     last one is filled up with None, so that every rank always holds `batch_size / world_size`
-    entries. The ranks' entries together do not depend on their number.
+    entries. The ranks' entries together do not depend on their number. With `lengths` long and
+    short rows are dealt out evenly, so that ranks do not wait for each other.
     """
 
     def __init__(
@@ -337,6 +338,7 @@ class BatchOrder:
         rank: int,
         world_size: int,
         shuffle: bool = True,
+        lengths: Sequence[int] = (),
     ) -> None:
         """Set up the order.
 
@@ -347,6 +349,7 @@ class BatchOrder:
             rank: This process.
             world_size: Number of processes.
             shuffle: False keeps the rows in their order, for evaluation.
+            lengths: of each row, in tokens; empty deals the rows out without looking at it.
         """
         assert num_rows > 0
         assert batch_size > 0
@@ -358,11 +361,12 @@ class BatchOrder:
         self.rank = rank
         self.world_size = world_size
         self.shuffle = shuffle
+        self.lengths = lengths
         self._epoch_order: tuple[int, list[int]] = (-1, [])  # the last epoch asked for
 
     @classmethod
-    def of_training(cls, config: TrainConfig, num_rows: int) -> "BatchOrder":
-        """The order in which this process trains on `num_rows` rows.
+    def of_training(cls, config: TrainConfig, examples: Sequence[Example]) -> "BatchOrder":
+        """The order in which this process trains on the examples.
 
         Raises:
             UserError: the global batch cannot be shared evenly.
@@ -373,7 +377,15 @@ class BatchOrder:
                 f"--batch_size is {config.batch_size}, which {world_size} processes cannot share "
                 f"evenly; make it a multiple of {world_size}."
             )
-        return cls(num_rows, config.batch_size, seed=config.seed, rank=rank, world_size=world_size)
+        lengths = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
+        return cls(
+            len(examples),
+            config.batch_size,
+            seed=config.seed,
+            rank=rank,
+            world_size=world_size,
+            lengths=lengths,
+        )
 
     def total_steps(self, config: TrainConfig) -> int:
         """Steps of a run: `max_steps`, or what `num_train_epochs` come to."""
@@ -393,8 +405,14 @@ class BatchOrder:
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.batch_size
         batch: list[int | None] = [*self._order(epoch)[start : start + self.batch_size]]
+        if self.lengths:
+            batch.sort(key=lambda row: self.lengths[row or 0])
         batch += [None] * (self.batch_size - len(batch))
-        return batch[self.rank :: self.world_size]
+        if not self.lengths:
+            return batch[self.rank :: self.world_size]
+        # Dealt out like cards, every other round in reverse: 0 1 2 2 1 0 0 1 2 ...
+        rounds = [batch[i : i + self.world_size] for i in range(0, len(batch), self.world_size)]
+        return [cards[:: 1 - 2 * (i % 2)][self.rank] for i, cards in enumerate(rounds)]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -406,30 +424,104 @@ class BatchOrder:
         return self._epoch_order[1]
 
 
-def micro_batches(
-    examples: Sequence[Example], rows: Sequence[int | None], micro_batch_size: int, pad_id: int
-) -> list[Batch]:
-    """This rank's rows of a step in the padded layout, `micro_batch_size` prompts at a time.
+@dataclass
+class Piece:
+    """Completions of one prompt that go through a forward pass together.
 
-    Their number, `ceil(len(rows) / micro_batch_size)`, is the same on every rank. A row that is
-    None becomes the shortest possible prompt with K completions, of weight 0.
+    Attributes:
+        prompt_ids: Never empty.
+        completions: K lists of ids.
+        places: Where the caller keeps each of them, K numbers; empty in a filler.
+        weight: What it counts as in `micro_batch_size`.
     """
+
+    prompt_ids: list[int]
+    completions: list[list[int]]
+    places: list[int]
+    weight: int = 1
+
+
+def cut_group(
+    prompt_ids: list[int],
+    completions: list[list[int]],
+    places: list[int],
+    config: CommonConfig,
+) -> list[Piece]:
+    """A prompt with its completions in as few pieces of about equal size as the limits allow."""
+    num_pieces = 0
+    while True:
+        num_pieces += 1
+        size = -(-len(places) // num_pieces)
+        parts = [slice(start, start + size) for start in range(0, len(places), size)]
+        pieces = [
+            Piece(prompt_ids, completions[part], places[part], len(places[part])) for part in parts
+        ]
+        if size == 1 or all(fits([piece], config) for piece in pieces):
+            return pieces
+
+
+def cost(pieces: Sequence[Piece], layout: str) -> int:
+    """Tokens that a forward pass over these pieces computes, padding included."""
+    if layout == "shared_prefix":
+        return sum(len(piece.prompt_ids) + sum(map(len, piece.completions)) for piece in pieces)
+    longest = max(len(piece.prompt_ids) for piece in pieces)
+    longest += max(len(ids) for piece in pieces for ids in piece.completions)
+    return longest * sum(len(piece.completions) for piece in pieces)
+
+
+def fits(pieces: Sequence[Piece], config: CommonConfig) -> bool:
+    """Whether the pieces may share a forward pass."""
+    weight = sum(piece.weight for piece in pieces)
+    within_budget = cost(pieces, config.layout) <= config.micro_batch_tokens
+    return weight <= config.micro_batch_size and within_budget
+
+
+def pack(
+    pieces: Sequence[Piece], config: CommonConfig, num_completions: int = 1
+) -> list[list[Piece]]:
+    """Put pieces together, the longest first, until a limit is reached. Collective.
+
+    Every rank gets as many packs: a rank that has fewer of its own gets some that hold a filler,
+    the shortest possible prompt with `num_completions` completions, which count nowhere.
+    """
+    packs: list[list[Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: -cost([piece], config.layout)):
+        if packs and fits([*packs[-1], piece], config):
+            packs[-1].append(piece)
+        else:
+            packs.append([piece])
+    num_packs = torch.tensor(len(packs))
+    missing = int(distributed.all_reduce_max(num_packs)) - len(packs)
+    return packs + [[Piece([0], [[0]] * num_completions, [])]] * missing
+
+
+def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
+    """The pieces as one batch, a piece's completions next to each other."""
+    return make_batch(
+        layout,
+        [piece.prompt_ids for piece in pieces],
+        [piece.completions for piece in pieces],
+        pad_id,
+        is_real=[bool(piece.places) for piece in pieces],
+    )
+
+
+def micro_batches(
+    examples: Sequence[Example], rows: Sequence[int | None], config: CommonConfig, pad_id: int
+) -> list[AnyBatch]:
+    """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
+
+    The completions of a row stay together. A row that is None counts nowhere.
+    """
+    pieces = [
+        Piece(examples[row].prompt_ids, examples[row].completions, [row])
+        for row in rows
+        if row is not None
+    ]
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
-    filler = Example(-1, "", [pad_id], [[pad_id]] * num_completions, {})
-    batches = []
-    for start in range(0, len(rows), micro_batch_size):
-        part = rows[start : start + micro_batch_size]
-        chosen = [filler if row is None else examples[row] for row in part]
-        batches.append(
-            padded_batch(
-                [example.prompt_ids for example in chosen],
-                [example.completions for example in chosen],
-                pad_id,
-                is_real=[row is not None for row in part],
-            )
-        )
-    return batches
+    packs = pack(pieces, config, num_completions)
+    return [collate(part, config.layout, pad_id) for part in packs]
 
 
 def prompts(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common import data, distributed, fsdp
 from common.config import CommonConfig
-from common.data import Example
+from common.data import Example, Piece
 from common.jsonl import read_jsonl
 from common.metrics import Accumulator
 from common.scoring import sequence_scores
@@ -26,36 +26,39 @@ def score_examples(
     Args:
         model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
         examples: N prompts with K completions each.
-        config: `micro_batch_size` prompts are scored at once on each rank.
+        config: how much is scored at once on each rank, and in which layout.
         pad_id: fills padding; masked.
         title: what the progress bar says.
 
     Returns:
         (N, K) float64 on the host, the same on every rank.
     """
-    world_size, device = distributed.world_size(), distributed.device()
-    order = data.BatchOrder(
-        len(examples),
-        config.micro_batch_size * world_size,
-        seed=0,
-        rank=distributed.rank(),
-        world_size=world_size,
-        shuffle=False,
-    )
-    num_completions = len(examples[0].completions)
-    scores = torch.zeros(len(examples), num_completions, dtype=torch.float64, device=device)
-    bar = progress_bar(title, order.steps_per_epoch, unit="batch", active=distributed.is_rank0())
-    for step in range(order.steps_per_epoch):
+    device, num_completions = distributed.device(), len(examples[0].completions)
+    scores = torch.zeros(len(examples) * num_completions, dtype=torch.float64, device=device)
+    packs = data.pack(evaluation_pieces(examples, config), config)
+    bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
+    for pieces in packs:
         bar.update()
-        rows = order.rows(step)
-        (batch,) = data.micro_batches(examples, rows, config.micro_batch_size, pad_id)
-        values = sequence_scores(model, batch.to(device)).view(-1, num_completions)  # (N', K)
-        for row, value in zip(rows, values, strict=True):
-            if row is not None:
-                scores[row] = value.double()
+        batch = data.collate(pieces, config.layout, pad_id).to(device)
+        values = sequence_scores(model, batch)[batch.is_real]
+        places = [place for piece in pieces for place in piece.places]
+        scores[torch.tensor(places, dtype=torch.long, device=device)] = values.double()
     bar.close()
     fsdp.reshard(model)
-    return distributed.all_reduce_sum(scores).cpu()
+    return distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()
+
+
+def evaluation_pieces(examples: Sequence[Example], config: CommonConfig) -> list[Piece]:
+    """This rank's share of all completions, dealt out by length; a place is n * K + k."""
+    lengths = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
+    rows = sorted(range(len(examples)), key=lambda row: -lengths[row])
+    pieces = []
+    for row in rows[distributed.rank() :: distributed.world_size()]:
+        example = examples[row]
+        first = row * len(example.completions)
+        places = list(range(first, first + len(example.completions)))
+        pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
+    return pieces
 
 
 def sft_loss(

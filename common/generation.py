@@ -1,4 +1,4 @@
-"""Sampling: a prompt prefilled once for its samples, noise a function of what is sampled.
+"""Sampling: a prompt's keys and values made and kept once, noise a function of what is sampled.
 
 A token is drawn by inverse CDF at uniform numbers hashed from (seed, step, prompt, sample,
 position), so a completion does not depend on the rank or batch that drew it: up to the rounding of
@@ -6,18 +6,18 @@ a matrix product in a batch of another shape, for which `draw_token` leaves litt
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from common import distributed, fsdp, noise, padding
+from common import attention, distributed, fsdp, noise, padding
 from common.config import CommonConfig
 from common.data import Example
+from common.padding import shared_prefix_batch
 from common.terminal import progress_bar, show_status
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
@@ -85,6 +85,25 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     return block * size + draw(inside, uniforms[:, 1])
 
 
+def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Log-probabilities (B, V), -inf where a token may not be drawn; not normalised again.
+
+    Args:
+        logps: (B, V).
+        top_k: only the k most likely tokens; 0 for all.
+        top_p: only the fewest tokens, most likely first, that hold this share (Holtzman et al.
+            2020); 1 for all.
+    """
+    if 0 < top_k < logps.shape[-1]:
+        threshold = logps.topk(top_k, -1).values[:, -1:]
+        logps = logps.masked_fill(logps < threshold, -math.inf)
+    if top_p < 1:
+        ordered, tokens = logps.sort(-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # share of the more likely
+        logps = logps.scatter(-1, tokens, ordered.masked_fill(before >= top_p, -math.inf))
+    return logps
+
+
 class Sampler:
     """Samples from a policy that is being trained, through a plain copy of its weights."""
 
@@ -105,6 +124,8 @@ class Sampler:
         *,
         num_samples: int = 1,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
         step: int = 0,
         report: Callable[[str], object] | None = None,
     ) -> Rollouts:
@@ -114,35 +135,63 @@ class Sampler:
             examples: N prompts; their row numbers identify them in the noise.
             num_samples: completions per prompt, K.
             temperature: divides the logits; 0 takes the most likely token.
+            top_k: see `restrict`. The log-probabilities returned are those before restricting.
+            top_p: see `restrict`.
             step: of the run; another step draws other completions.
             report: told what is happening, for a progress bar.
         """
-        at_once = self.config.generation_batch_size
-        prompts_at_once = max(1, at_once // num_samples)
         rollouts = Rollouts()
         with self.copy.gathered(self.policy) as lm:
-            for start, first in product(
-                range(0, len(examples), prompts_at_once), range(0, num_samples, at_once)
-            ):
-                part = examples[start : start + prompts_at_once]
-                which = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
+            for start, end, first, count in self.parts(examples, num_samples):
+                part = examples[start:end]
                 rollouts.extend(
                     decode(
                         lm,
                         [example.prompt_ids for example in part],
                         keys=torch.tensor([example.row for example in part]),
-                        num_samples=min(at_once, num_samples - first),
+                        num_samples=count,
                         first_sample=first,
                         stop_ids=self.stop_ids,
                         max_completion_length=self.config.max_completion_length,
                         temperature=temperature,
+                        top_k=top_k,
+                        top_p=top_p,
                         seed=noise.derive_seed(self.config.seed, "sampling", step),
                         pad_id=self.tokenizer.pad_token_id,
-                        title=which,
+                        layout=self.config.layout,
+                        title=f"prompts {start + 1} to {end} of {len(examples)}",
                         report=report,
                     )
                 )
         return rollouts
+
+    def parts(
+        self, examples: Sequence[Example], num_samples: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """What is decoded together: prompts start to end, and of each `count` samples from `first`.
+
+        As many whole groups as the limits on completions and on cached tokens let in; the samples
+        of a group that is too large alone come in several parts.
+        """
+        at_once, room = self.config.generation_batch_size, self.config.generation_cache_tokens
+        own = num_samples * self.config.max_completion_length
+        start = 0
+        while start < len(examples):
+            end, tokens = start, 0
+            while end < len(examples) and (end + 1 - start) * num_samples <= at_once:
+                tokens += len(examples[end].prompt_ids) + own
+                if tokens > room:
+                    break
+                end += 1
+            if end > start:
+                yield start, end, 0, num_samples
+            else:
+                end = start + 1
+                left = room - len(examples[start].prompt_ids)
+                count = max(1, min(at_once, left // self.config.max_completion_length))
+                for first in range(0, num_samples, count):
+                    yield start, end, first, min(count, num_samples - first)
+            start = end
 
     def sample_shared(
         self, examples: Sequence[Example], *, temperature: float, title: str
@@ -215,36 +264,34 @@ def decode(
     temperature: float,
     seed: int,
     pad_id: int,
+    layout: str = "shared_prefix",
     first_sample: int = 0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     title: str = "",
     report: Callable[[str], object] | None = None,
 ) -> Rollouts:
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows."""
     device = lm.get_input_embeddings().weight.device
-    ids, mask = padding.left_pad([list(p) for p in prompts], pad_id)
-    ids, mask = ids.to(device), mask.to(device)  # (N, P)
-    cache = DynamicCache(config=lm.config)
-    output = lm(
-        input_ids=ids,
-        attention_mask=mask.long(),
-        position_ids=padding.position_ids(mask),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    cache.batch_repeat_interleave(num_samples)  # the prompt's keys and values, once per sample
-    logits = output.logits[:, -1].repeat_interleave(num_samples, 0)  # (B, V)
-    mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
-    keys = keys.repeat_interleave(num_samples).to(device)  # (B,)
-    samples = first_sample + torch.arange(num_samples, device=device).repeat(len(prompts))  # (B,)
-    stops = torch.tensor(list(stop_ids), device=device)
-    both = torch.arange(2, device=device)  # a uniform number for the block, one for the token
-
+    decoder: SharedDecoder | CopyingDecoder
+    if layout == "shared_prefix":
+        decoder = SharedDecoder(lm, prompts, num_samples, max_completion_length)
+    else:
+        decoder = CopyingDecoder(lm, prompts, num_samples, pad_id)
     num_rows = len(prompts) * num_samples
+    uniforms = noise.uniform(  # (B, C, 2): for a block of tokens, and for the token in it
+        seed,
+        keys.repeat_interleave(num_samples)[:, None, None],
+        (first_sample + torch.arange(num_samples)).repeat(len(prompts))[:, None, None],
+        torch.arange(max_completion_length)[:, None],
+        torch.arange(2),
+    ).to(device)
+    stops = torch.tensor(list(stop_ids), device=device)
     tokens_out = torch.full((num_rows, max_completion_length), pad_id, device=device)  # (B, C)
     logps_out = torch.zeros(num_rows, max_completion_length, device=device)  # (B, C)
-    rows = torch.arange(num_rows, device=device)  # which output row each cached row writes
+    rows = torch.arange(num_rows, device=device)  # which output row each decoded row writes
     finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    logits = decoder.logits
     for position in range(max_completion_length):
         if report:
             report(f"{title}, token {position + 1} of {max_completion_length}")
@@ -252,8 +299,7 @@ def decode(
         if temperature == 0:
             tokens = logps.argmax(-1)
         else:
-            counters = (keys[:, None], samples[:, None], position)
-            tokens = draw_token(logps, noise.uniform(seed, *counters, both))  # (B', 2) uniforms
+            tokens = draw_token(restrict(logps, top_k, top_p), uniforms[rows, position])
         tokens_out[rows, position] = torch.where(finished, pad_id, tokens)
         logps_out[rows, position] = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         finished = finished | torch.isin(tokens, stops)
@@ -262,18 +308,88 @@ def decode(
             break
         if live <= (1 - DROP_FRACTION) * len(rows):
             kept = (~finished).nonzero().squeeze(-1)
-            cache.batch_select_indices(kept)
-            mask, keys, samples, tokens = mask[kept], keys[kept], samples[kept], tokens[kept]
-            rows, finished = rows[kept], finished[kept]
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], -1)  # (B', P + position + 1)
-        logits = lm(
-            input_ids=tokens.unsqueeze(-1),
-            attention_mask=mask.long(),
-            position_ids=padding.position_ids(mask)[:, -1:],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
+            decoder.keep(kept)
+            rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
+        logits = decoder.step(tokens)
     return cut(tokens_out, logps_out, position + 1, stop_ids)
+
+
+class SharedDecoder:
+    """Next-token logits of samples that attend to one copy of their prompt's keys and values."""
+
+    def __init__(
+        self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, max_length: int
+    ) -> None:
+        """Prefill the prompts, in one row without padding; `logits` (B, V) follow them."""
+        device = lm.get_input_embeddings().weight.device
+        packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (N,)
+        self.lm = lm
+        self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
+        self.cache = attention.DecodingCache(packed.layout, num_samples, max_length, device)
+        hidden = self.forward(packed.input_ids, packed.position_ids)[0]  # (T, D)
+        logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
+        self.logits = logits.repeat_interleave(num_samples, 0)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Last hidden states, (B, T, D)."""
+        hidden: Tensor = self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, **attention.inputs_for(self.cache)
+        ).last_hidden_state
+        return hidden
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token (B',) to every row; logits (B', V) of the next."""
+        self.cache.length += 1
+        hidden = self.forward(tokens[:, None], self.positions[:, None])[:, 0]  # (B', D)
+        self.positions = self.positions + 1
+        logits: Tensor = self.lm.get_output_embeddings()(hidden)
+        return logits
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows."""
+        self.positions = self.positions[kept]
+        self.cache.keep(kept)
+
+
+class CopyingDecoder:
+    """The same from transformers' own cache: a padded prompt's keys and values for every sample."""
+
+    def __init__(
+        self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, pad_id: int
+    ) -> None:
+        """Prefill the prompts, padded on the left; `logits` (B, V) follow them."""
+        device = lm.get_input_embeddings().weight.device
+        ids, mask = padding.left_pad([list(p) for p in prompts], pad_id)
+        ids, mask = ids.to(device), mask.to(device)  # (N, P)
+        self.lm = lm
+        self.cache = DynamicCache(config=lm.config)
+        logits = self.forward(ids, mask, padding.position_ids(mask))  # (N, V)
+        self.cache.batch_repeat_interleave(num_samples)
+        self.logits = logits.repeat_interleave(num_samples, 0)
+        self.mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
+
+    def forward(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Logits (B, V) that follow the last token."""
+        logits: Tensor = self.lm(
+            input_ids=input_ids,
+            attention_mask=mask.long(),
+            position_ids=position_ids,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append a token (B',) to every row; logits (B', V) of the next."""
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], -1)
+        return self.forward(tokens[:, None], self.mask, padding.position_ids(self.mask)[:, -1:])
+
+    def keep(self, kept: Tensor) -> None:
+        """Go on with some of the rows."""
+        self.mask = self.mask[kept]
+        self.cache.batch_select_indices(kept)
 
 
 def cut(tokens: Tensor, logps: Tensor, length: int, stop_ids: Sequence[int]) -> Rollouts:

@@ -1,4 +1,4 @@
-"""Padding, position ids, the cut at the first stop token, and the padded layout of a batch.
+"""Padding, position ids, the cut at the first stop token, and the two layouts of a batch.
 
 Masks are bool, True = a real token. They are made here together with the ids and carried along:
 nothing later may infer them from `ids != pad`, since GPT-2's pad token is its end-of-text token,
@@ -156,6 +156,138 @@ def padded_batch(
         completion_mask=token_mask & is_real_row[:, None],
         is_real=is_real_row,
     )
+
+
+@dataclass
+class Layout:
+    """Where the tokens of a `SharedPrefixBatch` stand, for attention.
+
+    The row holds, prompt after prompt, a *trunk* (the prompt and its first completion, one causal
+    run) and its *branches* (the prompt's other completions, each of which sees the prompt and
+    itself).
+
+    Attributes:
+        trunks: Per prompt the places (start, end of the prompt, end of the trunk, end of the last
+            branch), as half-open ranges.
+        branch_index: (R, L) int64, the places of R branches, filled up on the right with 0.
+        branch_mask: (R, L) bool, True = a token of the branch.
+    """
+
+    trunks: list[tuple[int, int, int, int]]
+    branch_index: Tensor
+    branch_mask: Tensor
+
+    def to(self, device: torch.device | str) -> "Layout":
+        """Copy to a device."""
+        return Layout(self.trunks, self.branch_index.to(device), self.branch_mask.to(device))
+
+
+@dataclass
+class SharedPrefixBatch:
+    """Prompts with their completions in one row without padding, every prompt once.
+
+    The same interface as `Batch` in what a loss needs (masks of B = N * K completions, C columns);
+    a completion's position ids go on from its prompt's, wherever in the row it stands.
+
+    Attributes:
+        input_ids: (1, T) int64, T = the sum of all lengths.
+        position_ids: (1, T) int64.
+        layout: Which token sees which.
+        completion_ids: (B, C) int64, padded on the right.
+        completion_mask: (B, C) bool, as in `Batch`.
+        is_real: (B,) bool, as in `Batch`.
+        predictors: (M,) int64, the places before the M completion tokens: each predicts one.
+        slots: (M,) int64, where those tokens stand in (B, C), flattened.
+        last: (B,) int64, the place of each completion's last token.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    layout: Layout
+    completion_ids: Tensor
+    completion_mask: Tensor
+    is_real: Tensor
+    predictors: Tensor
+    slots: Tensor
+    last: Tensor
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
+        return self.completion_mask.sum()
+
+    def to(self, device: torch.device | str) -> "SharedPrefixBatch":
+        """Copy to a device."""
+        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
+        return SharedPrefixBatch(**moved)
+
+
+AnyBatch = Batch | SharedPrefixBatch
+
+
+def shared_prefix_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    pad_id: int,
+    *,
+    is_real: Sequence[bool] | None = None,
+) -> SharedPrefixBatch:
+    """Put N prompts with any number of completions each into one row; see `padded_batch`."""
+    is_real = [True] * len(prompts) if is_real is None else is_real
+    assert len(prompts) == len(completions) == len(is_real), (
+        "one list of completions and one flag per prompt"
+    )
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
+    completion_rows = [row for group in completions for row in group]
+    completion_ids, token_mask = right_pad(completion_rows, pad_id)  # (B, C)
+    real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
+    is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
+
+    ids: list[int] = []
+    positions: list[int] = []
+    trunks, branches = [], []
+    before: list[int] = []  # the place before each completion token
+    last = []
+    for prompt, group in zip(prompts, completions, strict=True):
+        start, prompt_end = len(ids), len(ids) + len(prompt)
+        ids += prompt
+        positions += range(len(prompt))
+        trunk_end = prompt_end + (len(group[0]) if group else 0)
+        for k, row in enumerate(group):
+            first = len(ids)
+            ids += row
+            positions += range(len(prompt), len(prompt) + len(row))
+            before += [prompt_end - 1, *range(first, first + len(row) - 1)][: len(row)]
+            last.append(first + len(row) - 1 if row else prompt_end - 1)
+            if k > 0:
+                branches.append(range(first, first + len(row)))
+        trunks.append((start, prompt_end, trunk_end, len(ids)))
+
+    branch_index, branch_mask = right_pad(branches, 0)  # (R, L)
+    return SharedPrefixBatch(
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([positions]),
+        layout=Layout(trunks, branch_index, branch_mask),
+        completion_ids=completion_ids,
+        completion_mask=token_mask & is_real_row[:, None],
+        is_real=is_real_row,
+        predictors=torch.tensor(before, dtype=torch.long),
+        slots=token_mask.flatten().nonzero().squeeze(-1),
+        last=torch.tensor(last, dtype=torch.long),
+    )
+
+
+def make_batch(
+    layout: str,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    pad_id: int,
+    *,
+    is_real: Sequence[bool] | None = None,
+) -> AnyBatch:
+    """`padded_batch` or `shared_prefix_batch`, by the name of the layout."""
+    make = shared_prefix_batch if layout == "shared_prefix" else padded_batch
+    return make(prompts, completions, pad_id, is_real=is_real)
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Reward models as reward functions, and all reward functions of a run applied to rollouts."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import distributed, fsdp, models
+from common import data, distributed, fsdp, models
 from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
-from common.padding import padded_batch
 from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
 from common.rows import OWN_COLUMNS
 from common.scoring import RewardModel
@@ -20,7 +20,7 @@ from common.truncation import encode, leading_ids, without_leading
 
 
 class RewardModelFunction:
-    """A reward-model folder as a reward function. Collective: every rank scores as many rows."""
+    """A reward-model folder as a reward function. Collective."""
 
     is_collective = True
 
@@ -68,15 +68,19 @@ class RewardModelFunction:
             eos = [self.tokenizer.eos_token_id]
             ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
             self.refuse_beyond_positions(prompt_ids, ids)
-        rewards: list[float] = []
-        for start in range(0, len(prompts), self.config.micro_batch_size):
-            part = slice(start, start + self.config.micro_batch_size)
-            batch = padded_batch(
-                [list(row) for row in prompt_ids[part]],
-                [[list(row)] for row in ids[part]],
-                self.tokenizer.pad_token_id,
-            )
-            rewards += self.model(batch.to(distributed.device())).tolist()
+        rewards = [0.0] * len(ids)
+        pieces = []
+        for _, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
+            places = list(group)  # neighbours with the same prompt
+            completions = [list(ids[i]) for i in places]
+            prompt = list(prompt_ids[places[0]])
+            pieces += data.cut_group(prompt, completions, places, self.config)
+        for part in data.pack(pieces, self.config):
+            batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
+            values = self.model(batch.to(distributed.device())).tolist()
+            places = [place for piece in part for place in piece.places]
+            for place, value in zip(places, values, strict=False):  # a filler has no place
+                rewards[place] = value
         # A score is rounded by what stands beside it in the batch. Equal completions must not
         # differ by that: GRPO would divide the difference by itself and train on it.
         first: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}

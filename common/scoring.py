@@ -1,4 +1,4 @@
-"""One forward pass: completion log-probabilities and entropy, or sequence rewards.
+"""One forward pass, in either layout: completion log-probabilities and entropy, or rewards.
 
 The wrappers are what FSDP shards: their `forward` is the scoring pass, so the root unit is gathered
 once per call and the full (B, T, V) logits never exist. They return NamedTuples or tensors because
@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.padding import Batch
+from common import attention
+from common.padding import AnyBatch, Batch, SharedPrefixBatch
+from common.projection import Head, token_statistics
 
 
 class CompletionScores(NamedTuple):
     """What a policy says of the completions in a batch; entries past a completion are 0."""
 
     token_logps: Tensor  # (B, C) float32, nats
-    entropy: Tensor  # (B, C) float32, nats, without gradient; zeros unless asked for
+    entropy: Tensor  # (B, C) float32, nats; zeros unless asked for
 
 
 class Policy(nn.Module):
@@ -29,17 +31,49 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(
-        self, batch: Batch, *, temperature: float = 1.0, with_entropy: bool = False
+        self, batch: AnyBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> CompletionScores:
         """Log-probability of every completion token given what stands before it.
 
-        Position ids come from the mask in every call: without them GPT-2 counts the left padding
-        as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
-
         Args:
-            batch: B sequences, prompt left-padded, completion of C tokens right-padded.
+            batch: B completions with their prompts.
             temperature: divides the logits; the policy that sampled has the same.
             with_entropy: also compute the entropy of each next-token distribution.
+        """
+        if isinstance(batch, SharedPrefixBatch):
+            return self.score_shared(batch, temperature, with_entropy)
+        return self.score_padded(batch, temperature, with_entropy)
+
+    def score_shared(
+        self, batch: SharedPrefixBatch, temperature: float, with_entropy: bool
+    ) -> CompletionScores:
+        """Every prompt computed once; of all hidden states only M are projected."""
+        hidden = packed_hidden(self.lm, batch)  # (T, D)
+        head = self.lm.get_output_embeddings()
+        statistics = token_statistics(
+            hidden[batch.predictors],
+            Head(head.weight, head.bias),
+            batch.completion_ids.flatten()[batch.slots],
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+        shape = batch.completion_mask.shape
+        columns = [
+            hidden.new_zeros(shape.numel(), dtype=torch.float32)
+            .index_copy(0, batch.slots[: len(values)], values)
+            .view(shape)
+            * batch.completion_mask
+            for values in statistics[:2]
+        ]
+        return CompletionScores(*columns)
+
+    def score_padded(
+        self, batch: Batch, temperature: float, with_entropy: bool
+    ) -> CompletionScores:
+        """The reference: every completion with a copy of its prompt, through the model as it is.
+
+        Position ids come from the mask in every call: without them GPT-2 counts the left padding
+        as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
         """
         num_completion_tokens = batch.completion_mask.shape[1]
         logits = self.lm(
@@ -55,10 +89,9 @@ class Policy(nn.Module):
         token_logps = (chosen - normaliser) * batch.completion_mask
         entropy = torch.zeros_like(token_logps)
         if with_entropy:
-            with torch.no_grad():
-                expected = (torch.softmax(logits, -1) * logits).sum(-1)  # (B, C)
-                entropy = (normaliser - expected) * batch.completion_mask
-        return CompletionScores(token_logps, entropy.detach())
+            expected = (torch.softmax(logits, -1) * logits).sum(-1)  # (B, C)
+            entropy = (normaliser - expected) * batch.completion_mask
+        return CompletionScores(token_logps, entropy)
 
 
 class RewardModel(nn.Module):
@@ -70,8 +103,17 @@ class RewardModel(nn.Module):
         self.lm = lm
         self.shift = float(getattr(lm.config, "reward_shift", 0.0))  # 0 where it is in the weights
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: AnyBatch) -> Tensor:
         """Reward (B,), float32, read at the last real token of each sequence."""
+        if isinstance(batch, SharedPrefixBatch):
+            last_hidden = packed_hidden(self.lm, batch)[batch.last]  # (B, D)
+        else:
+            last_hidden = self.padded_last_hidden(batch)
+        rewards: Tensor = self.lm.score(last_hidden.float()).squeeze(-1)  # (B,)
+        return rewards.float() + self.shift
+
+    def padded_last_hidden(self, batch: Batch) -> Tensor:
+        """Hidden states (B, D) at the last real tokens."""
         hidden = self.lm.base_model(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask.long(),
@@ -81,11 +123,21 @@ class RewardModel(nn.Module):
         places = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
         last = (batch.attention_mask * places).argmax(-1)  # (B,)
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        rewards: Tensor = self.lm.score(hidden[rows, last].float()).squeeze(-1)  # (B,)
-        return rewards.float() + self.shift
+        last_hidden: Tensor = hidden[rows, last]
+        return last_hidden
 
 
-def sequence_scores(model: nn.Module, batch: Batch) -> Tensor:
+def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
+    """Last hidden states (T, D) of a row that holds prompts with all their completions."""
+    hidden: Tensor = lm.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        **attention.inputs_for(batch.layout),
+    ).last_hidden_state[0]
+    return hidden
+
+
+def sequence_scores(model: nn.Module, batch: AnyBatch) -> Tensor:
     """Score (B,) of whole completions: log-probability of a policy, reward of a reward model."""
     output = model(batch)
     return output.token_logps.sum(-1) if isinstance(output, CompletionScores) else output

@@ -15,7 +15,7 @@ from common import distributed, fsdp
 from common.config import TrainConfig
 from common.data import Example
 from common.losses import kl_estimate, preference_loss
-from common.padding import Batch, padded_batch
+from common.padding import AnyBatch, padded_batch
 from common.scoring import RewardModel, sequence_scores
 
 # Rounding of one token's log-probability in nats, or of a reward, by bf16. The signs of rounding
@@ -98,7 +98,7 @@ def dpo_starts_at_ln_2(
 
 def first_rollout(
     policy: nn.Module,
-    batch: Batch,
+    batch: AnyBatch,
     sampled_logps: Tensor,
     ref_token_logps: Tensor | None,
     config: TrainConfig,
