@@ -46,6 +46,9 @@ class DPOConfig(TrainConfig):
     beta: float = knob(0.1, "strength of the pull to the reference, per nat")
     label_smoothing: float = knob(0.0, "assumed share of wrongly labelled pairs")
     ref_model_name_or_path: str = knob("", "frozen reference (empty: model_name_or_path)")
+    precompute_ref_log_probs: bool = knob(
+        True, "score all pairs with the reference first and free it (false: beside each step)"
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""

@@ -357,7 +357,8 @@ def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
 def _to_branches(tensor: Tensor, index: Tensor) -> Tensor:
     """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
     picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
-    return picked.unflatten(1, index.shape).transpose(0, 1)
+    picked = picked.view(len(picked), *index.shape, -1)
+    return picked.transpose(0, 1)
 
 
 def _ranges(ranges: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

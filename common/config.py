@@ -91,6 +91,11 @@ class CommonConfig:
     )
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
+    reshard_after_forward: bool = knob(
+        True, "free a block's gathered weights between forward and backward (false: ZeRO-2)"
+    )
+    prefetch_blocks: int = knob(0, "gather this many blocks ahead of the one that computes")
+    compile: bool = knob(False, "torch.compile every block")
     cpu_offload: bool = knob(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = knob(1, "HSDP: number of groups of processes, each holding all shards")
 
@@ -112,7 +117,7 @@ class CommonConfig:
         ):
             require_positive(self, name)
         require_positive(self, "num_replicas")
-        for name in ("num_eval_rows", "num_sample_prompts"):
+        for name in ("num_eval_rows", "num_sample_prompts", "prefetch_blocks"):
             require_not_negative(self, name)
         require_within(self, "seed", 0, 2**63)
         if Path(self.output_dir).is_file():

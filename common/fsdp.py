@@ -4,7 +4,7 @@ Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP
 copies of the parameters and computes with them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -102,8 +102,12 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     for part in float32_modules:
         fully_shard(part, mp_policy=single, **options)
+    keeps = {"reshard_after_forward": config.reshard_after_forward}
     for block in blocks(module):
-        fully_shard(block, mp_policy=precision, **options)
+        if config.compile:
+            block.compile(dynamic=True)
+        fully_shard(block, mp_policy=precision, **keeps, **options)
+    prefetch(blocks(module), config.prefetch_blocks)
     # A frozen model has no backward that would free its root unit, so its forward does.
     trains = any(p.requires_grad for p in module.parameters())
     module.train(trains)  # Hugging Face models recompute activations in training mode only
@@ -126,6 +130,16 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # or gloo is asked for NCCL's PREMUL_SUM
     return module
+
+
+def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
+    """Gather the next blocks' weights while a block computes, in both directions."""
+    if num_ahead == 0:
+        return  # FSDP's own order: one ahead in backward
+    for i, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + num_ahead]))
+        block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_ahead) : i])[::-1])
 
 
 def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:

@@ -122,14 +122,19 @@ class _Statistics(torch.autograd.Function):
             hidden, weight, bias, tokens, lse, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
         )
         ctx.scale, ctx.rows_at_once = scale, rows_at_once
+        ctx.set_materialize_grads(False)  # None for what no loss uses
         return token_logps, entropy, kl
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of the head."""
         hidden, weight, bias, tokens, lse, entropy, kl, kept, *ref = ctx.saved_tensors
         ref_hidden, ref_weight, ref_bias = ref
-        grad_logps, grad_entropy, grad_kl = (grad.unsqueeze(-1) for grad in grads)  # (M, 1)
+        grad_logps, grad_entropy, grad_kl = (
+            None if grad is None else grad.unsqueeze(-1) for grad in grads
+        )  # (M, 1)
+        if grad_logps is None:
+            grad_logps = torch.zeros_like(lse).unsqueeze(-1)
         float_weight = weight.float()
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(float_weight)
@@ -140,9 +145,9 @@ class _Statistics(torch.autograd.Function):
                 logits = _logits(hidden[rows], float_weight, bias, ctx.scale)
             logps = logits - lse[rows].unsqueeze(-1)  # (m, V)
             factor = -grad_logps[rows]  # of p, (m, 1)
-            if len(entropy):
+            if grad_entropy is not None:
                 factor = factor - grad_entropy[rows] * (logps + entropy[rows].unsqueeze(-1))
-            if len(kl):
+            if grad_kl is not None:
                 ref_logits = _logits(ref_hidden[rows], ref_weight.float(), ref_bias, ctx.scale)
                 gap = logps - torch.log_softmax(ref_logits, -1)
                 factor = factor + grad_kl[rows] * (gap - kl[rows].unsqueeze(-1))

@@ -60,20 +60,20 @@ class RewardModelFunction:
         """
         assert self.model is not None, "load() comes first"
         if self.same_ids:
-            prompt_ids, ids = columns["prompt_ids"], completion_ids
+            prompt_ids = [list(row) for row in columns["prompt_ids"]]
+            ids = [list(row) for row in completion_ids]
         else:
             encoded = encode(prompts, self.tokenizer)
             prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
-            ids = encode(completions, self.tokenizer)
+            ids = [list(row) for row in encode(completions, self.tokenizer)]
             eos = [self.tokenizer.eos_token_id]
             ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
             self.refuse_beyond_positions(prompt_ids, ids)
         rewards = [0.0] * len(ids)
         pieces = []
-        for _, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
+        for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             places = list(group)  # neighbours with the same prompt
-            completions = [list(ids[i]) for i in places]
-            prompt = list(prompt_ids[places[0]])
+            completions = [ids[i] for i in places]
             pieces += data.cut_group(prompt, completions, places, self.config)
         for part in data.pack(pieces, self.config):
             batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
