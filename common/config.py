@@ -170,6 +170,8 @@ class TrainConfig(CommonConfig):
         "steps between printed samples (0: at the end only; reward models: with evaluations)",
     )
     save_steps: int = knob(0, "steps between checkpoints (0: none)")
+    profile: bool = knob(False, "record some steps with torch.profiler, into output_dir/profile")
+    profile_steps: int = knob(3, "steps that profile records, after two of warm-up")
     resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
 
     def __post_init__(self) -> None:
@@ -177,7 +179,7 @@ class TrainConfig(CommonConfig):
         super().__post_init__()
         if not self.model_name_or_path:
             raise UserError("--model_name_or_path is required: hub id, folder, or config .json.")
-        for name in ("batch_size", "logging_steps", "learning_rate"):
+        for name in ("batch_size", "logging_steps", "learning_rate", "profile_steps"):
             require_positive(self, name)
         for name in (
             "warmup_steps",

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 FUNCTION_PREFIX = "reward/"
 
 METRICS: dict[str, str] = {
-    # --- every stage; tokens only in SFT, sample_seconds only in GRPO ---
+    # --- every stage; tokens only in SFT ---
     "loss": "Training loss of the step: SFT nats per completion token; reward model and DPO nats "
     "per pair; GRPO the objective that is minimised, KL term included.",
     "grad_norm": "Euclidean norm of the gradient of the step over all parameters, before clipping.",
@@ -15,7 +15,13 @@ METRICS: dict[str, str] = {
     "tokens_per_second": "Completion tokens in the loss per second of wall time, over all ranks.",
     "step_seconds": "Wall time of an optimiser step in seconds without evaluation, mean since the "
     "last log.",
-    "sample_seconds": "Wall time of drawing the completions of a step in seconds, mean over ranks.",
+    # A phase is timed on the device's clock where there is one, and is a mean over steps and ranks.
+    "sample_seconds": "Wall time per step of drawing completions in seconds; GRPO.",
+    "score_seconds": "Wall time per step of the reward functions and models in seconds; GRPO.",
+    "reference_seconds": "Wall time per step of log-probabilities that are not trained on in "
+    "seconds: under the reference, and in GRPO under the policy before its updates.",
+    "update_seconds": "Wall time per step of forward, backward and the optimiser's step in "
+    "seconds.",
     "elapsed_minutes": "Wall time of the training loop so far in minutes with evaluation, and with "
     "earlier launches of a resumed run.",
     "peak_memory_gb": "Largest memory of any process so far in GB (1e9 bytes), of the GPU if used.",
@@ -54,6 +60,9 @@ METRICS: dict[str, str] = {
     "completion_length": "Tokens per completion, stop token included, mean.",
     "stop_rate": "Share of completions that ended with a stop token within the length limit.",
 }
+
+# The phases of a step, in its order: what `Accumulator.timed` takes, and a profile shows.
+SPANS = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
 
 # What a console line and the bar show, in this order; metrics.jsonl has everything.
 CONSOLE = (

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from common.config import TrainConfig, UserError, config_dict, save_run_files
 from common.distributed import all_reduce_sum, is_rank0, peak_memory_gb, world_size
-from common.glossary import CONSOLE, METRICS, POSTFIX, check_names
+from common.glossary import CONSOLE, METRICS, POSTFIX, SPANS, check_names
 from common.jsonl import json_line, rewind_jsonl
 from common.terminal import format_number, progress_bar, show_status, wrapped_table
 
@@ -35,6 +35,8 @@ class Accumulator:
         """Start empty; sums live on `device`, where the totals are computed."""
         self.device = device
         self._sums: dict[str, Tensor] = {}  # name -> (2,) float64: sum, count
+        self._on_gpu = torch.device(device).type == "cuda"
+        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not yet measured
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
         """Add a sum over `count` things. Local, and does not wait for the device.
@@ -59,18 +61,50 @@ class Accumulator:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block, in seconds."""
-        started = time.monotonic()
-        yield
-        self.add(name, time.monotonic() - started)
+        """Add the wall time of the block to a phase of the step, and label the block in a profile.
 
-    def reduce(self) -> dict[str, float]:
+        Entered several times in a step, a phase is the sum; a block inside another counts in both.
+        Does not wait for a GPU: there, the time is from when the device gets to the block until it
+        has done the block's work, so phases one after another do not overlap.
+
+        Args:
+            name: one of `SPANS`.
+        """
+        assert name in SPANS, f"{name!r} is not a phase; those of SPANS are {SPANS}"
+        # A label costs 6 microseconds even when no profiler runs, asking for one 0.05.
+        profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        with torch.profiler.record_function(name) if profiled else nullcontext():
+            if self._on_gpu:
+                started = torch.cuda.Event(enable_timing=True)
+                ended = torch.cuda.Event(enable_timing=True)
+                started.record()
+                yield
+                ended.record()
+                self._spans.append((name, started, ended))
+            else:
+                began = time.perf_counter()
+                yield
+                self.add(name, time.perf_counter() - began)
+
+    def reduce(self, num_steps: int = 1) -> dict[str, float]:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
 
         A name of `METRICS` may be missing on some ranks; `reward/<function>` must have been added
         on all of them, with count 0 where a rank has no such row. Names that counted nothing on any
         rank are left out.
+
+        Args:
+            num_steps: optimiser steps since the last call. Phases of a step (`SPANS`) are divided
+                by it, whatever the number of blocks that were timed, and averaged over all ranks,
+                where a rank without such a block spent 0 seconds.
         """
+        assert num_steps > 0, num_steps
+        seconds: dict[str, float] = {}
+        for name, started, ended in self._spans:
+            ended.synchronize()  # elapsed_time, in milliseconds, raises before the event has passed
+            seconds[name] = seconds.get(name, 0.0) + started.elapsed_time(ended) / 1000
+        self._spans = []
+        self.add_values(**seconds)
         # All of METRICS takes part, so that ranks agree on the layout whatever each one added.
         names = sorted({*METRICS, *self._sums})
         nothing = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -78,7 +112,7 @@ class Accumulator:
         self._sums = {}
         reduced = all_reduce_sum(table).tolist()
         return {
-            name: total / count
+            name: total / (num_steps * world_size() if name in SPANS else count)
             for name, (total, count) in zip(names, reduced, strict=True)
             if count != 0
         }
@@ -160,12 +194,14 @@ class RunLogger:
     def log_training(self, step: int, metrics: Accumulator) -> None:
         """Reduce and record what was added since the last call, with time and memory. Collective.
 
-        `tokens_per_second` needs `tokens` among the metrics.
+        `update` has told how many steps that were. `tokens_per_second` needs `tokens` among the
+        metrics.
         """
-        values = metrics.reduce()
+        num_steps = self._step - self._logged_step
+        values = metrics.reduce(max(num_steps, 1))
         values["peak_memory_gb"] = peak_memory_gb()
-        if self._step > self._logged_step:
-            seconds = self._step_seconds / (self._step - self._logged_step)
+        if num_steps > 0:
+            seconds = self._step_seconds / num_steps
             values["step_seconds"] = seconds
             if "tokens" in values:
                 values["tokens_per_second"] = values["tokens"] / seconds
