@@ -295,13 +295,12 @@ def collate(
     for part in data.pack(pieces, config):
         batch = data.collate(part, config.layout, pad_id)
         sampled_logps = torch.zeros(batch.completion_mask.shape)  # (B, C)
-        part_advantages = torch.zeros(len(sampled_logps))  # (B,)
-        for row, i in enumerate(i for piece in part for i in piece.places):
+        for row, i in enumerate(batch.places[batch.is_real].tolist()):
             logps = torch.tensor(rollouts.token_logps[i])
             sampled_logps[row, : len(logps)] = logps
-            part_advantages[row] = all_advantages[i]
+        part_advantages = all_advantages[batch.places].to(device)
         micro_batches.append(
-            MicroBatch(batch.to(device), part_advantages.to(device), sampled_logps.to(device))
+            MicroBatch(batch.to(device), part_advantages, sampled_logps.to(device))
         )
     return micro_batches
 

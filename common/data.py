@@ -414,6 +414,12 @@ class BatchOrder:
         rounds = [batch[i : i + self.world_size] for i in range(0, len(batch), self.world_size)]
         return [cards[:: 1 - 2 * (i % 2)][self.rank] for i, cards in enumerate(rounds)]
 
+    def rows_until(self, num_steps: int) -> list[int]:
+        """The rows that the first steps see, on all ranks, in ascending order."""
+        if num_steps >= self.steps_per_epoch:
+            return list(range(self.num_rows))
+        return sorted(self._order(0)[: num_steps * self.batch_size])
+
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             epoch = 0
@@ -431,7 +437,7 @@ class Piece:
     Attributes:
         prompt_ids: Never empty.
         completions: K lists of ids.
-        places: Where the caller keeps each of them, K numbers; empty in a filler.
+        places: Where the caller keeps what belongs to each, K numbers; empty in a filler.
         weight: What it counts as in `micro_batch_size`.
     """
 
@@ -503,6 +509,7 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
         [piece.completions for piece in pieces],
         pad_id,
         is_real=[bool(piece.places) for piece in pieces],
+        places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
     )
 
 
@@ -511,15 +518,20 @@ def micro_batches(
 ) -> list[AnyBatch]:
     """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
 
-    The completions of a row stay together. A row that is None counts nowhere.
+    The completions of a row stay together; completion k of row n has the place n * K + k. A row
+    that is None counts nowhere.
     """
+    num_completions = len(examples[0].completions)
+    assert num_completions > 0, "prompts without completions have no loss"
     pieces = [
-        Piece(examples[row].prompt_ids, examples[row].completions, [row])
+        Piece(
+            examples[row].prompt_ids,
+            examples[row].completions,
+            list(range(row * num_completions, (row + 1) * num_completions)),
+        )
         for row in rows
         if row is not None
     ]
-    num_completions = len(examples[0].completions)
-    assert num_completions > 0, "prompts without completions have no loss"
     packs = pack(pieces, config, num_completions)
     return [collate(part, config.layout, pad_id) for part in packs]
 

@@ -40,9 +40,8 @@ def score_examples(
     for pieces in packs:
         bar.update()
         batch = data.collate(pieces, config.layout, pad_id).to(device)
-        values = sequence_scores(model, batch)[batch.is_real]
-        places = [place for piece in pieces for place in piece.places]
-        scores[torch.tensor(places, dtype=torch.long, device=device)] = values.double()
+        values = sequence_scores(model, batch)  # (B,)
+        scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()
     fsdp.reshard(model)
     return distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()

@@ -136,10 +136,10 @@ def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
     """Gather the next blocks' weights while a block computes, in both directions."""
     if num_ahead == 0:
         return  # FSDP's own order: one ahead in backward
-    for i, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule)
-        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + num_ahead]))
-        block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_ahead) : i])[::-1])
+    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    for i, block in enumerate(units):
+        block.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + num_ahead])
+        block.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])
 
 
 def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:

@@ -84,6 +84,7 @@ class Batch:
         completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
             that is not real.
         is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
+        places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
     """
 
     input_ids: Tensor
@@ -91,6 +92,7 @@ class Batch:
     position_ids: Tensor
     completion_mask: Tensor
     is_real: Tensor
+    places: Tensor
 
     @property
     def completion_ids(self) -> Tensor:
@@ -114,6 +116,7 @@ def padded_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
+    places: Sequence[int] | None = None,
 ) -> Batch:
     """Put N prompts with K completions each into one row per completion.
 
@@ -124,6 +127,7 @@ def padded_batch(
         pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
+        places: For each of the B completions, see `Batch`; default 0, 1, ...
 
     Returns:
         Batch of B = N * K rows on the CPU, the K rows of a prompt next to each other.
@@ -155,6 +159,7 @@ def padded_batch(
         position_ids=position_ids(attention_mask),
         completion_mask=token_mask & is_real_row[:, None],
         is_real=is_real_row,
+        places=torch.arange(len(is_real_row)) if places is None else torch.tensor(places),
     )
 
 
@@ -196,6 +201,7 @@ class SharedPrefixBatch:
         completion_ids: (B, C) int64, padded on the right.
         completion_mask: (B, C) bool, as in `Batch`.
         is_real: (B,) bool, as in `Batch`.
+        places: (B,) int64, as in `Batch`.
         predictors: (M,) int64, the places before the M completion tokens: each predicts one.
         slots: (M,) int64, where those tokens stand in (B, C), flattened.
         last: (B,) int64, the place of each completion's last token.
@@ -207,6 +213,7 @@ class SharedPrefixBatch:
     completion_ids: Tensor
     completion_mask: Tensor
     is_real: Tensor
+    places: Tensor
     predictors: Tensor
     slots: Tensor
     last: Tensor
@@ -231,6 +238,7 @@ def shared_prefix_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
+    places: Sequence[int] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
     is_real = [True] * len(prompts) if is_real is None else is_real
@@ -271,6 +279,7 @@ def shared_prefix_batch(
         completion_ids=completion_ids,
         completion_mask=token_mask & is_real_row[:, None],
         is_real=is_real_row,
+        places=torch.arange(len(is_real_row)) if places is None else torch.tensor(places),
         predictors=torch.tensor(before, dtype=torch.long),
         slots=token_mask.flatten().nonzero().squeeze(-1),
         last=torch.tensor(last, dtype=torch.long),
@@ -284,10 +293,11 @@ def make_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
+    places: Sequence[int] | None = None,
 ) -> AnyBatch:
     """`padded_batch` or `shared_prefix_batch`, by the name of the layout."""
     make = shared_prefix_batch if layout == "shared_prefix" else padded_batch
-    return make(prompts, completions, pad_id, is_real=is_real)
+    return make(prompts, completions, pad_id, is_real=is_real, places=places)
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:

@@ -67,26 +67,24 @@ class RewardModelFunction:
             prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
             ids = [list(row) for row in encode(completions, self.tokenizer)]
             eos = [self.tokenizer.eos_token_id]
-            ids = [row + eos * stop for row, stop in zip(ids, columns["has_stop"], strict=True)]
+            stops = columns["has_stop"]
+            ids = [row + eos * stop for row, stop in zip(ids, stops, strict=True)]
             self.refuse_beyond_positions(prompt_ids, ids)
-        rewards = [0.0] * len(ids)
-        pieces = []
+        rewards, pieces = torch.zeros(len(ids)), []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             places = list(group)  # neighbours with the same prompt
             completions = [ids[i] for i in places]
             pieces += data.cut_group(prompt, completions, places, self.config)
         for part in data.pack(pieces, self.config):
             batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
-            values = self.model(batch.to(distributed.device())).tolist()
-            places = [place for piece in part for place in piece.places]
-            for place, value in zip(places, values, strict=False):  # a filler has no place
-                rewards[place] = value
+            values = self.model(batch.to(distributed.device())).cpu()  # (B,)
+            rewards[batch.places[batch.is_real]] = values[batch.is_real]
         # A score is rounded by what stands beside it in the batch. Equal completions must not
         # differ by that: GRPO would divide the difference by itself and train on it.
         first: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
         return [
             first.setdefault((tuple(prompt), tuple(completion)), reward)
-            for prompt, completion, reward in zip(prompt_ids, ids, rewards, strict=True)
+            for prompt, completion, reward in zip(prompt_ids, ids, rewards.tolist(), strict=True)
         ]
 
     def refuse_beyond_positions(
