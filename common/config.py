@@ -75,6 +75,10 @@ class CommonConfig:
         ["tldr", "start"],
     )
     max_dropped_fraction: float = knob(0.05, "refuse a split that loses more rows than this")
+    token_cache_dir: str = knob(
+        "output/token_cache",
+        "folder where runs keep and find tokenised rows; may be deleted at any time (empty: none)",
+    )
 
     # --- speed, memory and sharding: none of these changes a loss ---
     layout: str = knob(

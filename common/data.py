@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import distributed
+from common import distributed, token_cache
 from common.chat import Conversation, render
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
@@ -150,9 +150,8 @@ def tokenize_rows(
             continue
         report.num_prompts_truncated += prompt.is_truncated
         report.num_completions_truncated += sum(completion.is_truncated for completion in group)
-        columns = {k: v for k, v in row.items() if k not in ("prompt", *completion_columns)}
         ids = [completion.ids for completion in group]
-        examples.append(Example(index, prompt.text, prompt.ids, ids, columns, row_source(row)))
+        examples.append(_example(row, kind, index, prompt.text, prompt.ids, ids))
 
     report.num_kept = len(examples)
     keys = {tuple(row[c] for c in ("prompt", *completion_columns)) for row in rows}
@@ -192,19 +191,39 @@ def load_examples(
         dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
     )
     rows = [render(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
-    examples, report = tokenize_rows(
-        rows,
-        tokenizer,
-        kind=kind,
-        stop_id=stop_ids[0],
-        max_prompt_length=config.max_prompt_length,
-        max_completion_length=config.max_completion_length,
-        truncation=config.prompt_truncation,
-        max_dropped_fraction=config.max_dropped_fraction,
-        split=split,
-    )
+    settings: dict[str, Any] = {
+        "kind": kind,
+        "stop_id": stop_ids[0],
+        "max_prompt_length": config.max_prompt_length,
+        "max_completion_length": config.max_completion_length,
+        "truncation": config.prompt_truncation,
+    }
+    limits: dict[str, Any] = {"max_dropped_fraction": config.max_dropped_fraction, "split": split}
+    columns = ("prompt", *COMPLETION_COLUMNS[kind])
+    file = token_cache.file_for(config.token_cache_dir, rows, columns, tokenizer, settings)
+    stored = token_cache.read(file, rows)
+    if stored:
+        examples, report = _from_cache(rows, kind, *stored, **limits)
+    else:
+        examples, report = tokenize_rows(rows, tokenizer, **settings, **limits)
+        token_cache.write(file, rows, examples, vars(report))
     distributed.print_rank0(report)
     return examples
+
+
+def _from_cache(
+    rows: Sequence[Row],
+    kind: Kind,
+    entries: Sequence[token_cache.Entry],
+    counts: dict[str, Any],
+    *,
+    max_dropped_fraction: float,
+    split: str,
+) -> tuple[list[Example], DataReport]:
+    """What `tokenize_rows` would return, or raise, for the rows that these entries were made of."""
+    report = DataReport(**(counts | {"split": split, "dropped": Counter(counts["dropped"])}))
+    _refuse_lossy(report, max_dropped_fraction)
+    return [_example(rows[entry.row], kind, *entry) for entry in entries], report
 
 
 def load_splits(
@@ -292,6 +311,15 @@ def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
     if len(completions) == 2 and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""
+
+
+def _example(
+    row: Row, kind: Kind, index: int, prompt: str, prompt_ids: list[int], ids: list[list[int]]
+) -> Example:
+    """The example of a row, with what tokenising leaves as it is."""
+    tokenized = ("prompt", *COMPLETION_COLUMNS[kind])
+    columns = {k: v for k, v in row.items() if k not in tokenized}
+    return Example(index, prompt, prompt_ids, ids, columns, row_source(row))
 
 
 def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
