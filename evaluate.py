@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common import data, distributed, evaluation, fsdp, models, report, synthetic
+from common import data, distributed, evaluation, fsdp, models, report, self_checks, synthetic
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Rollouts, Sampler
@@ -103,6 +103,7 @@ def main(config: EvaluateConfig) -> None:
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
+        self_checks.layouts_agree(policy, config)
         accuracy, logps = evaluation.preferences(policy, pairs, config, pad_id, ref_logps)
         if reference is None:
             reference, ref_logps = policy, logps

@@ -36,6 +36,7 @@ from common.config import TrainConfig, is_due, knob, require_positive, require_w
 from common.generation import Sampler
 from common.losses import preference_loss
 from common.metrics import Accumulator, RunLogger
+from common.profiling import StepProfiler
 from common.scoring import Policy, sequence_scores
 
 
@@ -58,7 +59,7 @@ class DPOConfig(TrainConfig):
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
 
 
-def main(config: DPOConfig) -> None:
+def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     """Train, evaluate, export."""
     distributed.seed_everything(config.seed)
     device, output_dir = distributed.device(), Path(config.output_dir)
@@ -74,24 +75,37 @@ def main(config: DPOConfig) -> None:
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
-    # Policy and frozen reference, FSDP, optimiser
+    # Frozen reference, which scores pairs ahead of training and can then be freed
     mesh = distributed.mesh(config.num_replicas)
+    frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
+    reference: Policy | None = fsdp.shard(frozen, config, mesh)
+    score, rest = evaluation.score_examples, (config, pad_id, "reference")
+    ref_pair_logps = score(frozen, train_set[:1], *rest)  # (1, 2), for the self-check
+    ref_eval_logps = score(frozen, eval_set, *rest) if eval_set else None  # (rows, 2)
+    if config.precompute_ref_log_probs:
+        rows = order.rows_until(total_steps)
+        ref_train_logps = score(frozen, train_set, *rest, rows=rows).float().flatten().to(device)
+        del frozen
+        reference = None
+
+    # Policy, FSDP, optimiser
     policy = Policy(models.load_policy(paths[0], configs[0], config))
-    policy = fsdp.shard(policy, config, mesh)  # before the next model is read: one whole at a time
-    reference = Policy(models.load_policy(paths[1], configs[1], config))
-    reference = fsdp.shard(reference.requires_grad_(False), config, mesh)
+    policy = fsdp.shard(policy, config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
+        self_checks.layouts_agree(policy, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
         if paths[0] == paths[1]:
-            self_checks.dpo_starts_at_ln_2(policy, reference, train_set[0], config, pad_id)
+            pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)
+            self_checks.dpo_starts_at_ln_2(pair_logps, ref_pair_logps)
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "DPO", total_steps, start_step)
     metrics = Accumulator(device)
+    profiler = StepProfiler.start(config, total_steps, start_step)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -101,8 +115,11 @@ def main(config: DPOConfig) -> None:
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
             batch = batch.to(device)
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
-            with torch.no_grad():
-                ref_logps = sequence_scores(reference, batch).view(-1, 2)  # (N, 2)
+            if reference is None:
+                ref_logps = ref_train_logps[batch.places].view(-1, 2)  # (N, 2)
+            else:
+                with torch.no_grad():
+                    ref_logps = sequence_scores(reference, batch).view(-1, 2)
             logps = sequence_scores(policy, batch).view(-1, 2)  # (N, 2): chosen, rejected
             losses = preference_loss(
                 *logps.unbind(-1),
@@ -122,13 +139,12 @@ def main(config: DPOConfig) -> None:
             epoch=order.epochs(step + 1),
         )
         logger.update(step + 1)
+        profiler.step()
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
         if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            score = evaluation.score_examples
-            ref_scores = score(reference, eval_set, config, pad_id, "scoring pairs")  # (N, 2)
-            accuracy, _ = evaluation.preferences(policy, eval_set, config, pad_id, ref_scores)
+            accuracy, _ = evaluation.preferences(policy, eval_set, config, pad_id, ref_eval_logps)
             logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
         if is_due(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))

@@ -25,7 +25,7 @@ With one update per rollout the ratio is 1, so the policy loss is minus the mean
 is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from common.losses import aggregate, clipped_tokens, kl_estimate, policy_loss
 from common.metrics import Accumulator, RunLogger
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch
+from common.profiling import StepProfiler
 from common.reward_scoring import RewardScorer
 from common.rewards import apply_missing_eos_penalty
 from common.scoring import Policy
@@ -67,6 +68,8 @@ class GRPOConfig(TrainConfig):
     num_generations: int = knob(8, "completions of a prompt that are trained on")
     num_candidates: int = knob(0, "completions sampled per prompt (0: num_generations)")
     temperature: float = knob(1.0, "of sampling and of every log-probability")
+    top_k: int = knob(0, "sample from the k most likely tokens only (0: all)")
+    top_p: float = knob(1.0, "sample from the most likely tokens that hold this share only")
 
     # --- rewards ---
     reward_funcs: list[str] = knob([], "`gold`, file.py:function, or reward-model folders")
@@ -83,7 +86,7 @@ class GRPOConfig(TrainConfig):
     num_iterations: int = knob(1, "updates per rollout")
     epsilon_low: float = knob(0.2, "the ratio is clipped below 1 - epsilon_low")
     epsilon_high: float = knob(0.2, "the ratio is clipped above 1 + epsilon_high")
-    beta: float = knob(0.04, "weight of the KL to the reference, per nat")
+    beta: float = knob(0.04, "weight of the KL to the reference, per nat (0: no reference)")
     ref_model_name_or_path: str = knob("", "frozen reference (empty: model_name_or_path)")
 
     def __post_init__(self) -> None:
@@ -98,8 +101,10 @@ class GRPOConfig(TrainConfig):
             )
         for name in ("temperature", "rejection_temperature", "num_iterations"):
             require_positive(self, name)
-        for name in ("epsilon_low", "epsilon_high", "beta"):
+        for name in ("epsilon_low", "epsilon_high", "beta", "top_k"):
             require_not_negative(self, name)
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top_p is {self.top_p}; it must be above 0 and at most 1.")
         if not self.reward_funcs:
             raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
@@ -112,7 +117,7 @@ class MicroBatch:
     batch: AnyBatch  # B completions
     advantages: Tensor  # (B,)
     sampled_logps: Tensor  # (B, C) from the sampler
-    ref_logps: Tensor = field(init=False)  # (B, C) set before the first update
+    ref_logps: Tensor | None = None  # (B, C); None with beta 0
     old_logps: Tensor | None = None  # (B, C); None with one update per rollout: old = current
 
 
@@ -138,8 +143,10 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     mesh = distributed.mesh(config.num_replicas)
     policy = Policy(models.load_policy(paths[0], configs[0], config))
     policy = fsdp.shard(policy, config, mesh)  # before the next model is read: one whole at a time
-    reference = Policy(models.load_policy(paths[1], configs[1], config))
-    reference = fsdp.shard(reference.requires_grad_(False), config, mesh)
+    reference = None
+    if config.beta > 0:
+        frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
+        reference = fsdp.shard(frozen, config, mesh)
     scorer.load(mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
@@ -147,9 +154,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     # Self-checks, resume
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
+        self_checks.layouts_agree(policy, config)
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     metrics = Accumulator(device)
+    profiler = StepProfiler.start(config, total_steps, start_step)
     clip: Any = {"epsilon_low": config.epsilon_low, "epsilon_high": config.epsilon_high}
 
     # Loop
@@ -161,61 +170,65 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                 examples,
                 num_samples=config.num_candidates,
                 temperature=config.temperature,
+                top_k=config.top_k,
+                top_p=config.top_p,
                 step=step,
                 report=logger.status,
             )
         # 2. Reward every candidate
-        rewards, by_function = reward(scorer, examples, rollouts, config)  # (N, K)
+        with metrics.timed("score_seconds"):
+            rewards, by_function = reward(scorer, examples, rollouts, config)  # (N, K)
         # 3. Select G of the K
         kept = select(rewards, examples, config, step)  # (N, G)
         # 4. Advantages
         advantages = kept_advantages(rewards, kept, real, config)  # (N, G)
         # 5. Log-probabilities under the reference, and under the policy before its updates
         micro_batches = collate(examples, rollouts, kept, advantages, real, config, pad_id)
-        for part in micro_batches:
-            with torch.no_grad():
-                part.ref_logps = reference(part.batch, temperature=config.temperature).token_logps
+        with torch.no_grad(), metrics.timed("reference_seconds"):
+            for part in micro_batches:
+                if reference:
+                    scores = reference(part.batch, temperature=config.temperature)
+                    part.ref_logps = scores.token_logps
                 if config.num_iterations > 1:
-                    before = policy(part.batch, temperature=config.temperature)
-                    part.old_logps = before.token_logps
+                    scores = policy(part.batch, temperature=config.temperature)
+                    part.old_logps = scores.token_logps
         if config.self_check and step == 0:
             part, same = micro_batches[0], paths[0] == paths[1]
-            self_checks.first_rollout(
-                policy,
-                part.batch,
-                part.sampled_logps,
-                part.ref_logps if same else None,
-                config,
-                config.temperature,
-            )
+            ref_logps = part.ref_logps if same else None
+            rest = (ref_logps, config, config.temperature)
+            self_checks.first_rollout(policy, part.batch, part.sampled_logps, *rest)
         # 6. Update
-        num_completions = distributed.count_all(part.batch.is_real.sum() for part in micro_batches)
-        for iteration in range(config.num_iterations):
-            for i, part in enumerate(micro_batches):
-                fsdp.reduce_gradients_in_next_backward(policy, i == len(micro_batches) - 1)
-                scores = policy(part.batch, temperature=config.temperature, with_entropy=True)
-                logps, mask = scores.token_logps, part.batch.completion_mask  # (B, C)
-                old_logps = logps.detach() if part.old_logps is None else part.old_logps
-                surrogate = policy_loss(logps, old_logps, part.advantages, mask, **clip)  # (B, C)
-                kl = kl_estimate(logps, part.ref_logps)  # (B, C)
-                per_token = surrogate + config.beta * kl
-                loss = aggregate(per_token, mask, num_sequences=num_completions)
-                loss.backward()
+        with metrics.timed("update_seconds"):
+            real_rows = (part.batch.is_real.sum() for part in micro_batches)
+            num_completions = distributed.count_all(real_rows)
+            for iteration in range(config.num_iterations):
+                for i, part in enumerate(micro_batches):
+                    fsdp.reduce_gradients_in_next_backward(policy, i == len(micro_batches) - 1)
+                    scores = policy(part.batch, temperature=config.temperature, with_entropy=True)
+                    logps, mask = scores.token_logps, part.batch.completion_mask  # (B, C)
+                    old_logps = logps.detach() if part.old_logps is None else part.old_logps
+                    per_token = policy_loss(logps, old_logps, part.advantages, mask, **clip)
+                    num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
+                    if part.ref_logps is not None:
+                        kl = kl_estimate(logps, part.ref_logps)  # (B, C)
+                        per_token = per_token + config.beta * kl
+                        metrics.add("kl", (kl * mask).sum(), num_real)
+                    loss = aggregate(per_token, mask, num_sequences=num_completions)
+                    loss.backward()
 
-                num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
-                metrics.add("loss", loss * num_completions, num_real)
-                metrics.add("kl", (kl * mask).sum(), num_real)
-                metrics.add("entropy", scores.entropy.sum(), num_tokens)
-                was_clipped = clipped_tokens(logps, old_logps, part.advantages, mask, **clip)
-                metrics.add("clip_fraction", was_clipped.sum(), num_tokens)
-                if iteration == 0:
-                    gap = (part.sampled_logps - logps) * mask
-                    metrics.add("sampler_kl", gap.sum(), num_tokens)
-            update = optim.clip_and_step(policy, optimizer, config, step, total_steps)
-            metrics.add_values(**update)
+                    metrics.add("loss", loss * num_completions, num_real)
+                    metrics.add("entropy", scores.entropy.sum(), num_tokens)
+                    was_clipped = clipped_tokens(logps, old_logps, part.advantages, mask, **clip)
+                    metrics.add("clip_fraction", was_clipped.sum(), num_tokens)
+                    if iteration == 0:
+                        gap = (part.sampled_logps - logps) * mask
+                        metrics.add("sampler_kl", gap.sum(), num_tokens)
+                update = optim.clip_and_step(policy, optimizer, config, step, total_steps)
+                metrics.add_values(**update)
         add_rollout_metrics(metrics, rewards, by_function, kept, advantages, real, rollouts, config)
         metrics.add_values(epoch=order.epochs(step + 1))
         logger.update(step + 1)
+        profiler.step()
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)

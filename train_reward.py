@@ -37,6 +37,7 @@ from common import (
 from common.config import TrainConfig, is_due, knob, require_positive
 from common.losses import bradley_terry_loss
 from common.metrics import Accumulator, RunLogger
+from common.profiling import StepProfiler
 from common.scoring import RewardModel
 
 
@@ -84,11 +85,13 @@ def main(config: RewardConfig) -> None:
     # Self-checks, resume
     if config.self_check:
         self_checks.padding_invariance(model, train_set[0], pad_id, config.bf16)
+        self_checks.layouts_agree(model, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
     start_step = checkpoint.load(resume_from, model, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "reward model", total_steps, start_step)
     metrics = Accumulator(device)
+    profiler = StepProfiler.start(config, total_steps, start_step)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -109,6 +112,7 @@ def main(config: RewardConfig) -> None:
             epoch=order.epochs(step + 1),
         )
         logger.update(step + 1)
+        profiler.step()
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)

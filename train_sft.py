@@ -38,6 +38,7 @@ from common.config import TrainConfig, is_due
 from common.generation import Sampler
 from common.losses import sft_loss
 from common.metrics import Accumulator, RunLogger
+from common.profiling import StepProfiler
 from common.scoring import Policy
 
 
@@ -71,10 +72,12 @@ def main(config: SFTConfig) -> None:
     # Self-checks, resume
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
+        self_checks.layouts_agree(policy, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "SFT", total_steps, start_step)
     metrics = Accumulator(device)
+    profiler = StepProfiler.start(config, total_steps, start_step)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -93,6 +96,7 @@ def main(config: SFTConfig) -> None:
             epoch=order.epochs(step + 1),
         )
         logger.update(step + 1)
+        profiler.step()
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)

@@ -40,11 +40,12 @@ def use_shared_prefix(lm: PreTrainedModel) -> None:
     lm.set_attn_implementation(NAME)
 
 
-def inputs_for(layout: "Layout | DecodingCache") -> dict[str, Any]:
+def inputs_for(lm: PreTrainedModel, layout: "Layout | DecodingCache") -> dict[str, Any]:
     """What a decoder's forward is given so that its attention follows the layout.
 
     A mask with four dimensions is passed on as it is: transformers builds none of its own.
     """
+    assert lm.config._attn_implementation == NAME, "use_shared_prefix() comes first"
     return {"layout": layout, "attention_mask": torch.empty(1, 1, 1, 1), "use_cache": False}
 
 
@@ -77,6 +78,7 @@ def attend(
         inputs = (module, query, key, value, attention_mask)
         output, _ = sdpa_attention_forward(*inputs, scaling=scaling, **options)
         return output, None
+    refuse_unsupported(layout, options)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, DecodingCache):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
@@ -84,6 +86,18 @@ def attend(
     num_repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
     return branch_attention(query, key, value, layout, scaling).transpose(1, 2), None
+
+
+def refuse_unsupported(layout: "Layout | DecodingCache", options: dict[str, Any]) -> None:
+    """Raise a UserError for an attention that sees less than everything, or caps its scores."""
+    window = options.get("sliding_window")
+    if window is not None and layout.longest > window:
+        raise UserError(
+            f"the model's attention has a window of {window} tokens and a prompt with its "
+            f"completion has {layout.longest}; use --layout padded."
+        )
+    if options.get("softcap") is not None:
+        raise UserError("the model caps its attention scores; use --layout padded.")
 
 
 def branch_attention(
@@ -234,6 +248,7 @@ class DecodingCache:
         self.prompts = prompts
         self.max_length = max_length
         self.length = 0
+        self.longest = prompts.longest + max_length
         self.index, self.mask = _ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
         self.rows = torch.arange(len(prompts.trunks) * num_samples, device=device)
         self.num_samples = num_samples

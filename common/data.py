@@ -45,6 +45,11 @@ class Example:
     columns: dict[str, Any]
     source: str = "other"
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, once, and of its completions."""
+        return len(self.prompt_ids) + sum(map(len, self.completions))
+
 
 @dataclass
 class DataReport:
@@ -405,7 +410,7 @@ class BatchOrder:
                 f"--batch_size is {config.batch_size}, which {world_size} processes cannot share "
                 f"evenly; make it a multiple of {world_size}."
             )
-        lengths = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
+        lengths = [example.num_tokens for example in examples]
         return cls(
             len(examples),
             config.batch_size,

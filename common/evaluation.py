@@ -19,7 +19,12 @@ from common.terminal import progress_bar
 
 @torch.no_grad()
 def score_examples(
-    model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int, title: str
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    title: str,
+    rows: Sequence[int] | None = None,
 ) -> Tensor:
     """Score every completion of every example. Collective.
 
@@ -29,13 +34,15 @@ def score_examples(
         config: how much is scored at once on each rank, and in which layout.
         pad_id: fills padding; masked.
         title: what the progress bar says.
+        rows: score these examples only; the others get 0.
 
     Returns:
         (N, K) float64 on the host, the same on every rank.
     """
+    rows = range(len(examples)) if rows is None else rows
     device, num_completions = distributed.device(), len(examples[0].completions)
     scores = torch.zeros(len(examples) * num_completions, dtype=torch.float64, device=device)
-    packs = data.pack(evaluation_pieces(examples, config), config)
+    packs = data.pack(share(examples, rows, config), config)
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
     for pieces in packs:
         bar.update()
@@ -47,12 +54,11 @@ def score_examples(
     return distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()
 
 
-def evaluation_pieces(examples: Sequence[Example], config: CommonConfig) -> list[Piece]:
-    """This rank's share of all completions, dealt out by length; a place is n * K + k."""
-    lengths = [len(e.prompt_ids) + sum(map(len, e.completions)) for e in examples]
-    rows = sorted(range(len(examples)), key=lambda row: -lengths[row])
+def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
+    """This rank's share of the rows, dealt out by length; completion k of row n: n * K + k."""
+    by_length = sorted(rows, key=lambda row: -examples[row].num_tokens)
     pieces = []
-    for row in rows[distributed.rank() :: distributed.world_size()]:
+    for row in by_length[distributed.rank() :: distributed.world_size()]:
         example = examples[row]
         first = row * len(example.completions)
         places = list(range(first, first + len(example.completions)))

@@ -102,11 +102,11 @@ def shard(
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     for part in float32_modules:
         fully_shard(part, mp_policy=single, **options)
-    keeps = {"reshard_after_forward": config.reshard_after_forward}
+    keep = options | {"reshard_after_forward": config.reshard_after_forward}
     for block in blocks(module):
         if config.compile:
             block.compile(dynamic=True)
-        fully_shard(block, mp_policy=precision, **keeps, **options)
+        fully_shard(block, mp_policy=precision, **keep)
     prefetch(blocks(module), config.prefetch_blocks)
     # A frozen model has no backward that would free its root unit, so its forward does.
     trains = any(p.requires_grad for p in module.parameters())
@@ -136,7 +136,7 @@ def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
     """Gather the next blocks' weights while a block computes, in both directions."""
     if num_ahead == 0:
         return  # FSDP's own order: one ahead in backward
-    units = [block for block in blocks if isinstance(block, FSDPModule)]
+    units: list[Any] = list(blocks)  # FSDP units by now
     for i, block in enumerate(units):
         block.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + num_ahead])
         block.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])

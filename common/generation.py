@@ -334,7 +334,9 @@ class SharedDecoder:
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Last hidden states, (B, T, D)."""
         hidden: Tensor = self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, **attention.inputs_for(self.cache)
+            input_ids=input_ids,
+            position_ids=position_ids,
+            **attention.inputs_for(self.lm, self.cache),
         ).last_hidden_state
         return hidden
 

@@ -167,24 +167,27 @@ def padded_batch(
 class Layout:
     """Where the tokens of a `SharedPrefixBatch` stand, for attention.
 
-    The row holds, prompt after prompt, a *trunk* (the prompt and its first completion, one causal
-    run) and its *branches* (the prompt's other completions, each of which sees the prompt and
-    itself).
+    The row holds, prompt after prompt, a *trunk* (the prompt, with its completion if it has only
+    one: a causal run) and *branches* (the completions of a prompt that has several: each sees the
+    prompt and itself, and all are computed alike).
 
     Attributes:
         trunks: Per prompt the places (start, end of the prompt, end of the trunk, end of the last
             branch), as half-open ranges.
         branch_index: (R, L) int64, the places of R branches, filled up on the right with 0.
         branch_mask: (R, L) bool, True = a token of the branch.
+        longest: Tokens of the longest prompt with a completion.
     """
 
     trunks: list[tuple[int, int, int, int]]
     branch_index: Tensor
     branch_mask: Tensor
+    longest: int
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
-        return Layout(self.trunks, self.branch_index.to(device), self.branch_mask.to(device))
+        index, mask = self.branch_index.to(device), self.branch_mask.to(device)
+        return Layout(self.trunks, index, mask, self.longest)
 
 
 @dataclass
@@ -260,14 +263,15 @@ def shared_prefix_batch(
         start, prompt_end = len(ids), len(ids) + len(prompt)
         ids += prompt
         positions += range(len(prompt))
-        trunk_end = prompt_end + (len(group[0]) if group else 0)
-        for k, row in enumerate(group):
+        is_run = len(group) == 1
+        trunk_end = prompt_end + (len(group[0]) if is_run else 0)
+        for row in group:
             first = len(ids)
             ids += row
             positions += range(len(prompt), len(prompt) + len(row))
             before += [prompt_end - 1, *range(first, first + len(row) - 1)][: len(row)]
             last.append(first + len(row) - 1 if row else prompt_end - 1)
-            if k > 0:
+            if not is_run:
                 branches.append(range(first, first + len(row)))
         trunks.append((start, prompt_end, trunk_end, len(ids)))
 
@@ -275,7 +279,7 @@ def shared_prefix_batch(
     return SharedPrefixBatch(
         input_ids=torch.tensor([ids]),
         position_ids=torch.tensor([positions]),
-        layout=Layout(trunks, branch_index, branch_mask),
+        layout=Layout(trunks, branch_index, branch_mask, max(positions) + 1),
         completion_ids=completion_ids,
         completion_mask=token_mask & is_real_row[:, None],
         is_real=is_real_row,

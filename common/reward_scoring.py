@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import data, distributed, fsdp, models
+from common import data, distributed, fsdp, models, self_checks
 from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
@@ -45,6 +45,7 @@ class RewardModelFunction:
         lm = models.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
         frozen = RewardModel(lm).requires_grad_(False)
         self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
+        self_checks.layouts_agree(self.model, self.config)
 
     @torch.no_grad()
     def __call__(
@@ -73,8 +74,7 @@ class RewardModelFunction:
         rewards, pieces = torch.zeros(len(ids)), []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             places = list(group)  # neighbours with the same prompt
-            completions = [ids[i] for i in places]
-            pieces += data.cut_group(prompt, completions, places, self.config)
+            pieces += data.cut_group(prompt, [ids[i] for i in places], places, self.config)
         for part in data.pack(pieces, self.config):
             batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
             values = self.model(batch.to(distributed.device())).cpu()  # (B,)

@@ -132,7 +132,7 @@ def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     hidden: Tensor = lm.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        **attention.inputs_for(batch.layout),
+        **attention.inputs_for(lm, batch.layout),
     ).last_hidden_state[0]
     return hidden
 

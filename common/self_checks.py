@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common import distributed, fsdp
-from common.config import TrainConfig
+from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
 from common.losses import kl_estimate, preference_loss
-from common.padding import AnyBatch, padded_batch
+from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.scoring import RewardModel, sequence_scores
 
 # Rounding of one token's log-probability in nats, or of a reward, by bf16. The signs of rounding
@@ -51,6 +51,31 @@ def padding_invariance(model: nn.Module, example: Example, pad_id: int, bf16: bo
     )
 
 
+def layouts_agree(model: nn.Module, config: CommonConfig) -> None:
+    """Prompts computed once give the scores of the padded layout, which transformers computes.
+
+    Raises:
+        UserError: they do not, as for a model that scales or caps its logits.
+    """
+    if config.layout == "padded":
+        return
+    vocab_size = model.lm.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    prompts = [[(7 * i + 1) % vocab_size for i in range(length)] for length in (5, 9)]
+    completions = [[prompts[0][:3], prompts[1][:5]], [prompts[1][2:6], prompts[0][:2]]]
+    with torch.no_grad():
+        padded, shared = (
+            sequence_scores(model, make(prompts, completions, 0).to(distributed.device()))
+            for make in (padded_batch, shared_prefix_batch)
+        )
+    fsdp.reshard(model)
+    difference = float((padded - shared).abs().max())
+    if not difference <= TOLERANCE[config.bf16] * math.sqrt(5):
+        raise UserError(
+            f"a prompt computed once for several completions changes the scores of "
+            f"{type(model.lm).__name__} by {difference:.3g}; use --layout padded."
+        )
+
+
 def stop_token_is_trained(examples: Sequence[Example], stop_ids: Sequence[int]) -> None:
     """Completions that were not truncated end in a stop token, and the mask counts it.
 
@@ -76,23 +101,21 @@ def equal_across_ranks(name: str, parameter: Tensor) -> None:
     refuse_unless(not bool(spread.any()), f"{name} differs between ranks")
 
 
-def dpo_starts_at_ln_2(
-    policy: nn.Module, reference: nn.Module, example: Example, config: TrainConfig, pad_id: int
-) -> None:
+def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
     """A policy that equals its reference has the DPO loss ln 2, whatever beta and smoothing are.
+
+    Args:
+        logps: (N, 2) of pairs under the policy before its first step.
+        ref_logps: (N, 2) under the reference.
 
     Raises:
         RuntimeError: reference and policy are not scored alike.
     """
-    batch = padded_batch([example.prompt_ids], [example.completions], pad_id)
-    batch = batch.to(distributed.device())
-    with torch.no_grad():
-        logps, ref_logps = sequence_scores(policy, batch), sequence_scores(reference, batch)  # (2,)
-    loss = preference_loss(*logps[:, None], *ref_logps[:, None], beta=1.0)  # (1,)
-    fsdp.reshard(policy)
+    losses = preference_loss(*logps.unbind(-1), *ref_logps.unbind(-1), beta=1.0)  # (N,)
+    loss = float(losses.mean())
     refuse_unless(
-        abs(float(loss) - math.log(2)) <= 1e-3,  # also in bfloat16: the same sums on both sides
-        f"the first DPO loss is {float(loss):.5f}, not ln 2: policy and reference differ",
+        abs(loss - math.log(2)) <= 1e-3,  # also in bfloat16: the same sums on both sides
+        f"the first DPO loss is {loss:.5f}, not ln 2: policy and reference differ",
     )
 
 
