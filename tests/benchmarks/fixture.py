@@ -10,6 +10,7 @@ random order, so that a small file has their mean and spread too.
 
 import argparse
 import json
+import math
 import random
 import shutil
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ EOS_ID, PAD_ID = 0, 1
 EOS_PROBABILITY = 1 / 50  # per sampled token: 34 tokens on average, a third is cut at 56
 PROMPT_LENGTHS = (NormalDist(267, 80), 32, MAX_PROMPT_LENGTH)
 RESPONSE_LENGTHS = (NormalDist(35, 11.5), 2, MAX_COMPLETION_LENGTH)  # one word and the eos at least
-NUM_CALIBRATION_PROMPTS = 16
+NUM_CALIBRATION_PROMPTS = 8
 VERSION = 1  # a fixture of another version on disk is built anew
 
 
@@ -189,29 +190,37 @@ def tilt_towards_eos(model: Any, prompts: Sequence[Sequence[int]]) -> float:
     """
     import torch
 
-    bias, row = model.transformer.ln_f.bias, model.transformer.wte.weight[EOS_ID].detach()
-    wanted = torch.logit(torch.tensor(EOS_PROBABILITY)).item()
-    shift = 0.0
+    row = model.transformer.wte.weight[EOS_ID].detach()  # (D,)
+    direction = row / row.square().sum()
     with torch.no_grad():
+        per_shift = model.transformer.wte.weight @ direction  # (V,), 1 for eos
+        logits = completion_logits(model, prompts)  # (tokens, V)
+        shift = 0.0
         for _ in range(5):
-            bias.copy_(shift * row / row.square().sum())
-            shift += wanted - torch.logit(torch.tensor(eos_probability(model, prompts))).item()
+            found = (logits + shift * per_shift).softmax(-1)[:, EOS_ID].mean()
+            shift += math.log(EOS_PROBABILITY / (1 - EOS_PROBABILITY)) - found.logit().item()
         shift = round(shift, 2)  # the same on machines that round otherwise
-        bias.copy_(shift * row / row.square().sum())
+        model.transformer.ln_f.bias.copy_(shift * direction)
     return shift
+
+
+def completion_logits(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
+    """Logits (tokens, V) of the last `MAX_COMPLETION_LENGTH` positions of each prompt."""
+    import torch
+
+    kept = MAX_COMPLETION_LENGTH
+    with torch.no_grad():
+        return torch.cat(
+            [
+                model(torch.tensor([ids]), logits_to_keep=kept, use_cache=False).logits[0]
+                for ids in prompts
+            ]
+        )
 
 
 def eos_probability(model: Any, prompts: Sequence[Sequence[int]]) -> float:
     """Mean probability of eos over the last `MAX_COMPLETION_LENGTH` positions of the prompts."""
-    import torch
-
-    means = []
-    with torch.no_grad():
-        for ids in prompts:
-            kept = min(len(ids), MAX_COMPLETION_LENGTH)
-            logits = model(torch.tensor([ids]), logits_to_keep=kept, use_cache=False).logits
-            means.append(logits[0].softmax(-1)[:, EOS_ID].mean().item())
-    return sum(means) / len(means)
+    return completion_logits(model, prompts).softmax(-1)[:, EOS_ID].mean().item()
 
 
 def make_reward_model(shape: Shape, seed: int) -> Any:
