@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import attention, distributed, synthetic
+from common import attention, distributed, fsdp, synthetic
 from common.config import TrainConfig
 from common.data import Example
 from common.padding import Batch, left_pad, position_ids, right_pad
@@ -55,7 +55,7 @@ def causal_lm(family: str, *, seed: int = 0, **fields: Any) -> Any:
     """A Hugging Face causal language model in float32, on this process's device."""
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(model_config(family, **fields))
-    attention.use_shared_prefix(lm)
+    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
@@ -65,7 +65,7 @@ def classifier(family: str, *, seed: int = 0, **fields: Any) -> Any:
     config = model_config(family, **fields)
     config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
     lm = AutoModelForSequenceClassification.from_config(config)
-    attention.use_shared_prefix(lm)
+    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
