@@ -79,16 +79,30 @@ def test_scores_are_those_of_a_plain_loop_in_order(model, micro_batch_size, num_
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_size):
     """Each rank's part before the sum: disjoint rows that add up, in as many forward passes."""
-    parts, num_forwards = [], []
+    parts, num_forwards, own_packs = [], [], []
     handle = model.register_forward_pre_hook(lambda *_: num_forwards.append(len(parts)))
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
     monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
-    for rank in range(world_size):
-        monkeypatch.setattr(distributed, "rank", lambda r=rank: r)
-        parts.append(score(model, PAIRS, micro_batch_size))
+    most = 0
+
+    def largest(tensor: Tensor) -> Tensor:
+        own_packs.append(int(tensor))
+        return torch.tensor(most)
+
+    monkeypatch.setattr(distributed, "all_reduce_max", largest)
+    for is_rehearsal in (True, False):  # in which every rank says how many packs it needs
+        parts, num_forwards = [], []
+        for rank in range(world_size):
+            monkeypatch.setattr(distributed, "rank", lambda r=rank: r)
+            parts.append(score(model, PAIRS, micro_batch_size))
+        most = max(own_packs)
+        if is_rehearsal:
+            assert [num_forwards.count(rank) for rank in range(world_size)] == own_packs
     handle.remove()
-    scored = torch.stack([part.abs().sum(-1) > 0 for part in parts])  # (ranks, N)
-    assert (scored.sum(0) == 1).all()
+    scored = torch.stack([(part != 0).sum(-1) for part in parts])  # (ranks, N) completions scored
+    assert (scored.sum(0) == 2).all()
+    assert ((scored == 0) | (scored == 2)).all()  # a pair stays on one rank
+    assert num_forwards.count(0) == most
     assert len({num_forwards.count(rank) for rank in range(world_size)}) == 1
     torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
 

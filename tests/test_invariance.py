@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from common import noise
 from common.config import CommonConfig
 from common.generation import draw, draw_token
+from common.glossary import SPANS
 from common.jsonl import read_jsonl
 from common.reward_scoring import RewardModelFunction
 
@@ -250,7 +251,7 @@ def test_equal_completions_get_equal_rewards() -> None:
 
 @pytest.mark.parametrize(("variant", "task"), RUNS)
 def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task: str) -> None:
-    timings = {"step_seconds", "sample_seconds", "elapsed_minutes", "tokens_per_second"}
+    timings = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second"}
     rounding = {"sampler_kl", "peak_memory_gb"}  # 0 up to rounding; not a result
     whole_run = {"reward_shift"}  # at the end of a short run, and not at that step of a long one
     first = [
