@@ -141,14 +141,18 @@ def inspect_replica(replica: fsdp.RolloutCopy, policy: Policy) -> dict[str, Any]
     with replica.gathered(policy) as lm:
         hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
         hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
+        head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+        shares_memory = head.data_ptr() == embedding.data_ptr()
+        if shares_memory:  # the head's own entry, of a cast that changes nothing
+            assert hashes.pop("lm.lm_head.weight") == hash_of(embedding.data)
         for _ in range(1 + 2 * distributed.rank()):  # would hang if it needed the other rank
             logits = lm(input_ids=torch.tensor([example.prompt_ids])).logits
-        is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     return {
         "state": hashes,
         "logits": logits[0, -1].tolist(),
         "needs_grad": logits.requires_grad,
-        "is_tied": is_tied,
+        "shares_memory": shares_memory,
+        "is_tied": lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
         "devices_afterwards": sorted({p.device.type for p in lm.parameters()}),
         "policy_is_sharded": all(isinstance(p, DTensor) for p in policy.parameters()),
     }
@@ -295,7 +299,7 @@ def test_replica_is_the_policy_and_is_freed(
         assert replica["state"] == rank[name]["state" if when == "before" else "changed_state"]
         assert replica["logits"] == seen[0][name][when]["logits"]
         assert not replica["needs_grad"]
-        assert replica["is_tied"] == MODELS[name][1]
+        assert replica["is_tied"] == replica["shares_memory"] == MODELS[name][1]
         assert replica["devices_afterwards"] == ["meta"]
         assert replica["policy_is_sharded"]
     assert seen[0][name]["state"] != seen[0][name]["changed_state"]
@@ -315,6 +319,8 @@ def test_replica_computes_what_the_loaded_model_computes(
 def test_bfloat16_replica_holds_rounded_weights(seen: list[dict[str, Any]], folder: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder / "gpt2" / "whole", dtype=torch.float32)
     expected = {key: hash_of(p.detach().bfloat16()) for key, p in lm.named_parameters()}
+    # The head was cast once: rounded like the embedding, and in float32.
+    expected["lm_head.weight"] = hash_of(lm.lm_head.weight.detach().bfloat16().float())
     for rank in seen:
         assert rank["bfloat16 replica"] == expected
 
