@@ -12,8 +12,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -22,6 +20,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common import distributed, hub, synthetic
 from common.config import CommonConfig, UserError, gist
@@ -147,8 +147,10 @@ def check_folder(folder: Path, what: str) -> None:
 
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
-    if type(model_config) in CONFIG_MAPPING.values() and (
-        model_config.is_encoder_decoder or type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    # By name: looking a class up in transformers' mappings imports every model there is.
+    model_type = model_config.model_type
+    if model_type in CONFIG_MAPPING_NAMES and (
+        model_config.is_encoder_decoder or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ):
         raise UserError(
             f"{path!r} is a {model_config.model_type} model, not a causal language model."
