@@ -1,8 +1,10 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
+# make bench   speed and memory of every stage against TRL, in turns (tiny: about a quarter of an hour)
 # make clean   removes .venv and output
 #
-# PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed.
+# PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
+# BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo" its flags.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,11 +16,15 @@ GPUS := $(shell all=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
 	then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[^-]'; else echo $$all; fi)
 NPROC ?= $(shell for n in 8 4 2 1; do [ $(GPUS) -ge $$n ] && echo $$n && exit; done; echo 2)
 SEED ?= 0
+# TRL is in an environment of its own: the project does not need it.
+BENCH_VENV := .venv-bench
+BENCH_MODEL ?= tiny
+BENCH_FLAGS ?=
 DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.
 LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo test setup clean
+.PHONY: demo test bench setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -33,6 +39,9 @@ test: setup
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+bench: $(BENCH_VENV)/.installed
+	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+
 setup: $(VENV)/.installed
 
 # Redone only when a requirements file changes.
@@ -41,5 +50,11 @@ $(VENV)/.installed: requirements.txt tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	touch $@
 
+$(BENCH_VENV)/.installed: requirements.txt tests/benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/benchmarks/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) output
+	rm -rf $(VENV) $(BENCH_VENV) output

@@ -1,0 +1,56 @@
+"""Running the two sides as processes of their own, measured in one way.
+
+The peak resident memory of a process is what the kernel hands to its parent when it ends
+(`ru_maxrss`). A child starts as a copy of its parent, whose size is then its peak so far: the
+parent must stay small, so it imports no torch.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ERROR_LINES = 30
+
+
+def run(arguments: Sequence[str], log: Path, *, threads: int) -> float:
+    """Run this Python with these arguments in the repository; returns its peak memory in MB.
+
+    Args:
+        arguments: Of the interpreter: a script or `-m module`, and flags.
+        log: File that gets what it prints.
+        threads: Of every library that multiplies matrices.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "disabled",
+    }
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:  # an interrupt must not leave it running
+            process.kill()
+            raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        tail = "\n".join(log.read_text().splitlines()[-ERROR_LINES:])
+        command = " ".join(arguments)
+        raise RuntimeError(f"exit status {process.returncode} of: {command}\n{tail}")
+    return usage.ru_maxrss / (1024**2 if sys.platform == "darwin" else 1024)
