@@ -329,14 +329,22 @@ def assert_scorer_agrees(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *((family, {}) for family in tiny.FAMILIES),
+        ("llama", {"num_key_value_heads": 1}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampled_logps_are_those_of_the_scorer(family, temperature, layout):
-    lm = tiny.causal_lm(family)
+def test_sampled_logps_are_those_of_the_scorer(family, shape, temperature, layout):
+    lm = tiny.causal_lm(family, **shape)
     sampler = new_sampler(lm, stop_ids=MANY_STOPS, layout=layout)
     rollouts = sampler.sample(EXAMPLES, num_samples=4, temperature=temperature)
     assert len({len(ids) for ids in rollouts.completion_ids}) > 5  # rows left in between
-    assert_scorer_agrees(lm, EXAMPLES, rollouts, num_samples=4, temperature=temperature)
+    plain = tiny.causal_lm(family, is_plain=True, **shape)
+    assert_scorer_agrees(plain, EXAMPLES, rollouts, num_samples=4, temperature=temperature)
 
 
 # ---- a completion is a function of (seed, step, prompt, sample) ----------------------------------

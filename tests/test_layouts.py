@@ -103,12 +103,17 @@ def assert_gradients_close(found: nn.Module, expected: nn.Module) -> None:
 
 
 def compare_policies(
-    family: str, groups: Groups, temperature: float, is_recomputed: bool, **fields: Any
+    family: str,
+    groups: Groups,
+    temperature: float,
+    is_recomputed: bool,
+    shape: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> None:
     """Log-probabilities, entropies, and the gradients of a function of both."""
     padded, shared = both_batches(groups, **fields)
-    reference = Policy(eager(tiny.causal_lm(family, is_plain=True)))
-    policy = Policy(tiny.causal_lm(family))
+    reference = Policy(eager(tiny.causal_lm(family, is_plain=True, **(shape or {}))))
+    policy = Policy(tiny.causal_lm(family, **(shape or {})))
     if is_recomputed:
         policy.train()
         fsdp.enable_gradient_checkpointing(policy)
@@ -140,6 +145,19 @@ def test_scores_and_gradients_are_those_of_the_padded_layout(family, groups, pat
 def test_also_at_another_temperature_recomputed_and_with_fillers(family, path):
     real = [True, False, True, True]
     compare_policies(family, CASES["mixed"], 0.7, True, is_real=real, seed=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("num_heads", "num_key_value_heads"), [(4, 1), (6, 3), (4, 4)])
+def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads, path):
+    shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+    shape |= {"width": 8 * num_heads}
+    compare_policies(family, CASES["mixed"], 1.0, False, shape)
+
+
+def test_also_with_another_scale_of_the_scores(path):
+    shape = {"scale_attn_by_inverse_layer_idx": True}  # the second layer's are half as large
+    compare_policies("gpt2", CASES["mixed"], 1.0, False, shape)
 
 
 @settings(max_examples=12, deadline=None)
@@ -244,7 +262,7 @@ def layout_of(groups: Groups) -> Layout:
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 7), st.lists(st.integers(0, 5), max_size=4)), min_size=1, max_size=4
-)
+).filter(lambda groups: any(max(lengths, default=1) for _, lengths in groups))  # see below
 
 
 @settings(max_examples=60, deadline=None)
@@ -267,6 +285,19 @@ def test_attention_is_that_of_a_dense_mask(groups, seed):
         for x, target in zip(inputs, exact, strict=True):
             tolerance = 1e-5 * max(1.0, float(target.grad.abs().max()))
             torch.testing.assert_close(x.grad.double(), target.grad, rtol=0, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize(
+    "groups", [[(4, [0, 0]), (3, [0, 0])], [(4, [2, 0, 1]), (3, [1, 0])], [(4, [0]), (3, [2])]]
+)
+def test_a_completion_may_be_empty(groups, path):
+    """A text that is no token of the reward model, cut off before its stop token."""
+    padded, shared = both_batches(groups)
+    with torch.no_grad():
+        expected = RewardModel(tiny.classifier("gpt2", is_plain=True))(padded)
+        rewards = RewardModel(tiny.classifier("gpt2"))(shared)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-5)
 
 
 def test_large_scores_neither_overflow_nor_vanish():
