@@ -9,11 +9,13 @@ exponentials (Milakov and Gimelshein 2018). So a completion attends to the promp
 apart, and nobody copies the prompt's keys: all the completions' tokens are queries of one product.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,8 +26,12 @@ from common.padding import Layout
 NAME = "shared_prefix"
 
 
-def use_shared_prefix(lm: PreTrainedModel) -> None:
+def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     """Let a model take a `layout`; without one it goes on as before.
+
+    Args:
+        lm: changed in place.
+        last_block: its last decoder block.
 
     Raises:
         UserError: the model brings an attention of its own that cannot be replaced.
@@ -38,6 +44,7 @@ def use_shared_prefix(lm: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     lm.set_attn_implementation(NAME)
+    shorten_last_block(lm, last_block)
 
 
 def inputs_for(lm: PreTrainedModel, layout: "Layout | DecodingCache") -> dict[str, Any]:
@@ -49,6 +56,59 @@ def inputs_for(lm: PreTrainedModel, layout: "Layout | DecodingCache") -> dict[st
     return {"layout": layout, "attention_mask": torch.empty(1, 1, 1, 1), "use_cache": False}
 
 
+class LastLayer:
+    """The layout of the last block, of whose output only the prompts' tails are read.
+
+    Attributes:
+        layout: of the whole row.
+        keys: Keys and values (1, H, T, d) of the whole row, once they are known.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """Start without keys."""
+        self.layout, self.longest = layout, layout.longest
+        self.keys: tuple[Tensor, Tensor] | None = None
+
+
+class KeysKept(Exception):  # noqa: N818 - no error: it ends a block's forward early
+    """The last block has given its keys and values; what else it computes is not wanted."""
+
+
+def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
+    """Let the last block compute keys and values of the whole row, and all else for the tails.
+
+    What it puts out elsewhere is read by nobody, and is 0. This saves three quarters of a block for
+    all tokens of a prompt but the last.
+
+    Args:
+        lm: that the block is part of.
+        block: whose forward is replaced; it takes the hidden states first.
+    """
+    forward = block.forward
+
+    def shortened(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        layout = options.get("layout")
+        if not isinstance(layout, Layout):
+            output: Tensor = forward(hidden_states, *args, **options)
+            return output
+        last = LastLayer(layout)
+        with contextlib.suppress(KeysKept):
+            forward(hidden_states, *args, **(options | {"layout": last}))
+        length, tail = hidden_states.shape[1], layout.tail
+        if last.keys is None:
+            raise UserError(f"{type(lm).__name__} cannot share a prompt; use --layout padded.")
+
+        def at_tail(value: Any) -> Any:
+            is_per_token = isinstance(value, Tensor) and value.shape[1:2] == (length,)
+            return value[:, tail] if is_per_token else value
+
+        tail_args, tail_options = tree_map(at_tail, (args, options | {"layout": last}))
+        tail_output = forward(hidden_states[:, tail], *tail_args, **tail_options)
+        return torch.zeros_like(hidden_states).index_copy(1, tail, tail_output)
+
+    block.forward = shortened  # type: ignore[method-assign]
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -56,7 +116,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    layout: "Layout | DecodingCache | None" = None,
+    layout: "Layout | LastLayer | DecodingCache | None" = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
@@ -73,6 +133,9 @@ def attend(
 
     Returns:
         (B, T, H, d), and None for the attention weights.
+
+    Raises:
+        KeysKept: in the first of a last block's two passes.
     """
     if layout is None:
         inputs = (module, query, key, value, attention_mask)
@@ -83,12 +146,24 @@ def attend(
     if isinstance(layout, DecodingCache):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
         return output.transpose(1, 2), None
+    last = layout if isinstance(layout, LastLayer) else None
+    whole = layout.layout if isinstance(layout, LastLayer) else layout
+    is_tail = last is not None and last.keys is not None
+    if last is not None and last.keys is not None:
+        key, value = last.keys
+    elif whole.kept is not None:
+        whole.kept[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
+    if last is not None and last.keys is None:
+        last.keys = key, value
+        raise KeysKept
     num_repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
-    return branch_attention(query, key, value, layout, scaling).transpose(1, 2), None
+    return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2), None
 
 
-def refuse_unsupported(layout: "Layout | DecodingCache", options: dict[str, Any]) -> None:
+def refuse_unsupported(
+    layout: "Layout | LastLayer | DecodingCache", options: dict[str, Any]
+) -> None:
     """Raise a UserError for an attention that sees less than everything, or caps its scores."""
     window = options.get("sliding_window")
     if window is not None and layout.longest > window:
@@ -101,13 +176,56 @@ def refuse_unsupported(layout: "Layout | DecodingCache", options: dict[str, Any]
 
 
 def branch_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
-    """Every token attends to what its layout shows it; (1, H, T, d) in and out."""
+    """Every token attends to what its layout shows it.
+
+    Args:
+        query: (1, H, T, d), or with `is_tail` (1, H, S, d): of the tails only.
+        key: (1, H, T, d).
+        value: (1, H, T, d).
+        layout: of the T tokens.
+        is_tail: whether the queries are the tails'.
+        scaling: of the scores.
+
+    Returns:
+        As `query`.
+    """
+    queries = Queries.of(layout, is_tail)
     if query.device.type == "cpu":
-        output: Tensor = FusedBranches.apply(query, key, value, layout, scaling)
+        output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
         return output
-    return gathered_branches(query, key, value, layout, scaling)
+    return gathered_branches(query, key, value, layout, queries, scaling)
+
+
+class Queries(NamedTuple):
+    """Where the tokens of a layout stand among the queries: all of them, or the tails.
+
+    Attributes:
+        ranges: Per prompt the places (start, end of the trunk, end of the last branch).
+        branch_index: (R, L), the places of the branches.
+        is_tail: Whether the queries are the tails.
+    """
+
+    ranges: list[tuple[int, int, int]]
+    branch_index: Tensor
+    is_tail: bool
+
+    @classmethod
+    def of(cls, layout: Layout, is_tail: bool) -> "Queries":
+        """The places in a row of all tokens, or in a row of tails."""
+        if not is_tail:
+            ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
+            return cls(ranges, layout.branch_index, False)
+        ranges, num_left_out, before = [], 0, []
+        for start, prompt_end, trunk_end, end in layout.trunks:
+            num_left_out += prompt_end - 1 - start
+            left = num_left_out
+            ranges.append((prompt_end - 1 - left, trunk_end - left, end - left))
+            before.append(left)
+        left_out = torch.tensor(before, device=layout.branch_index.device)[layout.branch_owner]
+        index = (layout.branch_index - left_out[:, None]).clamp(min=0)
+        return cls(ranges, index, True)
 
 
 class FusedBranches(torch.autograd.Function):
@@ -119,31 +237,37 @@ class FusedBranches(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        queries: Queries,
+        scaling: float,
     ) -> Tensor:
-        """Output (1, H, T, d) for inputs of that shape."""
+        """See `branch_attention`."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         _, num_heads, length, width = query.shape
         output = query.new_empty(1, length, num_heads, width).transpose(1, 2)
         lse = torch.empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
-        for start, prompt_end, trunk_end, end in layout.trunks:
-            prompt, trunk = slice(start, prompt_end), slice(start, trunk_end)
-            run, branches = _at(trunk, query, key, value), slice(trunk_end, end)
-            output[:, :, trunk], lse[:, :, trunk] = flash(*run, 0.0, True, scale=scaling)
-            if end > trunk_end:
-                run = [query[:, :, branches], *_at(prompt, key, value)]
-                output[:, :, branches], lse[:, :, branches] = flash(*run, 0.0, scale=scaling)
+        for run, queried, keyed, mask in _runs(layout, queries, query.dtype):
+            inputs = [query[:, :, queried], *_at(keyed, key, value)]
+            output[:, :, queried], lse[:, :, queried] = flash(
+                *inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling
+            )
         if len(layout.branch_index):
-            own = (_to_branches(x, layout.branch_index) for x in (query, key, value))
+            index, mask = queries.branch_index, layout.branch_mask
+            own = [_to_branches(query, index)]
+            own += [_to_branches(x, layout.branch_index) for x in (key, value)]
             own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
-            places = layout.branch_index[layout.branch_mask]  # (S,)
-            own_output = own_output.transpose(1, 2)[layout.branch_mask].transpose(0, 1)[None]
-            own_lse = own_lse.transpose(1, 2)[layout.branch_mask].transpose(0, 1)[None]
+            places = index[mask]  # (S,)
+            own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
+            own_lse = own_lse.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S)
             output[:, :, places], lse[:, :, places] = merge(
                 output[:, :, places], lse[:, :, places], own_output, own_lse
             )
         ctx.save_for_backward(query, key, value, output, lse)
-        ctx.layout, ctx.scaling = layout, scaling
+        ctx.layout, ctx.queries, ctx.scaling = layout, queries, scaling
         return output
 
     @staticmethod
@@ -151,83 +275,97 @@ class FusedBranches(torch.autograd.Function):
         """Gradients of query, key and value."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, output, lse = ctx.saved_tensors
-        layout, scaling = ctx.layout, ctx.scaling
+        layout, queries, scaling = ctx.layout, ctx.queries, ctx.scaling
         # In the layout in which the projection before the attention stores them.
         grads = [torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        for start, prompt_end, trunk_end, end in layout.trunks:
-            prompt, trunk = slice(start, prompt_end), slice(start, trunk_end)
-            branches = slice(trunk_end, end)
-            run = _at(trunk, grad, query, key, value, output, lse)
-            for total, part in zip(grads, flash(*run, 0.0, True, scale=scaling), strict=True):
-                total[:, :, trunk] = part
-            if end > trunk_end:
-                run = [*_at(branches, grad, query), *_at(prompt, key, value)]
-                run += _at(branches, output, lse)
-                parts = flash(*run, 0.0, False, scale=scaling)
-                for total, part, at in zip(grads, parts, (branches, prompt, prompt), strict=True):
-                    total[:, :, at] += part
+        for run, queried, keyed, mask in _runs(layout, queries, query.dtype):
+            inputs = [*_at(queried, grad, query), *_at(keyed, key, value)]
+            inputs += _at(queried, output, lse)
+            parts = flash(*inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling)
+            for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
+                total[:, :, at] += part
         if len(layout.branch_index):
-            index, mask = layout.branch_index, layout.branch_mask
-            own = [_to_branches(x, index) for x in (grad, query, key, value, output)]
-            own[0] = own[0] * mask[:, None, :, None]  # what fills a branch up has no gradient
-            own_lse = _to_branches(lse.unsqueeze(-1), index).squeeze(-1).contiguous()
+            mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
+            own_grad = _to_branches(grad, indices[0])
+            own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
+            own = [own_grad, _to_branches(query, indices[0])]
+            own += [_to_branches(x, indices[1]) for x in (key, value)]
+            own.append(_to_branches(output, indices[0]))
+            own_lse = _to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1).contiguous()
             parts = flash(*own, own_lse, 0.0, True, scale=scaling)  # (R, H, L, d) each
-            for total, part in zip(grads, parts, strict=True):
-                total[:, :, index[mask]] += part.transpose(1, 2)[mask].transpose(0, 1)
-        return *grads, None, None
+            places = (indices[0][mask], indices[1][mask], indices[1][mask])
+            for total, part, at in zip(grads, parts, places, strict=True):
+                total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
+        return *grads, None, None, None
+
+
+def _runs(
+    layout: Layout, queries: Queries, dtype: torch.dtype
+) -> Iterator[tuple[str, slice, slice, Tensor | None]]:
+    """The calls for trunks, and for branches that look at their prompt: queries, keys and mask."""
+    for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
+        layout.trunks, queries.ranges, strict=True
+    ):
+        queried, keyed = slice(q_start, q_trunk_end), slice(start, trunk_end)
+        if not queries.is_tail:
+            yield "causal", queried, keyed, None
+        else:
+            shape = (q_trunk_end - q_start, trunk_end - start)
+            mask = None
+            if shape[0] > 1:  # the last of the queries is the last of the keys
+                hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
+                mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
+            yield "masked", queried, keyed, mask
+        if q_end > q_trunk_end:
+            yield "prompt", slice(q_trunk_end, q_end), slice(start, prompt_end), None
 
 
 def gathered_branches(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    queries: Queries,
+    scaling: float,
 ) -> Tensor:
     """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
 
-    The keys and values of a prompt are copied for each of its branches, within one layer.
-
-    Args:
-        query: (1, H, T, d).
-        key: (1, H, T, d).
-        value: (1, H, T, d).
-        layout: of the T tokens.
-        scaling: of the scores.
-
-    Returns:
-        (1, H, T, d).
+    The keys and values of a prompt are copied for each of its branches, within one layer. See
+    `branch_attention`.
     """
-    device = query.device
-    sdpa = nn.functional.scaled_dot_product_attention
-    trunk_index, trunk_mask = _ranges([(start, t) for start, _, t, _ in layout.trunks], device)
-    q, k, v = (_to_branches(x, trunk_index) for x in (query, key, value))
-    # Filled up on the right, so that the causal mask alone hides what is no token.
-    output = sdpa(q, k, v, is_causal=True, scale=scaling).transpose(1, 2)[trunk_mask]  # (S, H, d)
-    places = trunk_index[trunk_mask]  # (S,)
+    device, sdpa = query.device, nn.functional.scaled_dot_product_attention
+    q_index, q_mask = _ranges([(start, end) for start, end, _ in queries.ranges], device)  # (N, L')
+    k_index, k_mask = _ranges(
+        [(start, end) for start, _, end, _ in layout.trunks], device
+    )  # (N, L)
+    num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the first query
+    steps = torch.arange(k_index.shape[1], device=device)  # (L,)
+    visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
+    q, k, v = (_to_branches(x, i) for x, i in ((query, q_index), (key, k_index), (value, k_index)))
+    trunks = sdpa(q, k, v, attn_mask=visible[:, None], scale=scaling)  # (N, H, L', d)
+    output, places = trunks.transpose(1, 2)[q_mask], q_index[q_mask]  # (S, H, d), (S,)
     if len(layout.branch_index):
-        index, mask = layout.branch_index, layout.branch_mask  # (R, L)
+        index, mask, owner = layout.branch_index, layout.branch_mask, layout.branch_owner
         prompt_index, prompt_mask = _ranges([(s, p) for s, p, _, _ in layout.trunks], device)
-        ends = torch.tensor([end for *_, end in layout.trunks], device=device)  # (N,)
-        owner = torch.searchsorted(ends, index[:, 0].contiguous(), right=True)  # (R,)
         length = index.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        visible = torch.cat(  # (R, L, P + L)
-            [
-                prompt_mask[owner][:, None].expand(-1, length, -1),
-                causal.expand(len(index), -1, -1),
-            ],
-            -1,
+        parts = (
+            prompt_mask[owner][:, None].expand(-1, length, -1),
+            causal.expand(len(index), -1, -1),
         )
         both = torch.cat([prompt_index[owner], index], 1)  # (R, P + L)
-        q, k, v = (_to_branches(x, i) for x, i in ((query, index), (key, both), (value, both)))
-        branches = sdpa(q, k, v, attn_mask=visible[:, None], scale=scaling)  # (R, H, L, d)
+        q = _to_branches(query, queries.branch_index)
+        k, v = _to_branches(key, both), _to_branches(value, both)
+        branches = sdpa(q, k, v, attn_mask=torch.cat(parts, -1)[:, None], scale=scaling)
         output = torch.cat([output, branches.transpose(1, 2)[mask]])  # (T, H, d)
-        places = torch.cat([places, index[mask]])
+        places = torch.cat([places, queries.branch_index[mask]])
     return output[places.argsort()].transpose(0, 1)[None]
 
 
 class DecodingCache:
     """Keys and values of N prompts, once each, and of the samples drawn from them so far.
 
-    The first forward, over the prompts, fills the former; each further one appends a token to every
-    sample.
+    Every forward appends a token to every live sample.
 
     Attributes:
         length: Tokens of each sample that the samples' keys hold.
@@ -277,34 +415,34 @@ class DecodingCache:
         places = places - first[owners]
         self.places = None if len(owners) == num_prompts * self.group else places
 
+    def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
+        for layer, (key, value) in kept.items():
+            self.prompt_keys[layer] = _to_branches(key, self.index), _to_branches(value, self.index)
+            shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
+            self.own_keys[layer] = key.new_empty(shape), key.new_empty(shape)
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attention output (B, H, T, d) for one layer; stores its keys and values.
+        """Attention output of one layer for the next token of every live sample.
 
         Args:
             layer: counted from 0.
-            query: the prompts' (1, H, T, d), then one token of each live sample, (B', H, 1, d).
-            key: (1, H', T, d), then (B', H', 1, d).
-            value: as key.
+            query: (B', H, 1, d).
+            key: (B', H', 1, d); stored.
+            value: (B', H', 1, d); stored.
             scaling: of the scores.
+
+        Returns:
+            As `query`.
         """
-        num_heads = key.shape[1]
-        if layer not in self.prompt_keys:
-            self.prompt_keys[layer] = _to_branches(key, self.index), _to_branches(value, self.index)
-            shape = (len(self.rows), num_heads, self.max_length, key.shape[-1])
-            self.own_keys[layer] = key.new_empty(shape), key.new_empty(shape)
-            repeats = query.shape[1] // num_heads
-            key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
-            return branch_attention(query, key, value, self.prompts, scaling)
         own_keys, own_values = self.own_keys[layer]
-        own_keys[:, :, self.length - 1], own_values[:, :, self.length - 1] = (
-            key[:, :, 0],
-            value[:, :, 0],
-        )
-        grouped = query.unflatten(1, (num_heads, -1)).squeeze(-2)  # (B', H', H / H', d)
+        own_keys[:, :, self.length - 1 : self.length] = key
+        own_values[:, :, self.length - 1 : self.length] = value
+        grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', H / H', d)
         own = own_keys[:, :, : self.length], own_values[:, :, : self.length]
-        output, lse = _with_lse(grouped, *own, scaling)  # (B', H', H / H', d)
+        output, lse = _with_lse(grouped, *own, scaling)
         prompt_output, prompt_lse = self._attend_prompts(layer, grouped, scaling)
         merged, _ = merge(output, lse, prompt_output, prompt_lse)
         return merged.reshape(query.shape)

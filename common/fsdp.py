@@ -147,7 +147,7 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
     project_in_float32(lm)
     fuse_gelu(lm)
     if config.layout == "shared_prefix":
-        attention.use_shared_prefix(lm)
+        attention.use_shared_prefix(lm, blocks(lm)[-1])
 
 
 def fuse_gelu(lm: nn.Module) -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from common import attention, distributed, fsdp, noise, padding
 from common.config import CommonConfig
 from common.data import Example
-from common.padding import shared_prefix_batch
+from common.padding import Layout, shared_prefix_batch
 from common.terminal import progress_bar, show_status
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
@@ -327,23 +327,27 @@ class SharedDecoder:
         self.lm = lm
         self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
         self.cache = attention.DecodingCache(packed.layout, num_samples, max_length, device)
-        hidden = self.forward(packed.input_ids, packed.position_ids)[0]  # (T, D)
+        packed.layout.kept = {}
+        hidden = self.forward(packed.input_ids, packed.position_ids, packed.layout)[0]  # (T, D)
+        self.cache.take_prompts(packed.layout.kept)
         logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: Layout | attention.DecodingCache
+    ) -> Tensor:
         """Last hidden states, (B, T, D)."""
         hidden: Tensor = self.lm.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            **attention.inputs_for(self.lm, self.cache),
+            **attention.inputs_for(self.lm, layout),
         ).last_hidden_state
         return hidden
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next."""
         self.cache.length += 1
-        hidden = self.forward(tokens[:, None], self.positions[:, None])[:, 0]  # (B', D)
+        hidden = self.forward(tokens[:, None], self.positions[:, None], self.cache)[:, 0]  # (B', D)
         self.positions = self.positions + 1
         logits: Tensor = self.lm.get_output_embeddings()(hidden)
         return logits

@@ -6,7 +6,7 @@ which is also an action that is trained.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -171,23 +171,32 @@ class Layout:
     one: a causal run) and *branches* (the completions of a prompt that has several: each sees the
     prompt and itself, and all are computed alike).
 
+    The *tail* of a prompt is what follows it in the row, and its last token before that: all that
+    is read from the last hidden states.
+
     Attributes:
         trunks: Per prompt the places (start, end of the prompt, end of the trunk, end of the last
             branch), as half-open ranges.
         branch_index: (R, L) int64, the places of R branches, filled up on the right with 0.
         branch_mask: (R, L) bool, True = a token of the branch.
+        branch_owner: (R,) int64, the prompt of each branch.
+        tail: (S,) int64, the places of all tails.
         longest: Tokens of the longest prompt with a completion.
+        kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
     """
 
     trunks: list[tuple[int, int, int, int]]
     branch_index: Tensor
     branch_mask: Tensor
+    branch_owner: Tensor
+    tail: Tensor
     longest: int
+    kept: dict[int, tuple[Tensor, Tensor]] | None = None
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
-        index, mask = self.branch_index.to(device), self.branch_mask.to(device)
-        return Layout(self.trunks, index, mask, self.longest)
+        names = ("branch_index", "branch_mask", "branch_owner", "tail")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass
@@ -256,7 +265,8 @@ def shared_prefix_batch(
 
     ids: list[int] = []
     positions: list[int] = []
-    trunks, branches = [], []
+    trunks: list[tuple[int, int, int, int]] = []
+    branches, owners = [], []
     before: list[int] = []  # the place before each completion token
     last = []
     for prompt, group in zip(prompts, completions, strict=True):
@@ -273,13 +283,21 @@ def shared_prefix_batch(
             last.append(first + len(row) - 1 if row else prompt_end - 1)
             if not is_run:
                 branches.append(range(first, first + len(row)))
+                owners.append(len(trunks))
         trunks.append((start, prompt_end, trunk_end, len(ids)))
 
     branch_index, branch_mask = right_pad(branches, 0)  # (R, L)
     return SharedPrefixBatch(
         input_ids=torch.tensor([ids]),
         position_ids=torch.tensor([positions]),
-        layout=Layout(trunks, branch_index, branch_mask, max(positions) + 1),
+        layout=Layout(
+            trunks,
+            branch_index,
+            branch_mask,
+            torch.tensor(owners, dtype=torch.long),
+            torch.tensor([i for _, end, _, last in trunks for i in range(end - 1, last)]),
+            max(positions) + 1,
+        ),
         completion_ids=completion_ids,
         completion_mask=token_mask & is_real_row[:, None],
         is_real=is_real_row,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import attention, distributed, synthetic
+from common import attention, distributed, fsdp, synthetic
 from common.config import TrainConfig
 from common.data import Example
 from common.padding import Batch, left_pad, position_ids, right_pad
@@ -59,7 +59,7 @@ def causal_lm(family: str, *, seed: int = 0, is_plain: bool = False, **fields: A
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(model_config(family, **fields))
     if not is_plain:
-        attention.use_shared_prefix(lm)
+        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
@@ -70,7 +70,7 @@ def classifier(family: str, *, seed: int = 0, is_plain: bool = False, **fields: 
     config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
     lm = AutoModelForSequenceClassification.from_config(config)
     if not is_plain:
-        attention.use_shared_prefix(lm)
+        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
