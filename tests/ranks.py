@@ -143,7 +143,7 @@ def watched() -> Iterator[dict[str, Any]]:
 
     def note_devices(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         record["devices"].append(sorted({p.device.type for p in module.parameters()}))
-        if len(record["devices"]) == 1:  # the model that is trained comes first
+        if any(p.requires_grad for p in module.parameters()):  # frozen models are beside it
             # A part of a block: transformers 5.23 does not repeat the block's own hooks.
             next(fsdp.blocks(module)[0].children()).register_forward_pre_hook(note_forward)
         return shard(module, *args, **kwargs)

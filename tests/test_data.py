@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from common import synthetic
+from common import distributed, synthetic
 from common.config import TrainConfig, UserError
 from common.data import (
     BatchOrder,
@@ -32,6 +33,11 @@ from common.truncation import cut_body, encode, leading_ids, split_prompt, trunc
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
 
 
 @pytest.fixture(scope="module", params=["synthetic", "synthetic with bos", "gpt2"])
@@ -492,7 +498,7 @@ def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("common.distributed.world_size", lambda: 4)
     config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=6)
     with pytest.raises(UserError, match="--batch_size is 6, which 4 processes cannot share"):
-        BatchOrder.of_training(config, 10)
+        BatchOrder.of_training(config, [pair_example(row, 2, (1, 1)) for row in range(10)])
 
 
 @pytest.mark.parametrize(
@@ -502,8 +508,12 @@ def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
 def test_the_length_of_a_run(tmp_path, fields, total_steps):
     paths = {"output_dir": str(tmp_path), "model_name_or_path": "m"}
     config = TrainConfig(batch_size=4, seed=3, **paths, **fields)
-    order = BatchOrder.of_training(config, num_rows=10)
-    assert order.rows(1) == BatchOrder(10, 4, seed=3, rank=0, world_size=1).rows(1)
+    lengths = [9, 2, 5, 5, 1, 8, 3, 7, 4, 6]
+    examples = [pair_example(row, length, (2, 1)) for row, length in enumerate(lengths)]
+    order = BatchOrder.of_training(config, examples)
+    rows = BatchOrder(10, 4, seed=3, rank=0, world_size=1).rows(1)
+    assert sorted(order.rows(1)) == sorted(rows)
+    assert order.rows(1) == sorted(rows, key=lambda row: lengths[row])
     assert order.total_steps(config) == total_steps
     assert order.epochs(6) == 2.0
 
@@ -520,36 +530,50 @@ def pair_example(row: int, num_prompt: int, lengths: tuple[int, int]) -> Example
     return Example(row, "", [10 + row] * num_prompt, completions, {})
 
 
-def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero():
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, monkeypatch):
     examples = [pair_example(row, row + 1, (row + 1, 2)) for row in range(5)]
-    batches = micro_batches(examples, [4, 0, None, 2, None], micro_batch_size=2, pad_id=7)
+    config = tiny.train_config(micro_batch_size=2, layout=layout)
+    monkeypatch.setattr(distributed, "all_reduce_max", lambda count: count + 1)  # another rank's
+    batches = micro_batches(examples, [4, 0, None, 2, None], config, pad_id=7)
     assert len(batches) == 3
     assert [batch.is_real.tolist() for batch in batches] == [
-        [True] * 4,
-        [False, False, True, True],
+        [True] * 4,  # the two longest rows
+        [True] * 2,
         [False, False],
     ]
+    assert [batch.places.tolist() for batch in batches[:2]] == [[8, 9, 4, 5], [0, 1]]
     first = batches[0]
-    assert first.input_ids.shape == (4, 5 + 5)
-    assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 1, 2]
-    assert first.input_ids[2, :5].tolist() == [7, 7, 7, 7, 10]
+    assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 3, 2]
     assert first.completion_ids[0].tolist() == [104] * 5
-    assert first.completion_ids[3].tolist() == [100, 100, 7, 7, 7]
-    assert batches[1].completion_mask.sum(dim=1).tolist() == [0, 0, 3, 2]
-    assert batches[2].input_ids.shape == (2, 2)  # the filler is as small as can be
+    assert first.completion_ids[3].tolist() == [102, 102, 7, 7, 7]
+    assert batches[1].completion_mask.sum(dim=1).tolist() == [1, 2]
     assert batches[2].num_tokens == 0
-    assert all(batch.attention_mask.any(dim=1).all() for batch in batches)
+    if layout == "padded":
+        assert first.input_ids.shape == (4, 5 + 5)
+        assert first.input_ids[2, :5].tolist() == [7, 7, 12, 12, 12]
+        assert batches[2].input_ids.shape == (2, 2)  # the filler is as small as can be
+        assert all(batch.attention_mask.any(dim=1).all() for batch in batches)
+    else:
+        row = [14] * 5 + [104] * 7 + [12] * 3 + [102] * 5
+        assert first.input_ids.tolist() == [row]
+        assert batches[2].input_ids.shape == (1, 3)
 
 
-def test_ranks_have_the_same_number_of_micro_batches_and_tokens_in_all():
+def test_ranks_have_the_same_number_of_micro_batches_and_tokens_in_all(monkeypatch):
     examples = [pair_example(row, 2, (row + 1, 1)) for row in range(7)]
     tokens = {}
+    config = tiny.train_config(micro_batch_size=1)
     for world_size in (1, 2, 4):
         ranks = orders(7, 4, world_size)
         totals = torch.zeros(2, dtype=torch.long)
         for step in range(2):
-            per_rank = [micro_batches(examples, order.rows(step), 1, 0) for order in ranks]
-            assert len({len(batches) for batches in per_rank}) == 1
+            own = [micro_batches(examples, order.rows(step), config, 0) for order in ranks]
+            most = torch.tensor(max(map(len, own)))
+            with monkeypatch.context() as patch:
+                patch.setattr(distributed, "all_reduce_max", lambda _, most=most: most)
+                per_rank = [micro_batches(examples, order.rows(step), config, 0) for order in ranks]
+            assert {len(batches) for batches in per_rank} == {int(most)}
             totals[step] = sum(int(b.num_tokens) for batches in per_rank for b in batches)
         tokens[world_size] = totals.tolist()
     assert tokens[1] == tokens[2] == tokens[4]

@@ -54,21 +54,27 @@ def plain_scores(model: Any, examples: list[Example]) -> Tensor:
     return torch.stack(scores).view(len(examples), -1).double().cpu()
 
 
-def score(model: Any, examples: list[Example], micro_batch_size: int = 4) -> Tensor:
-    config = tiny.train_config(micro_batch_size=micro_batch_size)
+def score(model: Any, examples: list[Example], micro_batch_size: int = 4, **fields: Any) -> Tensor:
+    config = tiny.train_config(micro_batch_size=micro_batch_size, **fields)
     return evaluation.score_examples(model, examples, config, PAD, "scoring")
 
 
 # ---- scores --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize(
+    ("micro_batch_size", "micro_batch_tokens"), [(1, 4096), (3, 4096), (7, 40), (64, 4096), (64, 1)]
+)
 @pytest.mark.parametrize("num_completions", [1, 2])
-def test_scores_are_those_of_a_plain_loop_in_order(model, micro_batch_size, num_completions):
+def test_scores_are_those_of_a_plain_loop_in_order(
+    model, micro_batch_size, micro_batch_tokens, num_completions, layout
+):
     examples = [
         Example(e.row, e.prompt, e.prompt_ids, e.completions[:num_completions], {}) for e in PAIRS
     ]
-    scores = score(model, examples, micro_batch_size)
+    limits = {"micro_batch_tokens": micro_batch_tokens, "layout": layout}
+    scores = score(model, examples, micro_batch_size, **limits)
     assert scores.shape == (7, num_completions)
     assert scores.dtype == torch.float64
     assert not scores.requires_grad
@@ -79,18 +85,40 @@ def test_scores_are_those_of_a_plain_loop_in_order(model, micro_batch_size, num_
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_size):
     """Each rank's part before the sum: disjoint rows that add up, in as many forward passes."""
-    parts, num_forwards = [], []
+    parts, num_forwards, own_packs = [], [], []
     handle = model.register_forward_pre_hook(lambda *_: num_forwards.append(len(parts)))
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
     monkeypatch.setattr(distributed, "all_reduce_sum", lambda tensor: tensor)
-    for rank in range(world_size):
-        monkeypatch.setattr(distributed, "rank", lambda r=rank: r)
-        parts.append(score(model, PAIRS, micro_batch_size))
+    most = 0
+
+    def largest(tensor: Tensor) -> Tensor:
+        own_packs.append(int(tensor))
+        return torch.tensor(most)
+
+    monkeypatch.setattr(distributed, "all_reduce_max", largest)
+    for is_rehearsal in (True, False):  # in which every rank says how many packs it needs
+        parts, num_forwards = [], []
+        for rank in range(world_size):
+            monkeypatch.setattr(distributed, "rank", lambda r=rank: r)
+            parts.append(score(model, PAIRS, micro_batch_size))
+        most = max(own_packs)
+        if is_rehearsal:
+            assert [num_forwards.count(rank) for rank in range(world_size)] == own_packs
     handle.remove()
-    scored = torch.stack([part.abs().sum(-1) > 0 for part in parts])  # (ranks, N)
-    assert (scored.sum(0) == 1).all()
+    scored = torch.stack([(part != 0).sum(-1) for part in parts])  # (ranks, N) completions scored
+    assert (scored.sum(0) == 2).all()
+    assert ((scored == 0) | (scored == 2)).all()  # a pair stays on one rank
+    assert num_forwards.count(0) == most
     assert len({num_forwards.count(rank) for rank in range(world_size)}) == 1
     torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
+
+
+def test_rows_that_were_not_asked_for_score_0(model):
+    scores = score(model, PAIRS)
+    config = tiny.train_config(micro_batch_size=2)
+    some = evaluation.score_examples(model, PAIRS, config, PAD, "scoring", rows=[5, 0, 3])
+    assert (some[[1, 2, 4, 6]] == 0).all()
+    torch.testing.assert_close(some[[0, 3, 5]], scores[[0, 3, 5]], rtol=0, atol=1e-4)
 
 
 def test_scoring_leaves_a_policy_sharded():
@@ -242,14 +270,17 @@ def plain_rewards(prompt_ids: list[list[int]], completion_ids: list[list[int]]) 
     return rewards
 
 
-def test_a_reward_model_scores_the_policy_s_ids(reward_folder):
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+@pytest.mark.parametrize("micro_batch_tokens", [4096, 25])
+def test_a_reward_model_scores_the_policy_s_ids(reward_folder, layout, micro_batch_tokens):
     """Also ids that the tokenizer would not give for their text."""
     key = ROLLOUTS.completion_ids[0]
     letters = [tiny.tokenizer().convert_tokens_to_ids(c) for c in "Ġlost"]
     assert letters != tiny.tokenizer()(" lost")["input_ids"]
     ids = [key, letters, [*letters, STOP], key[:1]]
     prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
-    function = loaded_function(reward_folder, tiny.tokenizer())
+    fields = {"layout": layout, "micro_batch_tokens": micro_batch_tokens}
+    function = loaded_function(reward_folder, tiny.tokenizer(), **fields)
     assert function.same_ids
     found = function(["?"] * 4, ["?"] * 4, ids, prompt_ids=prompt_ids, has_stop=[True] * 4)
     assert found == pytest.approx(plain_rewards(prompt_ids, ids), abs=1e-5)

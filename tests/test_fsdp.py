@@ -6,9 +6,11 @@
 - A gradient is the sum over micro-batches and ranks of what autograd gives on one process, and is
   reduced once per step.
 - Under bfloat16 blocks compute in bfloat16 and the reward head in float32.
+- Parts that are swapped for quicker ones compute the same and leave no trace in an exported model.
 - The replica that samples has the policy's weights, needs no other rank, and is freed afterwards.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import NewGELUActivation
 
-from common import distributed, fsdp, models
+from common import checkpoint, distributed, fsdp, models
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -69,6 +72,64 @@ def test_blocks_of_a_model_that_names_none() -> None:
     small, large = (nn.ModuleList(nn.Linear(n, n) for _ in range(3)) for n in (2, 20))
     assert fsdp.blocks(nn.ModuleDict({"a": small, "b": large})) == list(large)
     assert fsdp.blocks(nn.Linear(2, 2)) == []
+
+
+# --- parts swapped for ones that compute the same -------------------------------------------------
+
+
+def test_the_fused_gelu_is_gpt2_s() -> None:
+    """Value and gradient: to rounding of float32 where the formula's eight steps round apart."""
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([0.0, 1e-8, -1e-8, 100, -100])])
+    lm = tiny.causal_lm("gpt2")
+    written = lm.transformer.h[0].mlp.act
+    assert type(written) is NewGELUActivation
+    fsdp.fuse_gelu(lm)
+    results = []
+    for part in (written, lm.transformer.h[0].mlp.act, nn.GELU()):
+        inputs = x.clone().requires_grad_()
+        output = part(inputs)
+        output.sum().backward()
+        results.append((output.detach(), inputs.grad))
+    (expected, expected_slope), (found, slope), (exact, _) = results
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
+    assert (exact - expected).abs().max() > 1e-4  # the control: erf is another function
+
+
+def test_every_gelu_is_fused_and_other_activations_are_kept() -> None:
+    lm = tiny.causal_lm("gpt2")
+    fsdp.fuse_gelu(lm)
+    assert not any(isinstance(part, NewGELUActivation) for part in lm.modules())
+    assert sum(isinstance(part, nn.GELU) for part in lm.modules()) == 2
+    for family, fields in (("llama", {}), ("gpt2", {"activation_function": "relu"})):
+        lm = tiny.causal_lm(family, **fields)
+        before = [type(part) for part in lm.modules()]
+        fsdp.fuse_gelu(lm)
+        assert [type(part) for part in lm.modules()] == before
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layout: str) -> None:
+    """Nothing of what was swapped is in its config; read back by transformers it computes alike."""
+    distributed.start()
+    lm = tiny.causal_lm(family, is_plain=True)
+    lm.save_pretrained(tmp_path / "before")
+    ids = torch.tensor([tiny.random_ids(9, seed=1)])
+    with torch.no_grad():
+        expected = lm(input_ids=ids.to(distributed.device())).logits.cpu()
+    policy = fsdp.shard(Policy(lm), tiny.train_config(layout=layout), distributed.mesh())
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "after", stop_ids=[0])
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after")
+    ]
+    assert configs[1] == configs[0]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    assert again.config._attn_implementation != "shared_prefix"
+    if family == "gpt2":
+        assert type(again.transformer.h[0].mlp.act) is NewGELUActivation
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
 
 
 # --- on two ranks ---------------------------------------------------------------------------------
@@ -141,14 +202,18 @@ def inspect_replica(replica: fsdp.RolloutCopy, policy: Policy) -> dict[str, Any]
     with replica.gathered(policy) as lm:
         hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
         hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
+        head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
+        shares_memory = head.data_ptr() == embedding.data_ptr()
+        if shares_memory:  # the head's own entry, of a cast that changes nothing
+            assert hashes.pop("lm.lm_head.weight") == hash_of(embedding.data)
         for _ in range(1 + 2 * distributed.rank()):  # would hang if it needed the other rank
             logits = lm(input_ids=torch.tensor([example.prompt_ids])).logits
-        is_tied = lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     return {
         "state": hashes,
         "logits": logits[0, -1].tolist(),
         "needs_grad": logits.requires_grad,
-        "is_tied": is_tied,
+        "shares_memory": shares_memory,
+        "is_tied": lm.get_output_embeddings().weight is lm.get_input_embeddings().weight,
         "devices_afterwards": sorted({p.device.type for p in lm.parameters()}),
         "policy_is_sharded": all(isinstance(p, DTensor) for p in policy.parameters()),
     }
@@ -295,7 +360,7 @@ def test_replica_is_the_policy_and_is_freed(
         assert replica["state"] == rank[name]["state" if when == "before" else "changed_state"]
         assert replica["logits"] == seen[0][name][when]["logits"]
         assert not replica["needs_grad"]
-        assert replica["is_tied"] == MODELS[name][1]
+        assert replica["is_tied"] == replica["shares_memory"] == MODELS[name][1]
         assert replica["devices_afterwards"] == ["meta"]
         assert replica["policy_is_sharded"]
     assert seen[0][name]["state"] != seen[0][name]["changed_state"]
@@ -315,6 +380,8 @@ def test_replica_computes_what_the_loaded_model_computes(
 def test_bfloat16_replica_holds_rounded_weights(seen: list[dict[str, Any]], folder: Path) -> None:
     lm = AutoModelForCausalLM.from_pretrained(folder / "gpt2" / "whole", dtype=torch.float32)
     expected = {key: hash_of(p.detach().bfloat16()) for key, p in lm.named_parameters()}
+    # The head was cast once: rounded like the embedding, and in float32.
+    expected["lm_head.weight"] = hash_of(lm.lm_head.weight.detach().bfloat16().float())
     for rank in seen:
         assert rank["bfloat16 replica"] == expected
 

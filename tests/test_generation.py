@@ -1,9 +1,10 @@
 """Claim: the sampler draws from the policy's own distribution, and a draw is a function.
 
 Greedy completions are those of transformers' `generate`; sampled ones have the frequencies that
-enumeration gives (chi-square); their log-probabilities are the scorer's. A completion is
-decided by (seed, step, prompt, sample) alone: not by the batch, the rank or the number of samples.
-It ends with its first stop token, and the token loop contains no collective.
+enumeration gives (chi-square), also restricted to top-k or top-p; their log-probabilities are the
+scorer's. A completion is decided by (seed, step, prompt, sample) alone: not by the batch, the rank,
+the number of samples or the layout, of which the default keeps a prompt's keys and values once. It
+ends with its first stop token, and the token loop contains no collective.
 """
 
 import math
@@ -21,15 +22,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import distributed, fsdp, generation, noise
+from common import attention, distributed, fsdp, generation, noise
 from common.data import Example
-from common.generation import Rollouts, Sampler, decode, draw
+from common.generation import Rollouts, Sampler, decode, draw, restrict
 from common.padding import padded_batch
 from common.scoring import Policy
 
 STOP = 0
 MANY_STOPS = tuple(range(0, 61, 6))  # rows end at many lengths
 EXAMPLES = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9, 2, 6)])
+LAYOUTS = ("shared_prefix", "padded")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,18 +83,21 @@ def generate(
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_greedy_completions_are_those_of_generate(family):
-    lm = tiny.causal_lm(family)
+    plain = tiny.causal_lm(family, is_plain=True)
     prompts = [example.prompt_ids for example in EXAMPLES]
-    endless = generate(lm, prompts, [], 12)
+    endless = generate(plain, prompts, [], 12)
     assert all(len(completion) == 12 for completion in endless)
     stop_ids = [endless[0][4], endless[2][0]]  # tokens that end some rows early and not all
-    expected = generate(lm, prompts, stop_ids, 12)
+    expected = generate(plain, prompts, stop_ids, 12)
     lengths = {len(completion) for completion in expected}
     assert len(lengths) >= 3
     assert max(lengths) == 12
-    for generation_batch_size in (1, 3, 64):
+    for layout, at_once in (*((layout, n) for layout in LAYOUTS for n in (1, 64)), (LAYOUTS[0], 3)):
         sampler = new_sampler(
-            lm, stop_ids=tuple(stop_ids), generation_batch_size=generation_batch_size
+            plain if layout == "padded" else tiny.causal_lm(family),
+            stop_ids=tuple(stop_ids),
+            generation_batch_size=at_once,
+            layout=layout,
         )
         found = sampler.sample(EXAMPLES, temperature=0)
         assert found.completion_ids == expected
@@ -145,13 +150,20 @@ def two_token_probabilities(lm: Any, prompt: list[int], temperature: float) -> T
     return first[:, None] * second
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_sampled_tokens_have_the_exact_frequencies(temperature):
+def test_sampled_tokens_have_the_exact_frequencies(temperature, layout):
     vocab_size, num_samples = 12, 4000
     lm = tiny.causal_lm("llama", vocab_size=vocab_size)
     prompts = [[3, 7, 1, 1], [5]]  # the second one is padded on the left
     rollouts = run_decode(
-        lm, prompts, num_samples, max_completion_length=2, temperature=temperature, seed=11
+        lm,
+        prompts,
+        num_samples,
+        max_completion_length=2,
+        temperature=temperature,
+        seed=11,
+        layout=layout,
     )
     for i, prompt in enumerate(prompts):
         probabilities = two_token_probabilities(lm, prompt, temperature)
@@ -165,6 +177,81 @@ def test_sampled_tokens_have_the_exact_frequencies(temperature):
         # The test has power: these are not the frequencies of a slightly warmer policy.
         warmer = two_token_probabilities(lm, prompt, temperature * 1.2)
         assert chi_square_p(counts.flatten(), warmer.flatten()) < 1e-6
+
+
+def kept_by_hand(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Which of (V,) tokens may be drawn, added one by one from the most likely, and their share."""
+    kept = torch.zeros_like(probabilities)
+    order = sorted(range(len(probabilities)), key=lambda token: -float(probabilities[token]))
+    order = order[: top_k or None]
+    total, so_far = float(probabilities[order].sum()), 0.0
+    for token in order:
+        kept[token] = probabilities[token]
+        so_far += float(probabilities[token]) / total
+        if so_far >= top_p:
+            break
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "temperature"), [(3, 1.0, 1.0), (0, 0.7, 1.0), (5, 0.8, 2.0)]
+)
+def test_restricted_tokens_have_the_exact_frequencies(top_k, top_p, temperature):
+    """Of both tokens; the log-probabilities that are handed back are of the whole distribution."""
+    vocab_size, num_samples, prompt = 12, 4000, [3, 7, 1, 1]
+    lm = tiny.causal_lm("qwen2", vocab_size=vocab_size)
+    rollouts = run_decode(
+        lm,
+        [prompt],
+        num_samples,
+        max_completion_length=2,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=5,
+        stop_ids=[99],
+    )
+    ids = torch.tensor([[*prompt, first] for first in range(vocab_size)])
+    with torch.no_grad():
+        logits = lm(ids.to(distributed.device())).logits.double().cpu() / temperature
+    first, second = logits[0, -2].softmax(-1), logits[:, -1].softmax(-1)  # (V,), (V, V)
+    allowed = kept_by_hand(first, top_k, top_p)
+    joint = torch.stack(
+        [p * kept_by_hand(q, top_k, top_p) for p, q in zip(allowed, second, strict=True)]
+    )
+    counts = torch.zeros(vocab_size, vocab_size, dtype=torch.float64)
+    for (a, b), logps in zip(rollouts.completion_ids, rollouts.token_logps, strict=True):
+        counts[a, b] += 1
+        assert logps == pytest.approx([float(first[a].log()), float(second[a, b].log())], abs=1e-4)
+    assert 1 < (allowed > 0).sum() < vocab_size
+    assert (counts[joint == 0] == 0).all()
+    assert chi_square_p(counts[joint > 0], joint[joint > 0]) > 1e-3
+    assert chi_square_p(counts.sum(1)[allowed > 0], allowed[allowed > 0]) > 1e-3
+
+
+def test_restrict_by_hand():
+    """Shares 0.5, 0.25, 0.125, 0.125: a share that is reached exactly needs no further token."""
+    logps = torch.tensor([[0.125, 0.5, 0.125, 0.25], [0.25, 0.25, 0.25, 0.25]]).log()
+
+    def kept(top_k: int, top_p: float) -> list[list[int]]:
+        found = restrict(logps, top_k, top_p)
+        is_kept = found > -torch.inf
+        assert torch.equal(found[is_kept], logps[is_kept])  # not normalised again
+        return [row.nonzero().flatten().tolist() for row in is_kept]
+
+    assert kept(0, 1.0) == kept(4, 1.0) == kept(9, 1.0) == [[0, 1, 2, 3]] * 2
+    assert kept(1, 1.0)[0] == [1]
+    assert kept(2, 1.0)[0] == [1, 3]
+    assert kept(0, 0.5)[0] == [1]
+    assert kept(0, 0.51)[0] == [1, 3]
+    assert kept(0, 0.75)[0] == [1, 3]
+    assert len(kept(0, 0.8)[0]) == 3
+    assert [len(row) for row in kept(0, 1e-9)] == [1, 1]  # never none
+    assert [len(row) for row in kept(0, 0.5)] == [1, 2]
+    # Of the two likeliest, 0.5 and 0.25, the first holds two thirds.
+    assert kept(2, 0.66)[0] == [1]
+    assert kept(2, 0.67)[0] == [1, 3]
+    assert torch.equal(logps[1].exp(), torch.full((4,), 0.25))  # the input is left as it was
 
 
 def test_samples_of_a_prompt_are_independent():
@@ -241,21 +328,30 @@ def assert_scorer_agrees(
         torch.testing.assert_close(torch.tensor(found), row, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        *((family, {}) for family in tiny.FAMILIES),
+        ("llama", {"num_key_value_heads": 1}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    ],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_sampled_logps_are_those_of_the_scorer(family, temperature):
-    lm = tiny.causal_lm(family)
-    sampler = new_sampler(lm, stop_ids=MANY_STOPS)
+def test_sampled_logps_are_those_of_the_scorer(family, shape, temperature, layout):
+    lm = tiny.causal_lm(family, **shape)
+    sampler = new_sampler(lm, stop_ids=MANY_STOPS, layout=layout)
     rollouts = sampler.sample(EXAMPLES, num_samples=4, temperature=temperature)
     assert len({len(ids) for ids in rollouts.completion_ids}) > 5  # rows left in between
-    assert_scorer_agrees(lm, EXAMPLES, rollouts, num_samples=4, temperature=temperature)
+    plain = tiny.causal_lm(family, is_plain=True, **shape)
+    assert_scorer_agrees(plain, EXAMPLES, rollouts, num_samples=4, temperature=temperature)
 
 
 # ---- a completion is a function of (seed, step, prompt, sample) ----------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_batch_size_and_companions_change_no_completion(family):
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_batch_size_layout_and_companions_change_no_completion(family):
     lm = tiny.causal_lm(family)
 
     def sample(examples: list[Example], **fields: Any) -> Rollouts:
@@ -264,8 +360,15 @@ def test_batch_size_and_companions_change_no_completion(family):
 
     whole = sample(EXAMPLES)
     assert len({len(ids) for ids in whole.completion_ids}) > 5
-    for generation_batch_size in (1, 4, 7, 1000):
-        found = sample(EXAMPLES, generation_batch_size=generation_batch_size)
+    for fields in (
+        {"generation_batch_size": 1},  # the samples of a prompt come apart
+        {"generation_batch_size": 7},
+        {"generation_cache_tokens": 60},  # one prompt with its 3 samples of 12, or 2 at most
+        {"generation_cache_tokens": 30},  # no two samples of the longer prompts
+        {"layout": "padded"},
+        {"layout": "padded", "generation_batch_size": 4},
+    ):
+        found = sample(EXAMPLES, **fields)
         assert found.completion_ids == whole.completion_ids
         assert found.has_stop == whole.has_stop
     shuffled = list(range(len(EXAMPLES)))
@@ -366,24 +469,124 @@ def test_stopping_does_not_change_what_was_drawn_before(gpt2):
         assert long[: len(short)] == short
 
 
-def test_decoding_ends_when_every_row_has_stopped(gpt2, monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_decoding_ends_when_every_row_has_stopped(family, layout):
     """No forward pass after the last row's stop token, and finished rows leave the batch."""
-    rows_per_forward = []
-    forward = gpt2.forward
+    lm = tiny.causal_lm(family)
+    shapes = []
 
-    def counted(**inputs: Any) -> Any:
-        rows_per_forward.append(len(inputs["input_ids"]))
-        return forward(**inputs)
+    def note(_: Any, args: tuple, inputs: dict[str, Any]) -> None:
+        shapes.append(tuple((args[0] if args else inputs["input_ids"]).shape))
 
-    monkeypatch.setattr(gpt2, "forward", counted)
+    handle = lm.base_model.register_forward_pre_hook(note, with_kwargs=True)
     prompts = [example.prompt_ids for example in EXAMPLES]
-    rollouts = run_decode(gpt2, prompts, 8, stop_ids=MANY_STOPS, max_completion_length=80)
+    rollouts = run_decode(
+        lm, prompts, 8, stop_ids=MANY_STOPS, max_completion_length=80, layout=layout
+    )
+    handle.remove()
     assert all(rollouts.has_stop)
-    assert rows_per_forward[0] == len(prompts)  # a prompt is prefilled once for all its samples
-    assert rows_per_forward[1] <= len(prompts) * 8
-    assert len(rows_per_forward) == max(map(len, rollouts.completion_ids))
-    assert rows_per_forward[-1] < 6
-    assert rows_per_forward[1:] == sorted(rows_per_forward[1:], reverse=True)
+    # A prompt is prefilled once for all its samples: side by side, or in a row without padding.
+    longest, total = max(map(len, prompts)), sum(map(len, prompts))
+    assert shapes[0] == ((len(prompts), longest) if layout == "padded" else (1, total))
+    rows = [shape[0] for shape in shapes[1:]]
+    assert {shape[1] for shape in shapes[1:]} == {1}
+    assert rows[0] <= len(prompts) * 8
+    assert len(shapes) == max(map(len, rollouts.completion_ids))
+    assert rows[-1] < 6
+    assert rows == sorted(rows, reverse=True)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("num_samples", [1, 5])
+def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
+    """Numbers in the cache: a prompt's are as many for 1 sample as for 5, per key head."""
+    caches = []
+    plain_decoder = generation.SharedDecoder
+
+    def noted(*args: Any) -> Any:
+        decoder = plain_decoder(*args)
+        caches.append(decoder.cache)
+        return decoder
+
+    monkeypatch.setattr(generation, "SharedDecoder", noted)
+    lm, length = tiny.causal_lm(family), 6
+    prompts = [[5] * 9, [6] * 4, [7] * 9]
+    run_decode(lm, prompts, num_samples, stop_ids=[99], max_completion_length=length)
+    (cache,) = caches
+    width = 8 * (4 if family == "gpt2" else 2)  # numbers of a token's keys in one layer
+    for own, prompt in zip(cache.own_keys.values(), cache.prompt_keys.values(), strict=True):
+        assert [part.numel() for part in prompt] == [3 * 9 * width] * 2
+        assert [part.numel() for part in own] == [3 * num_samples * length * width] * 2
+    assert len(cache.prompt_keys) == 2  # layers
+
+
+def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
+    """Rows of all prompts end at different times; one prompt is left without any."""
+    groups = []
+    place_rows = attention.DecodingCache._place_rows
+
+    def noted(cache: attention.DecodingCache) -> None:
+        place_rows(cache)
+        left = torch.bincount(cache.rows // cache.num_samples, minlength=len(cache.index))
+        groups.append(left.tolist())
+
+    monkeypatch.setattr(attention.DecodingCache, "_place_rows", noted)
+    lm = tiny.causal_lm("qwen2")
+    prompts = [example.prompt_ids for example in EXAMPLES]
+    stopping = run_decode(lm, prompts, 5, stop_ids=MANY_STOPS, max_completion_length=30)
+    assert len(groups) > 4
+    assert any(0 in left and len(set(left)) > 2 for left in groups)
+    endless = run_decode(
+        lm, prompts, 5, stop_ids=[99], max_completion_length=30, layout="padded"
+    ).completion_ids
+    for short, long in zip(stopping.completion_ids, endless, strict=True):
+        assert long[: len(short)] == short
+
+
+# ---- what is decoded together --------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=8),
+    num_samples=st.integers(1, 9),
+    at_once=st.integers(1, 20),
+    room=st.integers(1, 200),
+    own=st.integers(1, 20),
+)
+def test_parts_cover_every_sample_once_within_the_limits(lengths, num_samples, at_once, room, own):
+    examples = [Example(row, "", [1] * length, [], {}) for row, length in enumerate(lengths)]
+    sampler = Sampler.__new__(Sampler)  # without a model
+    sampler.config = tiny.train_config(
+        generation_batch_size=at_once, generation_cache_tokens=room, max_completion_length=own
+    )
+    seen = []
+    for start, end, first, count in sampler.parts(examples, num_samples):
+        assert end > start
+        assert count >= 1
+        seen += [(row, first + k) for row in range(start, end) for k in range(count)]
+        tokens = sum(lengths[start:end]) + (end - start) * count * own
+        is_one = (end - start, count) == (1, 1)  # may exceed the limits alone
+        assert is_one or ((end - start) * count <= at_once and tokens <= room)
+        assert (first, count) == (0, num_samples) or end == start + 1
+    assert seen == [(row, k) for row in range(len(lengths)) for k in range(num_samples)]
+
+
+def test_parts_by_hand():
+    """Room for 100 tokens and 6 completions of up to 10: 2 groups of 3, then 1 and 1."""
+    lengths = [20, 20, 30, 60, 5]
+    examples = [Example(row, "", [1] * length, [], {}) for row, length in enumerate(lengths)]
+    sampler = Sampler.__new__(Sampler)
+    sampler.config = tiny.train_config(
+        generation_batch_size=6, generation_cache_tokens=100, max_completion_length=10
+    )
+    found = list(sampler.parts(examples, 3))
+    assert found == [(0, 2, 0, 3), (2, 3, 0, 3), (3, 4, 0, 3), (4, 5, 0, 3)]
+    assert list(sampler.parts(examples[3:], 8)) == [
+        *((0, 1, 0, 4), (0, 1, 4, 4)),  # 60 and 4 tens fill the room
+        *((1, 2, 0, 6), (1, 2, 6, 2)),  # 6 at once
+    ]
 
 
 def test_texts_leave_out_the_stop_token_only(gpt2):

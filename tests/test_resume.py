@@ -18,18 +18,13 @@ from safetensors.torch import load_file
 
 from common import checkpoint, distributed, fsdp, models, optim
 from common.config import UserError
+from common.glossary import SPANS
 from common.jsonl import read_jsonl
 from common.metrics import RunLogger
 from common.scoring import Policy
 
 STEPS, SAVED = 6, 3
-TIMINGS = {
-    "step_seconds",
-    "sample_seconds",
-    "elapsed_minutes",
-    "tokens_per_second",
-    "peak_memory_gb",
-}
+TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
 
 COMMON = {

@@ -159,17 +159,31 @@ def test_entropy_and_total_probability_by_enumeration(temperature):
     )
 
 
-def test_entropy_is_masked_and_carries_no_gradient(lm):
+def test_entropy_is_masked_and_carries_its_gradient(lm):
+    """Target: the gradient of the entropies of one unpadded row at a time, by autograd."""
     batch = usual_batch(PROMPTS, COMPLETIONS)
+    lm.zero_grad()
     scores = Policy(lm)(batch, temperature=0.8, with_entropy=True)
-    assert scores.token_logps.requires_grad
-    assert not scores.entropy.requires_grad
     assert (scores.entropy[~batch.completion_mask] == 0).all()
+    (scores.entropy * 0.3).sum().backward()
+    found = {name: p.grad for name, p in lm.named_parameters()}
+    lm.zero_grad()
     expected = []
-    for pair in zip(PROMPTS, COMPLETIONS, strict=True):
-        probabilities = torch.softmax(full_logits(lm, *pair) / 0.8, -1)
-        expected.append(-(probabilities * probabilities.log()).sum(-1))
-    assert_rows_close(tiny.per_row(scores.entropy, batch.completion_mask), expected)
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        ids = torch.tensor([prompt + completion], device=distributed.device())
+        logits = lm(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double() / 0.8
+        probabilities = torch.softmax(logits, -1)  # (C, V)
+        entropy = -(probabilities * probabilities.log()).sum(-1)
+        (entropy.sum() * 0.3).backward()
+        expected.append(entropy.detach().cpu())
+    assert_rows_close(tiny.per_row(scores.entropy.detach(), batch.completion_mask), expected)
+    for name, parameter in lm.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        assert scale > 0 or "k_proj.bias" in name, name  # a bias of all keys changes no softmax
+        torch.testing.assert_close(
+            found[name], parameter.grad, rtol=0, atol=2e-5 * max(scale, 1.0), msg=name
+        )
+    lm.zero_grad()
 
 
 def test_the_gradient_of_the_logps_does_not_depend_on_padding(lm):

@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from common import distributed, fsdp, padding, self_checks
+from common import distributed, evaluation, fsdp, padding, self_checks
 from common.config import TrainConfig
 from common.data import Example
 from common.generation import Sampler
@@ -169,22 +169,34 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 # ---- DPO -----------------------------------------------------------------------------------------
 
 
+def pair_logps(policy: nn.Module) -> Tensor:
+    """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
+    return evaluation.score_examples(policy, PAIRS[:1], CONFIG, PAD, "reference")
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_dpo_starts_at_ln_2_with_the_policy_s_own_weights_only(family):
-    policy = sharded(Policy(tiny.causal_lm(family)))
-    reference = sharded(Policy(tiny.causal_lm(family)).requires_grad_(False))
-    self_checks.dpo_starts_at_ln_2(policy, reference, PAIRS[0], CONFIG, PAD)
-    other = sharded(Policy(tiny.causal_lm(family, seed=1)).requires_grad_(False))
+    policy = pair_logps(sharded(Policy(tiny.causal_lm(family))))
+    reference = pair_logps(sharded(Policy(tiny.causal_lm(family)).requires_grad_(False)))
+    self_checks.dpo_starts_at_ln_2(policy, reference)
+    other = pair_logps(sharded(Policy(tiny.causal_lm(family, seed=1)).requires_grad_(False)))
     with refused("ln 2", "policy and reference differ"):
-        self_checks.dpo_starts_at_ln_2(policy, other, PAIRS[0], CONFIG, PAD)
+        self_checks.dpo_starts_at_ln_2(policy, other)
+
+
+def test_swapped_columns_of_the_reference_are_refused():
+    logps = pair_logps(Policy(tiny.causal_lm("gpt2")))
+    with refused("ln 2"):
+        self_checks.dpo_starts_at_ln_2(logps, logps.flip(-1))
 
 
 def test_dropout_in_the_policy_is_refused():
     policy = Policy(tiny.causal_lm("gpt2", resid_pdrop=0.5).train())
-    reference = Policy(tiny.causal_lm("gpt2"))
     torch.manual_seed(0)
     with refused("ln 2"):
-        self_checks.dpo_starts_at_ln_2(policy, reference, PAIRS[0], CONFIG, PAD)
+        self_checks.dpo_starts_at_ln_2(
+            pair_logps(policy), pair_logps(Policy(tiny.causal_lm("gpt2")))
+        )
 
 
 # ---- the first rollout ---------------------------------------------------------------------------

@@ -51,21 +51,26 @@ def random_weights(lm: Any, seed: int) -> Any:
     return lm.eval()
 
 
-def causal_lm(family: str, *, seed: int = 0, **fields: Any) -> Any:
-    """A Hugging Face causal language model in float32, on this process's device."""
+def causal_lm(family: str, *, seed: int = 0, is_plain: bool = False, **fields: Any) -> Any:
+    """A Hugging Face causal language model in float32, on this process's device.
+
+    A plain one keeps the attention that transformers gave it, without `common.attention`.
+    """
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(model_config(family, **fields))
-    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    if not is_plain:
+        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
-def classifier(family: str, *, seed: int = 0, **fields: Any) -> Any:
+def classifier(family: str, *, seed: int = 0, is_plain: bool = False, **fields: Any) -> Any:
     """A Hugging Face sequence classifier with one label whose pad token is the last one."""
     torch.manual_seed(seed)
     config = model_config(family, **fields)
     config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
     lm = AutoModelForSequenceClassification.from_config(config)
-    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    if not is_plain:
+        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 

@@ -1,0 +1,662 @@
+"""Claim: computing a prompt once for all its completions changes no number, and no gradient.
+
+Targets: transformers' own models with their own (eager) attention on one padded row per completion,
+and, for a single attention call, a dense mask written token by token. Both ways of computing the
+attention are held to them, the CPU's kernel and public functions; models whose attention cannot be
+replaced are refused.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import launch, run_stages
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import attention, distributed, fsdp, padding, self_checks
+from common.config import UserError
+from common.glossary import SPANS
+from common.jsonl import read_jsonl
+from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
+from common.scoring import Policy, RewardModel
+
+Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions
+CASES: dict[str, Groups] = {
+    "one completion each": [(5, [4]), (1, [1]), (9, [7])],
+    "pairs": [(7, [3, 5]), (1, [2, 1]), (12, [1, 6])],
+    "a group": [(6, [4, 1, 7, 3])],
+    "mixed": [(3, [2]), (8, [5, 1, 4]), (1, [1, 6]), (5, [3])],
+}
+
+
+def public_functions(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
+) -> Tensor:
+    """`attention.branch_attention` as on devices other than a CPU."""
+    queries = attention.Queries.of(layout, is_tail)
+    return attention.gathered_branches(query, key, value, layout, queries, scaling)
+
+
+PATHS = {"fused": attention.branch_attention, "public": public_functions}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How attention is computed: by the CPU's kernel, or as on other devices."""
+    monkeypatch.setattr(attention, "branch_attention", PATHS[request.param])
+    return request.param
+
+
+def both_batches(
+    groups: Groups, *, is_real: Sequence[bool] | None = None, seed: int = 0
+) -> tuple[Batch, SharedPrefixBatch]:
+    """The same completions in the same order, in both layouts.
+
+    Padded with one row per prompt and completion, so that groups may differ in size.
+    """
+    prompts = [tiny.random_ids(p, seed=seed + i) for i, (p, _) in enumerate(groups)]
+    completions = [
+        [tiny.random_ids(c, seed=seed + 100 * i + k) for k, c in enumerate(lengths)]
+        for i, (_, lengths) in enumerate(groups)
+    ]
+    is_real = [True] * len(groups) if is_real is None else is_real
+    rows = [
+        (prompt, completion, flag)
+        for prompt, group, flag in zip(prompts, completions, is_real, strict=True)
+        for completion in group
+    ]
+    padded = padded_batch(
+        [prompt for prompt, _, _ in rows],
+        [[completion] for _, completion, _ in rows],
+        7,
+        is_real=[flag for *_, flag in rows],
+    )
+    shared = shared_prefix_batch(prompts, completions, 7, is_real=is_real)
+    return padded.to(distributed.device()), shared.to(distributed.device())
+
+
+def eager(lm: Any) -> Any:
+    """The model with transformers' attention written as matrix products."""
+    lm.set_attn_implementation("eager")
+    return lm
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def assert_gradients_close(found: nn.Module, expected: nn.Module) -> None:
+    """Every parameter's to 1e-5 of its norm, or of 1 where that is smaller (a bias of all keys)."""
+    found_all, expected_all = gradients(found), gradients(expected)
+    assert found_all.keys() == expected_all.keys()
+    assert len(expected_all) > 10
+    for name, gradient in expected_all.items():
+        error = float((found_all[name] - gradient).norm())
+        assert error <= 1e-5 * max(1.0, float(gradient.norm())), name
+
+
+# ---- scores and gradients ------------------------------------------------------------------------
+
+
+def compare_policies(
+    family: str,
+    groups: Groups,
+    temperature: float,
+    is_recomputed: bool,
+    shape: dict[str, Any] | None = None,
+    **fields: Any,
+) -> None:
+    """Log-probabilities, entropies, and the gradients of a function of both."""
+    padded, shared = both_batches(groups, **fields)
+    reference = Policy(eager(tiny.causal_lm(family, is_plain=True, **(shape or {}))))
+    policy = Policy(tiny.causal_lm(family, **(shape or {})))
+    if is_recomputed:
+        policy.train()
+        fsdp.enable_gradient_checkpointing(policy)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(2, *padded.completion_mask.shape, generator=generator)
+    weights = weights.to(distributed.device())
+    outputs = []
+    for model, batch in ((reference, padded), (policy, shared)):
+        scores = model(batch, temperature=temperature, with_entropy=True)
+        loss = (scores.token_logps * weights[0]).sum() + (scores.entropy * weights[1]).sum()
+        (loss + (scores.token_logps / 4).exp().mean()).backward()
+        outputs.append(scores)
+    expected, found = outputs
+    for name in ("completion_ids", "completion_mask", "is_real", "places", "num_tokens"):
+        assert torch.equal(getattr(padded, name), getattr(shared, name)), name
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_gradients_close(policy, reference)
+
+
+@pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_scores_and_gradients_are_those_of_the_padded_layout(family, groups, path):
+    compare_policies(family, groups, 1.0, False)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_also_at_another_temperature_recomputed_and_with_fillers(family, path):
+    real = [True, False, True, True]
+    compare_policies(family, CASES["mixed"], 0.7, True, is_real=real, seed=3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("num_heads", "num_key_value_heads"), [(4, 1), (6, 3), (4, 4)])
+def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads, path):
+    shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+    shape |= {"width": 8 * num_heads}
+    compare_policies(family, CASES["mixed"], 1.0, False, shape)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_also_with_one_block_or_three(family, num_layers, path):
+    """The last block is shortened, be it the first."""
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    compare_policies(family, CASES["mixed"], 1.0, False, {name: num_layers})
+
+
+def test_also_with_another_scale_of_the_scores(path):
+    shape = {"scale_attn_by_inverse_layer_idx": True}  # the second layer's are half as large
+    compare_policies("gpt2", CASES["mixed"], 1.0, False, shape)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    ),
+    family=st.sampled_from(tiny.FAMILIES),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_scores_alike(groups, family, seed):
+    compare_policies(family, groups, 1.3, False, seed=seed)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_rewards_and_their_gradients_are_those_of_the_padded_layout(family, path):
+    padded, shared = both_batches(CASES["mixed"])
+    reference = RewardModel(eager(tiny.classifier(family, is_plain=True)))
+    model = RewardModel(tiny.classifier(family))
+    weights = torch.linspace(-1, 2, 7, device=distributed.device())
+    outputs = []
+    for module, batch in ((reference, padded), (model, shared)):
+        rewards = module(batch)
+        (rewards * weights).sum().backward()
+        outputs.append(rewards)
+    assert outputs[0].std() > 0.1
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5)
+    assert_gradients_close(model, reference)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_filler_moves_nothing(family):
+    """Neither its score nor its gradient is there; the pairs beside it are as without it."""
+    prompts, completions = [[5, 6, 7], [9] * 4], [[[8, 2], [3]], [[4, 4], [1, 2, 3]]]
+    gradient = []
+    for extra in (False, True):
+        batch = shared_prefix_batch(
+            prompts + [[0]] * extra,
+            completions + [[[0], [0]]] * extra,
+            7,
+            is_real=[True, True] + [False] * extra,
+        )
+        policy = Policy(tiny.causal_lm(family))
+        scores = policy(batch.to(distributed.device()), with_entropy=True)
+        assert (scores.token_logps[4:] == 0).all()
+        assert (scores.entropy[4:] == 0).all()
+        (scores.token_logps.sum() + scores.entropy.sum()).backward()
+        gradient.append(policy)
+    assert_gradients_close(*gradient)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family, path):
+    """The layouts round apart; neither error is much the larger."""
+    padded, shared = both_batches(CASES["mixed"])
+    with torch.no_grad():
+        exact = Policy(eager(tiny.causal_lm(family, is_plain=True)))(padded).token_logps
+    errors, norms = [], []
+    for batch in (padded, shared):
+        lm = tiny.causal_lm(family).bfloat16()
+        fsdp.project_in_float32(lm)
+        logps = Policy(lm)(batch).token_logps
+        assert logps.dtype == torch.float32
+        errors.append(float((logps.detach() - exact).abs().mean()))
+        logps.sum().backward()
+        norms.append(torch.cat([g.float().flatten() for g in gradients(lm).values()]))
+    assert 1e-4 < errors[0] < 0.1  # 8 bits, logits of about 10
+    assert errors[1] < 2 * errors[0]
+    assert float((norms[1] - norms[0]).norm()) < 0.1 * float(norms[0].norm())
+
+
+# ---- the last block ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_last_block_computes_what_is_read_only(family):
+    """Of prompts of 7, 1 and 12 with 8, 3 and 7 tokens behind them: those, and one each before."""
+    _, batch = both_batches(CASES["pairs"])
+    lm = tiny.causal_lm(family)
+    lengths, outputs = [], []
+    for block in fsdp.blocks(lm):
+        block.mlp.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+        block.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    with torch.no_grad():
+        Policy(lm)(batch)
+    assert lengths == [38, 21]
+    tail = tail_by_hand(CASES["pairs"])
+    is_read = torch.zeros(38, dtype=torch.bool)
+    is_read[tail] = True
+    assert (outputs[1][0].cpu()[~is_read] == 0).all()
+    assert (outputs[1][0].cpu()[is_read] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_without_a_layout_a_model_goes_on_as_before(family):
+    plain, prepared = tiny.causal_lm(family, is_plain=True), tiny.causal_lm(family)
+    padded, _ = both_batches(CASES["mixed"])
+    outputs = [Policy(lm)(padded).token_logps for lm in (plain, prepared)]
+    assert torch.equal(*outputs)
+    for logps in outputs:
+        logps.sum().backward()
+    assert_gradients_close(prepared, plain)
+    ids = torch.tensor([tiny.random_ids(9, seed=2)], device=distributed.device())
+    drawn = [
+        lm.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=1)
+        for lm in (plain, prepared)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_an_attention_that_is_not_told_the_layout_is_refused():
+    lm = tiny.causal_lm("llama")
+    last = fsdp.blocks(lm)[-1].self_attn
+    forward = last.forward
+    last.forward = lambda *args, layout=None, **options: forward(*args, **options)
+    _, batch = both_batches(CASES["pairs"])
+    with torch.no_grad(), pytest.raises(UserError) as caught:
+        Policy(lm)(batch)
+    assert_one_sentence(caught, "LlamaForCausalLM cannot share a prompt")
+
+
+# ---- one attention call --------------------------------------------------------------------------
+
+
+def visible_by_hand(groups: Groups) -> Tensor:
+    """(T, T) bool: who sees whom, written token by token."""
+    tokens: list[tuple[int, int, int]] = []  # prompt, completion (-1: none), place in it
+    for i, (prompt, lengths) in enumerate(groups):
+        tokens += [(i, -1, t) for t in range(prompt)]
+        for k, length in enumerate(lengths):
+            tokens += [(i, k, t) for t in range(length)]
+    visible = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for a, b in itertools.product(range(len(tokens)), repeat=2):
+        (i, k, t), (j, m, s) = tokens[a], tokens[b]
+        visible[a, b] = i == j and ((k == m and s <= t) or (m == -1 and k >= 0))
+    return visible
+
+
+def tail_by_hand(groups: Groups) -> Tensor:
+    """Places of the last token of each prompt and of all that follows it."""
+    places, start = [], 0
+    for prompt, lengths in groups:
+        end = start + prompt + sum(lengths)
+        places += range(start + prompt - 1, end)
+        start = end
+    return torch.tensor(places)
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    scores = query @ key.transpose(-1, -2) * 0.4
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
+
+
+def layout_of(groups: Groups) -> Layout:
+    batch = shared_prefix_batch(
+        [[1] * prompt for prompt, _ in groups], [[[2] * c for c in cs] for _, cs in groups], 0
+    )
+    return batch.layout.to(distributed.device())
+
+
+def branch_lengths(groups: Groups) -> list[int]:
+    """Of the completions of prompts with several; `test_a_completion_may_be_empty` has all 0."""
+    return [length for _, lengths in groups if len(lengths) > 1 for length in lengths]
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(0, 5), max_size=4)), min_size=1, max_size=4
+).filter(lambda groups: sum(branch_lengths(groups)) > 0 or not branch_lengths(groups))
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=GROUPS, seed=st.integers(0, 99))
+def test_attention_is_that_of_a_dense_mask(groups, seed):
+    """For all queries and for the tails only; completions may be empty, and there may be none."""
+    visible = visible_by_hand(groups).to(distributed.device())
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, 1, 3, len(visible), 8)  # query, key, value and the gradient that comes back
+    tensors = (torch.randn(shape, generator=generator) * 2).to(distributed.device())
+    exact = [x.double().requires_grad_() for x in tensors[:3]]
+    layout = layout_of(groups)
+    tail = tail_by_hand(groups).to(distributed.device())
+    for is_tail, (name, function) in itertools.product((False, True), PATHS.items()):
+        picked = tail if is_tail else torch.arange(len(visible), device=tail.device)
+        for x in exact:
+            x.grad = None
+        expected = dense_attention(*exact, visible)[:, :, picked]
+        expected.backward(tensors[3, :, :, picked].double())
+        inputs = [x.clone().requires_grad_() for x in tensors[:3]]
+        output = function(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
+        output.backward(tensors[3, :, :, picked])
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5, msg=name)
+        for x, target in zip(inputs, exact, strict=True):
+            error = float((x.grad - target.grad).norm())
+            assert error <= 1e-5 * max(1.0, float(target.grad.norm())), (name, is_tail)
+
+
+@pytest.mark.parametrize(
+    "groups", [[(4, [0, 0]), (3, [0, 0])], [(4, [2, 0, 1]), (3, [1, 0])], [(4, [0]), (3, [2])]]
+)
+def test_a_completion_may_be_empty(groups, path):
+    """A text that is no token of the reward model, cut off before its stop token."""
+    padded, shared = both_batches(groups)
+    with torch.no_grad():
+        expected = RewardModel(tiny.classifier("gpt2", is_plain=True))(padded)
+        rewards = RewardModel(tiny.classifier("gpt2"))(shared)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-5)
+
+
+def test_large_scores_neither_overflow_nor_vanish():
+    """Where one of the two softmaxes holds all the weight."""
+    groups: Groups = [(4, [3, 2]), (2, [1, 4])]
+    visible = visible_by_hand(groups).to(distributed.device())
+    query, key, value = torch.randn(3, 1, 2, len(visible), 8).to(distributed.device())
+    expected = dense_attention(60 * query.double(), key.double(), value.double(), visible)
+    for function in PATHS.values():
+        output = function(60 * query, key, value, layout_of(groups), False, 0.4)
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_shared_row_by_hand():
+    """Prompt 5 6 with completions 8 and 9 3; prompt 7 with completion 4 2."""
+    batch = shared_prefix_batch([[5, 6], [7]], [[[8], [9, 3]], [[4, 2]]], 0)
+    assert batch.input_ids.tolist() == [[5, 6, 8, 9, 3, 7, 4, 2]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 2]]
+    assert batch.completion_ids.tolist() == [[8, 0], [9, 3], [4, 2]]
+    assert batch.completion_mask.tolist() == [[True, False], [True, True], [True, True]]
+    assert batch.predictors.tolist() == [1, 1, 3, 5, 6]
+    assert batch.slots.tolist() == [0, 2, 3, 4, 5]
+    assert batch.last.tolist() == [2, 4, 7]
+    assert batch.layout.trunks == [(0, 2, 2, 5), (5, 6, 8, 8)]
+    assert batch.layout.branch_index.tolist() == [[2, 0], [3, 4]]
+    assert batch.layout.branch_mask.tolist() == [[True, False], [True, True]]
+    assert batch.layout.branch_owner.tolist() == [0, 0]
+    assert batch.layout.tail.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert batch.layout.longest == 4
+    assert int(batch.num_tokens) == 5
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def assert_one_sentence(caught: Any, *parts: str) -> None:
+    text = str(caught.value)
+    assert text.endswith("use --layout padded.")
+    assert "\n" not in text
+    assert text.count(". ") == 0
+    for part in parts:
+        assert part in text
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused():
+    config = AutoConfig.for_model(
+        "codegen", vocab_size=61, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32
+    )
+    lm = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError) as caught:
+        attention.use_shared_prefix(lm, lm.transformer.h[-1])
+    assert_one_sentence(caught, "CodeGenForCausalLM has an attention of its own")
+
+
+def test_a_window_shorter_than_a_completed_prompt_is_refused():
+    """One as long as it hides nothing; the prompts of a row together may be longer."""
+    fields = {"use_sliding_window": True, "max_window_layers": 0}
+    _, batch = both_batches([(6, [3, 2]), (4, [1, 2]), (8, [1])])
+    policies = [
+        Policy(tiny.causal_lm("qwen2", sliding_window=window, **fields)) for window in (9, 8)
+    ]
+    with torch.no_grad():
+        found = policies[0](batch).token_logps
+        torch.testing.assert_close(found, Policy(tiny.causal_lm("qwen2"))(batch).token_logps)
+        with pytest.raises(UserError) as caught:
+            policies[1](batch)
+    assert_one_sentence(caught, "a window of 8 tokens", "completion has 9")
+
+
+def gemma(**fields: Any) -> Any:
+    config = AutoConfig.for_model(
+        "gemma2",
+        **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": None},
+        **fields,
+    )
+    lm = AutoModelForCausalLM.from_config(config)
+    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    return tiny.random_weights(lm, 0).to(distributed.device())
+
+
+def test_capped_scores_are_refused():
+    _, batch = both_batches(CASES["pairs"])
+    with torch.no_grad(), pytest.raises(UserError) as caught:
+        Policy(gemma(attn_logit_softcapping=5.0, final_logit_softcapping=None))(batch)
+    assert_one_sentence(caught, "caps its attention scores")
+
+
+# ---- the self-check ------------------------------------------------------------------------------
+
+CONFIG = tiny.train_config()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_layouts_agree_accepts_what_is_right(family):
+    for module in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
+        self_checks.layouts_agree(module, CONFIG)
+
+
+def refused_layout(module: nn.Module) -> None:
+    with pytest.raises(UserError) as caught:
+        self_checks.layouts_agree(module, CONFIG)
+    assert_one_sentence(caught, "changes the scores of")
+    self_checks.layouts_agree(module, tiny.train_config(layout="padded"))
+
+
+def test_layouts_agree_refuses_capped_logits():
+    refused_layout(Policy(gemma(attn_logit_softcapping=None, final_logit_softcapping=2.0)))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("broken", ["position_ids", "predictors", "last", "layout"])
+def test_layouts_agree_refuses_a_wrong_row(family, broken, monkeypatch):
+    """Positions that count the row, a shift by one, a look at the other completion."""
+
+    def wrong(*args: Any) -> SharedPrefixBatch:
+        batch = padding.shared_prefix_batch(*args)
+        if broken == "position_ids":
+            batch.position_ids = torch.arange(batch.input_ids.shape[1])[None]
+        elif broken == "layout":
+            batch.layout.trunks = [
+                (start, end, last, last) for start, end, _, last in batch.layout.trunks
+            ]
+            batch.layout.branch_index = batch.layout.branch_index[:0]
+            batch.layout.branch_mask = batch.layout.branch_mask[:0]
+            batch.layout.branch_owner = batch.layout.branch_owner[:0]
+        else:
+            setattr(batch, broken, getattr(batch, broken) - 1)
+        return batch
+
+    monkeypatch.setattr(self_checks, "shared_prefix_batch", wrong)
+    is_reward_model = broken == "last"
+    make, module = (tiny.classifier, RewardModel) if is_reward_model else (tiny.causal_lm, Policy)
+    refused_layout(module(make(family)))
+
+
+# ---- what FSDP is told ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 2])
+def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
+    class Unit:
+        forward: list[Any] | None = None
+        backward: list[Any] | None = None
+
+        def set_modules_to_forward_prefetch(self, units: list[Any]) -> None:
+            self.forward = units
+
+        def set_modules_to_backward_prefetch(self, units: list[Any]) -> None:
+            self.backward = units
+
+    units: list[Any] = [Unit() for _ in range(4)]
+    fsdp.prefetch(units, num_ahead)
+    names = {unit: place for place, unit in enumerate(units)}
+    expected: dict[int, list[tuple]] = {
+        0: [(None, None)] * 4,
+        1: [([1], []), ([2], [0]), ([3], [1]), ([], [2])],
+        2: [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1])],
+    }
+    for unit, (forward, backward) in zip(units, expected[num_ahead], strict=True):
+        for found, target in ((unit.forward, forward), (unit.backward, backward)):
+            assert found is target or [names[u] for u in found] == target
+
+
+# ---- training on two ranks -----------------------------------------------------------------------
+
+STEPS = 3
+COMMON = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 11,  # the third of 3 batches of 4 is short
+    "num_eval_rows": 3,
+    "num_sample_prompts": 0,
+    "max_prompt_length": 128,
+    "max_completion_length": 16,
+    "batch_size": 4,
+    "micro_batch_size": 3,
+    "learning_rate": 1e-3,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "reward": {},
+    "dpo": {},
+    "grpo": {
+        "num_candidates": 4,
+        "num_generations": 3,
+        "num_iterations": 2,
+        "reward_funcs": ["gold"],
+        "missing_eos_penalty": -0.2,
+        "temperature": 0.7,
+        "learning_rate": 3e-4,
+    },
+}
+SAVING = {
+    "cpu_offload": True,
+    "gradient_checkpointing": True,
+    "prefetch_blocks": 1,
+    "reshard_after_forward": False,
+}
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "padded": (tuple(FLAGS), {"layout": "padded"}),
+    "shared_prefix": (tuple(FLAGS), {}),
+    "few tokens at once": (("dpo", "grpo"), {"micro_batch_tokens": 150}),
+    "saving memory": (("dpo",), SAVING),
+    "reference beside each step": (("dpo",), {"precompute_ref_log_probs": False}),
+    "no reference": (("grpo",), {"beta": 0}),
+}
+COMPARED = [
+    (name, task) for name, (tasks, _) in VARIANTS.items() for task in tasks if name != "padded"
+]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+) -> tuple[Path, dict[tuple[str, str], list[dict[str, Any]]]]:
+    """The folder of all runs, and what was seen in each, by rank."""
+    folder = tmp_path_factory.mktemp("layouts")
+    paths = {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
+    keys = [(name, task) for name, (tasks, _) in VARIANTS.items() for task in tasks]
+    jobs = []
+    for name, task in keys:
+        flags = COMMON | paths | FLAGS[task] | VARIANTS[name][1]
+        flags["output_dir"] = str(folder / name / task)
+        jobs.append({"stage": task, "flags": flags})
+    records = launch(run_stages, 2, folder, jobs=jobs)
+    per_job = zip(*records, strict=True)
+    return folder, dict(zip(keys, map(list, per_job), strict=True))
+
+
+@pytest.mark.parametrize(("name", "task"), [key for key in COMPARED if key[0] != "no reference"])
+def test_a_stage_trains_alike_in_either_layout(runs, name, task):
+    folder, seen = runs
+    noise = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+    noise.add("sampler_kl")  # 0 up to rounding
+    lines, expected = (
+        read_jsonl(folder / variant / task / "metrics.jsonl") for variant in (name, "padded")
+    )
+    assert len(expected) >= STEPS
+    for line, target in zip(lines, expected, strict=True):
+        assert line.keys() == target.keys()
+        # The policy starts as its own reference: which of two equal rewards is larger is rounding.
+        first = {"accuracy"} if task == "dpo" and target["step"] == 1 else set()
+        for key in line.keys() - noise - first:
+            assert line[key] == pytest.approx(target[key], rel=1e-5, abs=1e-5), (target, key)
+    for rank, other in zip(seen[name, task], seen["padded", task], strict=True):
+        assert rank["rollouts"] == other["rollouts"]
+        assert rank["state"] == seen[name, task][0]["state"]  # the same on both ranks
+
+
+def test_a_reference_beside_each_step_ties_with_the_policy_at_first(runs):
+    """Scored in the same batches, the policy's first rewards are exactly 0."""
+    folder, _ = runs
+    lines = read_jsonl(folder / "reference beside each step" / "dpo" / "metrics.jsonl")
+    assert lines[0]["accuracy"] == 0.5
+    assert lines[0]["reward_margin"] == 0
+
+
+def test_grpo_with_beta_0_loads_no_reference(runs):
+    folder, seen = runs
+    for name, num_models in (("no reference", 1), ("shared_prefix", 2)):
+        for record in seen[name, "grpo"]:
+            assert len(record["devices"]) == num_models
+        has_kl = ["kl" in line for line in read_jsonl(folder / name / "grpo" / "metrics.jsonl")]
+        assert any(has_kl) == (num_models == 2)
+
+
+def test_memory_is_really_saved(runs):
+    _, seen = runs
+    for saving, plain in zip(
+        seen["saving memory", "dpo"], seen["shared_prefix", "dpo"], strict=True
+    ):
+        assert saving["is_offloaded"]
+        assert not plain["is_offloaded"]
+        assert saving["num_forwards"] > plain["num_forwards"]

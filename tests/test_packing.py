@@ -1,0 +1,340 @@
+"""Claim: micro-batches hold every completion once, within the limits, as many on every rank.
+
+The tokens a limit counts are those of the batch that is made. Rows are dealt out by length: what
+the ranks hold together does not depend on their number, and their shares are more even than without
+looking at the lengths.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common import distributed
+from common.config import CommonConfig
+from common.data import (
+    BatchOrder,
+    Piece,
+    collate,
+    cost,
+    cut_group,
+    fits,
+    micro_batches,
+    pack,
+)
+from common.evaluation import share
+from common.generation import Rollouts
+from train_grpo import GRPOConfig
+from train_grpo import collate as collate_grpo
+
+LAYOUTS = ("shared_prefix", "padded")
+CONFIGS = st.builds(
+    lambda layout, tokens, rows: CommonConfig(
+        output_dir="unused", layout=layout, micro_batch_tokens=tokens, micro_batch_size=rows
+    ),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, 120),
+    st.integers(1, 8),
+)
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "all_reduce_max", lambda tensor: tensor)
+
+
+def in_step(monkeypatch: pytest.MonkeyPatch, ranks: list[Callable[[], list[Any]]]) -> list[Any]:
+    """What each rank's function returns if all of them hear of the largest number of packs."""
+    counts: list[int] = []
+    for most in (None, counts):
+        with monkeypatch.context() as patch:
+            if most is None:
+                patch.setattr(distributed, "all_reduce_max", lambda n: counts.append(int(n)) or n)
+            else:
+                patch.setattr(distributed, "all_reduce_max", lambda _: torch.tensor(max(counts)))
+            results = [function() for function in ranks]
+    return results
+
+
+def piece_of(first: int, prompt_length: int, lengths: list[int], weight: int = 1) -> Piece:
+    places = list(range(first, first + len(lengths)))
+    return Piece([2] * prompt_length, [[3] * n for n in lengths], places, weight)
+
+
+# ---- one group -----------------------------------------------------------------------------------
+
+
+@given(config=CONFIGS, prompt_length=st.integers(1, 30), lengths=LENGTHS)
+def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, lengths):
+    whole = piece_of(10, prompt_length, lengths)
+    pieces = cut_group(whole.prompt_ids, whole.completions, whole.places, config)
+    assert [p for piece in pieces for p in piece.places] == whole.places
+    assert [ids for piece in pieces for ids in piece.completions] == whole.completions
+    assert all(piece.weight == len(piece.places) == len(piece.completions) for piece in pieces)
+    assert all(piece.prompt_ids == whole.prompt_ids for piece in pieces)
+    sizes = [len(piece.places) for piece in pieces]
+    assert set(sizes[:-1]) <= {sizes[0]}
+    assert 1 <= sizes[-1] <= sizes[0]
+    assert sizes[0] == 1 or all(fits([piece], config) for piece in pieces)
+    for fewer in range(1, len(pieces)):  # none of which would do
+        size = -(-len(lengths) // fewer)
+        parts = [
+            piece_of(0, prompt_length, lengths[i : i + size], len(lengths[i : i + size]))
+            for i in range(0, len(lengths), size)
+        ]
+        assert not all(fits([part], config) for part in parts)
+
+
+def test_a_group_by_hand():
+    """A prompt of 10 and 6 completions of 5: 40 tokens once, 90 with a copy for each."""
+    group = ([2] * 10, [[3] * 5] * 6, list(range(6)))
+    sizes = {}
+    for layout in LAYOUTS:
+        for tokens in (90, 89, 40, 39, 15, 1):
+            config = tiny.train_config(
+                layout=layout, micro_batch_tokens=tokens, micro_batch_size=64
+            )
+            sizes[layout, tokens] = [len(piece.places) for piece in cut_group(*group, config)]
+    shared = [sizes["shared_prefix", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
+    assert shared == [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]
+    padded = [sizes["padded", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
+    assert padded == [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]
+    config = tiny.train_config(micro_batch_size=4)
+    assert [len(piece.places) for piece in cut_group(*group, config)] == [3, 3]
+
+
+# ---- packs ---------------------------------------------------------------------------------------
+
+
+@given(
+    config=CONFIGS,
+    groups=st.lists(st.tuples(st.integers(1, 30), LENGTHS, st.integers(1, 4)), max_size=8),
+)
+def test_packs_hold_every_place_once_within_the_limits(config, groups):
+    pieces = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+    packs = pack(pieces, config)
+    places = sorted(place for part in packs for piece in part for place in piece.places)
+    assert places == [place for piece in pieces for place in piece.places]
+    for part in packs:
+        assert part
+        assert len(part) == 1 or fits(part, config)
+    costs = [cost([piece], config.layout) for part in packs for piece in part]
+    assert costs == sorted(costs, reverse=True)  # neighbours are of like length
+    for part, following in zip(packs, packs[1:], strict=False):
+        assert not fits([*part, following[0]], config)  # a pack is full before the next begins
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=CONFIGS,
+    ranks=st.lists(
+        st.lists(st.tuples(st.integers(1, 30), LENGTHS), max_size=5), min_size=1, max_size=4
+    ),
+    num_completions=st.integers(1, 3),
+)
+def test_every_rank_has_as_many_packs(monkeypatch, config, ranks, num_completions):
+    def one(groups: list[tuple[int, list[int]]]) -> Callable[[], list[list[Piece]]]:
+        pieces = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+        return lambda: pack(pieces, config, num_completions)
+
+    all_packs = in_step(monkeypatch, [one(groups) for groups in ranks])
+    alone = [len(one(groups)()) for groups in ranks]
+    assert {len(packs) for packs in all_packs} == {max(alone)}
+    for packs, num_own in zip(all_packs, alone, strict=True):
+        for part in packs[num_own:]:
+            (filler,) = part
+            assert filler.places == []
+            assert len(filler.completions) == num_completions
+            batch = collate(part, config.layout, 0)
+            assert not batch.is_real.any()
+            assert batch.num_tokens == 0
+            assert batch.input_ids.numel() <= 2 * num_completions
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    groups=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=4),
+    num_completions=st.integers(1, 3),
+)
+def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
+    pieces = [
+        piece_of(10 * i, prompt, [length + k for k in range(num_completions)])
+        for i, (prompt, length) in enumerate(groups)
+    ]
+    batch = collate(pieces, layout, 0)
+    assert cost(pieces, layout) == batch.input_ids.numel()
+    assert batch.places.tolist() == [place for piece in pieces for place in piece.places]
+    for row, ids in enumerate(ids for piece in pieces for ids in piece.completions):
+        assert batch.completion_ids[row][batch.completion_mask[row]].tolist() == ids
+
+
+# ---- the rows of a step --------------------------------------------------------------------------
+
+
+def orders(lengths: list[int], batch_size: int, world_size: int, **fields: Any) -> list[BatchOrder]:
+    options = {"seed": 0, "world_size": world_size, "lengths": lengths} | fields
+    return [BatchOrder(len(lengths), batch_size, rank=r, **options) for r in range(world_size)]
+
+
+def real_rows(parts: list[list[int | None]]) -> list[int]:
+    return sorted(row for part in parts for row in part if row is not None)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    batch_size=st.sampled_from([4, 8, 12]),
+    shuffle=st.booleans(),
+)
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_ranks(lengths, batch_size, shuffle):
+    plain = BatchOrder(len(lengths), batch_size, seed=0, rank=0, world_size=1, shuffle=shuffle)
+    for step in range(2 * plain.steps_per_epoch):
+        expected = real_rows([plain.rows(step)])
+        for world_size in (1, 2, 4):
+            ranks = orders(lengths, batch_size, world_size, shuffle=shuffle)
+            parts = [order.rows(step) for order in ranks]
+            assert {len(part) for part in parts} == {batch_size // world_size}
+            assert real_rows(parts) == expected
+            counts = [sum(row is not None for row in part) for part in parts]
+            assert max(counts) - min(counts) <= 1  # nobody waits with less than the others
+
+
+def test_dealing_by_length_by_hand():
+    """Two rounds of cards, the second in reverse: 1 8, 2 7, 3 6, 4 5."""
+    lengths = [5, 1, 8, 4, 2, 7, 3, 6]
+    parts = [order.rows(0) for order in orders(lengths, 8, 4, shuffle=False)]
+    assert [sorted(lengths[row] for row in part) for part in parts] == [
+        [1, 8],
+        [2, 7],
+        [3, 6],
+        [4, 5],
+    ]
+
+
+def test_ranks_are_more_even_than_without_looking_at_the_lengths():
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.randn(256, generator=generator) * 1.2 + 5).exp().int().clamp(min=1).tolist()
+
+    def spread(known: list[int]) -> float:
+        """Tokens of the fullest rank over the mean, averaged over the steps of an epoch."""
+        ranks = [BatchOrder(256, 32, seed=0, rank=r, world_size=4, lengths=known) for r in range(4)]
+        ratios = []
+        for step in range(8):
+            loads = torch.tensor(
+                [float(sum(lengths[row] for row in order.rows(step))) for order in ranks]
+            )
+            ratios.append(float(loads.max() / loads.mean()))
+        return sum(ratios) / len(ratios)
+
+    assert spread(lengths) - 1 < 0.7 * (spread([]) - 1)
+
+
+@given(
+    num_rows=st.integers(1, 40), batch_size=st.sampled_from([4, 8]), num_steps=st.integers(0, 30)
+)
+def test_rows_until_are_those_of_the_first_steps(num_rows, batch_size, num_steps):
+    ranks = orders([1 + row % 7 for row in range(num_rows)], batch_size, 2, seed=5)
+    seen = {row for step in range(num_steps) for order in ranks for row in order.rows(step)}
+    for order in ranks:
+        assert order.rows_until(num_steps) == sorted(seen - {None})
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(config=CONFIGS, num_rows=st.integers(1, 14), world_size=st.sampled_from([1, 2, 4]))
+def test_every_completion_of_a_step_is_in_one_micro_batch(
+    monkeypatch, config, num_rows, world_size
+):
+    examples = tiny.ragged_examples([(1 + 3 * i % 11, 1 + i % 5, 2) for i in range(num_rows)])
+    lengths = [example.num_tokens for example in examples]
+    for step in range(2):
+        shares = [order.rows(step) for order in orders(lengths, 4, world_size)]
+        all_batches = in_step(
+            monkeypatch,
+            [lambda rows=rows: micro_batches(examples, rows, config, 7) for rows in shares],
+        )
+        assert len({len(batches) for batches in all_batches}) == 1
+        found = {}
+        for batch in (batch for batches in all_batches for batch in batches):
+            for row in batch.is_real.nonzero().flatten().tolist():
+                place = int(batch.places[row])
+                assert place not in found
+                found[place] = batch.completion_ids[row][batch.completion_mask[row]].tolist()
+            assert batch.places[~batch.is_real].tolist() == [0] * int((~batch.is_real).sum())
+            assert (batch.is_real[::2] == batch.is_real[1::2]).all()  # a pair stays together
+            assert (batch.places[::2] % 2 == 0).all()
+        (one,) = orders(lengths, 4, 1)
+        rows = [row for row in one.rows(step) if row is not None]
+        assert found == {2 * row + k: examples[row].completions[k] for row in rows for k in (0, 1)}
+
+
+@given(config=CONFIGS, world_size=st.sampled_from([1, 2, 5]))
+def test_evaluation_shares_every_row_once(config, world_size):
+    examples = tiny.ragged_examples([(1 + 5 * i % 13, 1 + i % 4, 3, 1) for i in range(9)])
+    chosen = [8, 0, 3, 4, 7]
+    places = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "world_size", lambda: world_size)
+        for rank in range(world_size):
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            for piece in share(examples, chosen, config):
+                places += piece.places
+                row = piece.places[0] // 3
+                assert piece.prompt_ids == examples[row].prompt_ids
+                ids = [examples[row].completions[place % 3] for place in piece.places]
+                assert piece.completions == ids
+    assert sorted(places) == sorted(3 * row + k for row in chosen for k in range(3))
+
+
+# ---- GRPO ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limits", [(64, 4096), (3, 4096), (64, 40), (1, 1)])
+def test_kept_completions_bring_their_advantages_and_log_probs(layout, limits):
+    """Three of four candidates for each of four prompts, one of which is filler."""
+    examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4)])
+    lengths = [1 + 7 * i % 6 for i in range(16)]
+    ids = [tiny.random_ids(n, seed=i) for i, n in enumerate(lengths)]
+    logps = [[-i - t / 10 for t in range(n)] for i, n in enumerate(lengths)]
+    rollouts = Rollouts(ids, logps, [True] * 16)
+    kept = torch.tensor([[3, 0, 2], [1, 2, 3], [0, 1, 2], [2, 1, 0]])
+    advantages = torch.arange(12.0).view(4, 3)
+    real = torch.tensor([True, True, False, True])
+    config = GRPOConfig(
+        output_dir="unused",
+        model_name_or_path="unused",
+        reward_funcs=["gold"],
+        num_generations=3,
+        num_candidates=4,
+        layout=layout,
+        micro_batch_size=limits[0],
+        micro_batch_tokens=limits[1],
+    )
+    found = {}
+    for part in collate_grpo(examples, rollouts, kept, advantages, real, config, 7):
+        assert part.ref_logps is part.old_logps is None
+        assert part.sampled_logps.shape == part.batch.completion_mask.shape
+        assert (part.sampled_logps[~part.batch.completion_mask] == 0).all()
+        for row in part.batch.is_real.nonzero().flatten().tolist():
+            mask: Tensor = part.batch.completion_mask[row]
+            place = int(part.batch.places[row])
+            assert place not in found
+            assert part.batch.completion_ids[row][mask].tolist() == ids[place]
+            torch.testing.assert_close(
+                part.sampled_logps[row][mask].cpu(), torch.tensor(logps[place])
+            )
+            found[place] = float(part.advantages[row])
+    expected = {
+        4 * n + int(kept[n, g]): float(advantages[n, g]) for n in (0, 1, 3) for g in range(3)
+    }
+    assert found == expected

@@ -1,0 +1,290 @@
+"""Claim: the fused projection gives what autograd gives through whole logits, and keeps none.
+
+Targets: `log_softmax` and sums over the vocabulary in float64, with autograd's own gradients; the
+KL divergence of two distributions that are written down; the bytes that every operation returns.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from common import projection
+from common.projection import Head, TokenStatistics, token_statistics
+
+ROWS, WIDTH, VOCAB = 11, 6, 17
+OUTPUTS = ("token_logps", "entropy", "kl")
+
+
+def inputs(
+    *, seed: int = 0, rows: int = ROWS, vocab: int = VOCAB, with_bias: bool = True
+) -> dict[str, Any]:
+    """Hidden states, heads and tokens; the reference has another width than the policy."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator)
+    return {
+        "hidden": draw(rows, WIDTH),
+        "weight": draw(vocab, WIDTH),
+        "bias": draw(vocab) if with_bias else None,
+        "tokens": torch.randint(0, vocab, (rows,), generator=generator),
+        "ref_hidden": draw(rows, WIDTH + 2),
+        "ref_weight": 0.7 * draw(vocab, WIDTH + 2),
+        "ref_bias": draw(vocab) if with_bias else None,
+    }
+
+
+def run(tensors: dict[str, Any], **options: Any) -> TokenStatistics:
+    """The statistics, all of them."""
+    return token_statistics(
+        tensors["hidden"],
+        Head(tensors["weight"], tensors["bias"]),
+        tensors["tokens"],
+        **{"with_entropy": True, "ref_hidden": tensors["ref_hidden"], **options},
+        ref_head=Head(tensors["ref_weight"], tensors["ref_bias"]),
+    )
+
+
+def target(tensors: dict[str, Any], temperature: float = 1.0) -> TokenStatistics:
+    """The same in the dtype of the inputs, through whole logits and autograd."""
+
+    def logps_of(prefix: str) -> Tensor:
+        hidden, weight, bias = (tensors[prefix + name] for name in ("hidden", "weight", "bias"))
+        logits = hidden @ weight.T + (0 if bias is None else bias)
+        return torch.log_softmax(logits / temperature, -1)
+
+    logps, ref_logps = logps_of(""), logps_of("ref_")
+    probabilities = logps.exp()
+    return TokenStatistics(
+        logps[torch.arange(len(logps)), tensors["tokens"]],
+        -(probabilities * logps).sum(-1),
+        (probabilities * (logps - ref_logps)).sum(-1),
+    )
+
+
+def trainable(tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Copies of another dtype, of which those of the policy get gradients."""
+    copies = {}
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype, copy=True)
+            tensor.requires_grad_(name in ("hidden", "weight", "bias"))
+        copies[name] = tensor
+    return copies
+
+
+def compare(used: tuple[str, ...], tensors: dict[str, Any], **options: Any) -> None:
+    """Values, and gradients of a weighted sum of some outputs, against float64."""
+    temperature = options.get("temperature", 1.0)
+    ours, exact = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
+    found, expected = run(ours, **options), target(exact, temperature)
+    generator = torch.Generator().manual_seed(9)
+    for name in OUTPUTS:
+        value = getattr(found, name)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    weights = {name: torch.randn(len(tensors["tokens"]), generator=generator) for name in OUTPUTS}
+    for outputs in (found, expected):
+        sum((getattr(outputs, name) * weights[name]).sum() for name in used).backward()
+    for name in ("hidden", "weight", "bias"):
+        if tensors[name] is not None:
+            gradient = exact[name].grad
+            tolerance = 1e-5 * max(1.0, float(gradient.abs().amax()) if gradient.numel() else 0.0)
+            torch.testing.assert_close(
+                ours[name].grad.double(), gradient, rtol=0, atol=tolerance, msg=name
+            )
+    assert all(t is None or t.grad is None for n, t in ours.items() if n.startswith("ref_"))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize(
+    "used", [c for n in (1, 2, 3) for c in itertools.combinations(OUTPUTS, n)], ids="+".join
+)
+def test_values_and_gradients_are_those_of_autograd(used, temperature, with_bias):
+    """Of each output alone and of any together: what no loss uses adds nothing."""
+    compare(used, inputs(with_bias=with_bias), temperature=temperature)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 3, 10, 11, 12])
+def test_chunks_change_nothing(rows_at_once):
+    numbers = rows_at_once * VOCAB
+    for extra in (0, VOCAB - 1):  # numbers that do not make a further row
+        compare(OUTPUTS, inputs(seed=rows_at_once), chunk_numbers=numbers + extra, temperature=0.8)
+    compare(OUTPUTS, inputs(), chunk_numbers=1)  # a row is the least
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    vocab=st.integers(1, 30),
+    chunk=st.integers(1, 100),
+    used=st.sampled_from([("token_logps",), ("entropy", "kl"), OUTPUTS]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(rows, vocab, chunk, used, seed):
+    tensors = inputs(seed=seed, rows=rows, vocab=vocab)
+    compare(used, tensors, chunk_numbers=chunk, temperature=1.7)
+
+
+def test_outputs_that_were_not_asked_for_are_empty():
+    tensors = trainable(inputs(), torch.float32)
+    head = Head(tensors["weight"], tensors["bias"])
+    plain = token_statistics(tensors["hidden"], head, tensors["tokens"])
+    assert [len(values) for values in plain] == [ROWS, 0, 0]
+    with_entropy = token_statistics(tensors["hidden"], head, tensors["tokens"], with_entropy=True)
+    assert [len(values) for values in with_entropy] == [ROWS, ROWS, 0]
+    assert torch.equal(plain.token_logps, with_entropy.token_logps)
+    plain.token_logps.sum().backward()
+    expected = trainable(inputs(), torch.float64)
+    target(expected).token_logps.sum().backward()
+    torch.testing.assert_close(
+        tensors["weight"].grad.double(), expected["weight"].grad, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_kl_is_from_the_policy_to_the_reference():
+    """Distributions (1/2, 1/4, 1/4) and (1/4, 1/4, 1/2): not symmetric with (1/8, 7/16, 7/16)."""
+    p, q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.375, 0.375]])
+    found = {}
+    for name, policy, reference in (("p to q", p, q), ("q to p", q, p)):
+        statistics = token_statistics(
+            torch.ones(2, 1),
+            Head(policy.log()[:, None], None),
+            torch.tensor([0, 2]),
+            with_entropy=True,
+            ref_hidden=torch.ones(2, 1),
+            ref_head=Head(reference.log()[:, None], None),
+        )
+        assert statistics.token_logps.tolist() == pytest.approx(
+            [math.log(policy[0]), math.log(policy[2])]
+        )
+        entropy = -sum(x * math.log(x) for x in policy.tolist())
+        assert statistics.entropy.tolist() == pytest.approx([entropy] * 2)
+        found[name] = statistics.kl.tolist()
+    p_to_q = 0.5 * math.log(2) + 2 * 0.25 * math.log(0.25 / 0.375)
+    q_to_p = 0.25 * math.log(0.5) + 2 * 0.375 * math.log(0.375 / 0.25)
+    assert found["p to q"] == pytest.approx([p_to_q] * 2, abs=1e-6)
+    assert found["q to p"] == pytest.approx([q_to_p] * 2, abs=1e-6)
+    assert abs(p_to_q - q_to_p) > 1e-3
+
+
+def test_the_kl_to_itself_is_0_and_has_no_gradient():
+    tensors = trainable(inputs(), torch.float32)
+    tensors |= {f"ref_{name}": tensors[name].detach() for name in ("hidden", "weight", "bias")}
+    kl = run(tensors, temperature=0.7).kl
+    assert kl.abs().max() < 1e-6
+    kl.sum().backward()
+    assert tensors["weight"].grad.abs().max() < 1e-5
+
+
+def test_finite_differences():
+    """Of float32, so with a large step: every entry of every gradient of a nonlinear function."""
+    tensors = trainable(inputs(rows=3, vocab=5), torch.float32)
+
+    def function(changed: dict[str, Any]) -> Tensor:
+        found = run(changed, temperature=0.9)
+        return (found.token_logps.tanh() + found.entropy**2 + (found.kl + 1).log()).sum()
+
+    function(tensors).backward()
+    step = 1e-2
+    for name in ("hidden", "weight", "bias"):
+        for place in range(tensors[name].numel()):
+            values = []
+            for sign in (1, -1):
+                moved = tensors[name].detach().clone()
+                moved.view(-1)[place] += sign * step
+                with torch.no_grad():
+                    values.append(float(function(tensors | {name: moved})))
+            difference = (values[0] - values[1]) / (2 * step)
+            gradient = float(tensors[name].grad.view(-1)[place])
+            assert difference == pytest.approx(gradient, abs=2e-3, rel=1e-2), (name, place)
+
+
+def test_bfloat16_inputs_are_projected_in_float32():
+    tensors = inputs(seed=4)
+    rounded = trainable(tensors, torch.bfloat16)
+    upcast = trainable(
+        {n: t if t is None else t.detach() for n, t in rounded.items()}, torch.float32
+    )
+    found, expected = run(rounded, temperature=0.8), run(upcast, temperature=0.8)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    for outputs in (found, expected):
+        sum((values * values).sum() for values in outputs).backward()
+    for name in ("hidden", "weight", "bias"):
+        assert rounded[name].grad.dtype == torch.bfloat16
+        assert torch.equal(rounded[name].grad, upcast[name].grad.bfloat16())
+
+
+def test_logits_far_from_0_lose_nothing():
+    """GPT-2's lie near -100, and one may be far above the others."""
+    tensors = inputs()
+    tensors["bias"] = tensors["bias"] - 100
+    tensors["ref_bias"] = tensors["ref_bias"] + 300
+    compare_loosely = trainable(tensors, torch.float32)
+    exact = target(trainable(tensors, torch.float64))
+    for a, b in zip(run(compare_loosely), exact, strict=True):
+        # 300 and its logarithm of a sum are each rounded to 3e-5.
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=2e-4)
+    tensors["hidden"] = 200 * tensors["hidden"]  # one token has all the probability
+    found = run(trainable(tensors, torch.float32))
+    assert all(values.isfinite().all() for values in found)
+    assert found.entropy.abs().max() < 1e-3
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def peak_bytes(rows: int, vocab: int, chunk_numbers: int, with_kl: bool) -> tuple[int, int]:
+    """Most bytes allocated in forward and backward, and what is held between the two."""
+    tensors = trainable(inputs(rows=rows, vocab=vocab), torch.float32)
+    options: dict[str, Any] = {"chunk_numbers": chunk_numbers, "temperature": 0.8}
+    head = Head(tensors["weight"], tensors["bias"])
+
+    def forward() -> Tensor:
+        if with_kl:
+            return sum(values.sum() for values in run(tensors, **options))
+        return token_statistics(tensors["hidden"], head, tensors["tokens"], **options)[0].sum()
+
+    peaks = []
+    for passes in ("forward", "both"):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            loss = forward()
+            if passes == "both":
+                loss.backward()
+        events = profiler.profiler.kineto_results.events()
+        sizes = [e.nbytes() for e in sorted(events, key=start_of) if e.name() == "[memory]"]
+        totals = list(itertools.accumulate(sizes))
+        peaks.append(totals[-1] if passes == "forward" else max(totals))
+        del loss
+    return peaks[1], peaks[0]
+
+
+def start_of(event: Any) -> int:
+    return event.start_ns()
+
+
+@pytest.mark.parametrize("with_kl", [False, True])
+def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
+    vocab, rows_at_once = 2000, 4
+    chunk = rows_at_once * vocab
+    logits_bytes = 4 * 400 * vocab
+    few, many = (peak_bytes(rows, vocab, chunk, with_kl) for rows in (40, 400))
+    per_row = 4 * 40 * 360  # 40 numbers for each further row: a few vectors of the width
+    for found, expected in zip(many, few, strict=True):
+        assert found < expected + per_row < logits_bytes / 5
+    whole = peak_bytes(400, vocab, 400 * vocab, with_kl)  # the control: small batches keep theirs
+    assert min(whole) >= logits_bytes
+
+
+def test_the_default_keeps_the_logits_of_small_batches_only():
+    """64 MiB of float32."""
+    assert projection.CHUNK_NUMBERS * 4 == 64 * 2**20
