@@ -94,6 +94,12 @@ def shard(
             break
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(module)
+    trains = any(p.requires_grad for p in module.parameters())
+    module.train(trains)  # Hugging Face models recompute activations in training mode only
+    if distributed.world_size() == 1 and not (config.bf16 or config.cpu_offload):
+        for block in blocks(module) if config.compile else []:
+            block.compile(dynamic=True)
+        return module.to(device)  # nothing to shard, to cast or to offload
     offload = OffloadPolicy()
     if config.cpu_offload:  # pinning speeds up copies to a GPU, and fails on a machine without one
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -110,8 +116,6 @@ def shard(
         fully_shard(block, mp_policy=precision, **keep)
     prefetch(blocks(module), config.prefetch_blocks)
     # A frozen model has no backward that would free its root unit, so its forward does.
-    trains = any(p.requires_grad for p in module.parameters())
-    module.train(trains)  # Hugging Face models recompute activations in training mode only
     fully_shard(
         module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
     )
@@ -193,8 +197,8 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
 
 def reduce_gradients_in_next_backward(module: nn.Module, enabled: bool) -> None:
     """Reduce gradients over ranks in the next backward, or keep accumulating them locally."""
-    assert isinstance(module, FSDPModule)
-    module.set_requires_gradient_sync(enabled)
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(enabled)
 
 
 def reshard(module: nn.Module) -> None:
