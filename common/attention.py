@@ -390,6 +390,7 @@ class DecodingCache:
         self.index, self.mask = _ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
         self.rows = torch.arange(len(prompts.trunks) * num_samples, device=device)
         self.num_samples = num_samples
+        self.bias: Tensor | None = None  # (N, 1, 1, P), -inf where there is no prompt
         self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
         self.own_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
         self._place_rows()
@@ -418,6 +419,9 @@ class DecodingCache:
     def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
         for layer, (key, value) in kept.items():
+            if layer == 0 and not self.mask.all():
+                bias = torch.zeros_like(self.mask, dtype=key.dtype)
+                self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
             self.prompt_keys[layer] = _to_branches(key, self.index), _to_branches(value, self.index)
             shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
             self.own_keys[layer] = key.new_empty(shape), key.new_empty(shape)
@@ -456,11 +460,7 @@ class DecodingCache:
             rectangle[self.places] = grouped
         shape = (num_prompts, self.group, num_heads, repeats)
         queries = rectangle.reshape(*shape, width).transpose(1, 2).flatten(2, 3)  # (N, H', G r, d)
-        bias = None
-        if num_prompts > 1:
-            bias = torch.zeros_like(self.mask, dtype=grouped.dtype)
-            bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]  # (N, 1, 1, P)
-        output, lse = _with_lse(queries, *self.prompt_keys[layer], scaling, bias)
+        output, lse = _with_lse(queries, *self.prompt_keys[layer], scaling, self.bias)
         output = output.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
         lse = lse.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
         if self.places is not None:

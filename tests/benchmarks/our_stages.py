@@ -16,15 +16,15 @@ from tests.benchmarks.rows import (
 
 # The flags of each stage that make it fast; the ones that say what is computed are below.
 FAST_FLAGS: dict[str, dict[str, Any]] = {
-    "sft": {"micro_batch_size": 1},
-    "reward": {"micro_batch_size": 1},
-    "dpo": {"micro_batch_size": 1},
-    "grpo": {"micro_batch_size": 8, "generation_batch_size": 64},
+    "sft": {"micro_batch_tokens": 1024},
+    "reward": {"micro_batch_tokens": 1024},
+    "dpo": {"micro_batch_tokens": 1024},
+    "grpo": {"micro_batch_tokens": 2048, "generation_batch_size": 64},
 }
 # Flags of the rows whose reference log-probabilities are computed ahead, and of the other DPO rows.
 PRECOMPUTE_FLAGS: dict[bool, dict[str, Any]] = {
-    True: {},
-    False: {},
+    True: {"precompute_ref_log_probs": "true"},
+    False: {"precompute_ref_log_probs": "false"},
 }
 COMMON_FLAGS: dict[str, Any] = {
     "dataset_test_split": "",
