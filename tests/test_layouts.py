@@ -437,9 +437,10 @@ def test_a_model_with_an_attention_of_its_own_is_refused():
     assert_one_sentence(caught, "CodeGenForCausalLM has an attention of its own")
 
 
-def test_a_window_shorter_than_a_completed_prompt_is_refused():
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     """One as long as it hides nothing; the prompts of a row together may be longer."""
-    fields = {"use_sliding_window": True, "max_window_layers": 0}
+    fields = {"use_sliding_window": True, "max_window_layers": first_layer}
     _, batch = both_batches([(6, [3, 2]), (4, [1, 2]), (8, [1])])
     policies = [
         Policy(tiny.causal_lm("qwen2", sliding_window=window, **fields)) for window in (9, 8)
