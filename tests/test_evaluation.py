@@ -278,7 +278,7 @@ def test_a_reward_model_scores_the_policy_s_ids(reward_folder, layout, micro_bat
     letters = [tiny.tokenizer().convert_tokens_to_ids(c) for c in "Ġlost"]
     assert letters != tiny.tokenizer()(" lost")["input_ids"]
     ids = [key, letters, [*letters, STOP], key[:1]]
-    prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
+    prompt_ids = [PROMPTS[i].prompt_ids for i in (1, 1, 0, 0)]  # the longer last, scored first
     fields = {"layout": layout, "micro_batch_tokens": micro_batch_tokens}
     function = loaded_function(reward_folder, tiny.tokenizer(), **fields)
     assert function.same_ids

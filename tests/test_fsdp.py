@@ -139,6 +139,19 @@ def test_a_packed_layer_computes_the_same(kind: str, with_bias: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_a_packed_bfloat16_layer_rounds_once(kind: str) -> None:
+    """Its result is the exact one to half a step of bfloat16, which has 8 bits."""
+    layer = new_layer(kind, True).bfloat16()
+    weight = layer.weight.double().T if kind == "conv" else layer.weight.double()
+    for num_rows in (1, 3, 70):
+        inputs = torch.randn(num_rows, 24).bfloat16()
+        output = fsdp.PackedLinear(layer)(inputs)
+        assert output.dtype == torch.bfloat16
+        exact = inputs.double() @ weight.T + layer.bias.double()
+        torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-3)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_packing_is_undone(family: str) -> None:
     """Inside, weights are held once, and embeddings are kept; afterwards the layers are back."""
