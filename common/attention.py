@@ -255,7 +255,7 @@ class FusedBranches(torch.autograd.Function):
             output[:, :, queried], lse[:, :, queried] = flash(
                 *inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling
             )
-        if len(layout.branch_index):
+        if layout.branch_index.numel():
             index, mask = queries.branch_index, layout.branch_mask
             own = [_to_branches(query, index)]
             own += [_to_branches(x, layout.branch_index) for x in (key, value)]
@@ -284,7 +284,7 @@ class FusedBranches(torch.autograd.Function):
             parts = flash(*inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling)
             for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
                 total[:, :, at] += part
-        if len(layout.branch_index):
+        if layout.branch_index.numel():
             mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
             own_grad = _to_branches(grad, indices[0])
             own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
@@ -344,7 +344,7 @@ def gathered_branches(
     q, k, v = (_to_branches(x, i) for x, i in ((query, q_index), (key, k_index), (value, k_index)))
     trunks = sdpa(q, k, v, attn_mask=visible[:, None], scale=scaling)  # (N, H, L', d)
     output, places = trunks.transpose(1, 2)[q_mask], q_index[q_mask]  # (S, H, d), (S,)
-    if len(layout.branch_index):
+    if layout.branch_index.numel():
         index, mask, owner = layout.branch_index, layout.branch_mask, layout.branch_owner
         prompt_index, prompt_mask = _ranges([(s, p) for s, p, _, _ in layout.trunks], device)
         length = index.shape[1]
@@ -510,7 +510,7 @@ def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
 def _to_branches(tensor: Tensor, index: Tensor) -> Tensor:
     """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
     picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
-    picked = picked.view(len(picked), *index.shape, -1)
+    picked = picked.view(len(picked), *index.shape, picked.shape[-1])
     return picked.transpose(0, 1)
 
 

@@ -248,8 +248,8 @@ def packed(lm: nn.Module) -> Iterator[None]:
                 if type(layer) in (nn.Linear, Conv1D, Float32Head):
                     swapped.append((part, name, layer))
                     setattr(part, name, PackedLinear(layer))
-                    empty = torch.empty_like(layer.weight, device="meta")
-                    layer.weight = nn.Parameter(empty, requires_grad=False)
+                    given_up = torch.empty(0, device="meta")
+                    layer.weight = nn.Parameter(given_up, requires_grad=False)
     try:
         yield
     finally:
@@ -290,8 +290,7 @@ class RolloutCopy:
         shared = head.weight
         head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token
         try:
-            with packed(self.replica):
-                yield self.replica
+            yield self.replica
         finally:
             head.weight = shared
             for name, target in list(self.replica.named_parameters()):

@@ -141,7 +141,7 @@ class Sampler:
             report: told what is happening, for a progress bar.
         """
         rollouts = Rollouts()
-        with self.copy.gathered(self.policy) as lm:
+        with self.copy.gathered(self.policy) as lm, fsdp.packed(lm):
             for start, end, first, count in self.parts(examples, num_samples):
                 part = examples[start:end]
                 rollouts.extend(
