@@ -271,15 +271,20 @@ def plain_rewards(prompt_ids: list[list[int]], completion_ids: list[list[int]]) 
 
 
 @pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
-@pytest.mark.parametrize("micro_batch_tokens", [4096, 25])
-def test_a_reward_model_scores_the_policy_s_ids(reward_folder, layout, micro_batch_tokens):
+@pytest.mark.parametrize(
+    ("micro_batch_size", "micro_batch_tokens"), [(64, 4096), (3, 4096), (64, 25)]
+)
+def test_a_reward_model_scores_the_policy_s_ids(
+    reward_folder, layout, micro_batch_size, micro_batch_tokens
+):
     """Also ids that the tokenizer would not give for their text."""
     key = ROLLOUTS.completion_ids[0]
     letters = [tiny.tokenizer().convert_tokens_to_ids(c) for c in "Ġlost"]
     assert letters != tiny.tokenizer()(" lost")["input_ids"]
     ids = [key, letters, [*letters, STOP], key[:1]]
-    prompt_ids = [PROMPTS[i].prompt_ids for i in (0, 0, 1, 1)]
+    prompt_ids = [PROMPTS[i].prompt_ids for i in (1, 0, 0, 0)]  # the longer last, scored first
     fields = {"layout": layout, "micro_batch_tokens": micro_batch_tokens}
+    fields |= {"micro_batch_size": micro_batch_size}
     function = loaded_function(reward_folder, tiny.tokenizer(), **fields)
     assert function.same_ids
     found = function(["?"] * 4, ["?"] * 4, ids, prompt_ids=prompt_ids, has_stop=[True] * 4)

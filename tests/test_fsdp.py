@@ -12,8 +12,10 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -25,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
 
 from common import checkpoint, distributed, fsdp, models
 from common.padding import padded_batch
@@ -106,6 +109,67 @@ def test_every_gelu_is_fused_and_other_activations_are_kept() -> None:
         before = [type(part) for part in lm.modules()]
         fsdp.fuse_gelu(lm)
         assert [type(part) for part in lm.modules()] == before
+
+
+def new_layer(kind: str, with_bias: bool) -> Any:
+    """A frozen layer from 24 to 40 features, biases moved off 0."""
+    torch.manual_seed(0)
+    layer = Conv1D(40, 24) if kind == "conv" else nn.Linear(24, 40, bias=with_bias)
+    if kind == "head":
+        layer.__class__ = fsdp.Float32Head
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "head"])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_packed_layer_computes_the_same(kind: str, with_bias: bool) -> None:
+    """For any number of rows, and rows in a rectangle; target: float64."""
+    layer = new_layer(kind, with_bias)
+    packed = fsdp.PackedLinear(layer)
+    weight = layer.weight.double().T if kind == "conv" else layer.weight.double()
+    for shape in ((1,), (2,), (64,), (67,), (3, 5), (0,)):
+        inputs = torch.randn(*shape, 24)
+        bias = 0 if layer.bias is None else layer.bias.double()
+        output = packed(inputs)
+        assert output.dtype == torch.float32
+        torch.testing.assert_close(
+            output.double(), inputs.double() @ weight.T + bias, rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_a_packed_bfloat16_layer_rounds_once(kind: str) -> None:
+    """Its result is the exact one to half a step of bfloat16, which has 8 bits."""
+    layer = new_layer(kind, True).bfloat16()
+    weight = layer.weight.double().T if kind == "conv" else layer.weight.double()
+    for num_rows in (1, 3, 70):
+        inputs = torch.randn(num_rows, 24).bfloat16()
+        output = fsdp.PackedLinear(layer)(inputs)
+        assert output.dtype == torch.bfloat16
+        exact = inputs.double() @ weight.T + layer.bias.double()
+        torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_packing_is_undone(family: str) -> None:
+    """Inside, weights are held once, and embeddings are kept; afterwards the layers are back."""
+    distributed.start()
+    lm = tiny.causal_lm(family, tie_word_embeddings=False).requires_grad_(False)
+    ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
+    expected = lm(input_ids=ids).logits
+    embedding = lm.get_input_embeddings().weight
+    before = {name: type(part) for name, part in lm.named_modules()}
+    with fsdp.packed(lm):
+        torch.testing.assert_close(lm(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        assert lm.get_input_embeddings().weight is embedding
+        if distributed.device().type == "cpu":
+            num_packed = sum(isinstance(part, fsdp.PackedLinear) for part in lm.modules())
+            assert num_packed == 2 * (4 if family == "gpt2" else 7) + 1
+            left = [part for part in lm.modules() if isinstance(part, nn.Linear | Conv1D)]
+            assert not left
+    assert {name: type(part) for name, part in lm.named_modules()} == before
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -199,13 +263,14 @@ def add_gradients(policy: Policy, rank: int) -> list[int]:
 def inspect_replica(replica: fsdp.RolloutCopy, policy: Policy) -> dict[str, Any]:
     """Use the replica, on this rank as often as it likes."""
     example = tiny.ragged_examples(LENGTHS)[0]
-    with replica.gathered(policy) as lm:
+    with mock.patch.object(fsdp, "packed", nullcontext), replica.gathered(policy) as lm:
         hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
         hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
         head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
         shares_memory = head.data_ptr() == embedding.data_ptr()
         if shares_memory:  # the head's own entry, of a cast that changes nothing
             assert hashes.pop("lm.lm_head.weight") == hash_of(embedding.data)
+    with replica.gathered(policy) as lm:  # packed, as it is used
         for _ in range(1 + 2 * distributed.rank()):  # would hang if it needed the other rank
             logits = lm(input_ids=torch.tensor([example.prompt_ids])).logits
     return {
@@ -230,7 +295,8 @@ def inspect_all(models_folder: str) -> dict[str, Any]:
 def inspect_bfloat16_replica(folder: str) -> dict[str, Any]:
     """The replica of a policy that computes in bfloat16."""
     policy = load_policy(Path(folder), "gpt2", bf16=True)
-    with fsdp.RolloutCopy(policy.lm, tiny.train_config(bf16=True)).gathered(policy) as lm:
+    replica = fsdp.RolloutCopy(policy.lm, tiny.train_config(bf16=True))
+    with mock.patch.object(fsdp, "packed", nullcontext), replica.gathered(policy) as lm:
         return {key: hash_of(p.data) for key, p in lm.named_parameters()}
 
 

@@ -206,6 +206,16 @@ def test_rewards_and_their_gradients_are_those_of_the_padded_layout(family, path
     assert_gradients_close(model, reference)
 
 
+def test_an_entropy_that_was_not_asked_for_is_0():
+    policy = Policy(tiny.causal_lm("gpt2"))
+    for batch in both_batches(CASES["mixed"]):
+        with torch.no_grad():
+            scores = policy(batch)
+        assert scores.entropy.shape == scores.token_logps.shape
+        assert (scores.entropy == 0).all()
+        assert (scores.token_logps[~batch.completion_mask] == 0).all()
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_filler_moves_nothing(family):
     """Neither its score nor its gradient is there; the pairs beside it are as without it."""
@@ -353,7 +363,7 @@ def test_attention_is_that_of_a_dense_mask(groups, seed):
     visible = visible_by_hand(groups).to(distributed.device())
     generator = torch.Generator().manual_seed(seed)
     shape = (4, 1, 3, len(visible), 8)  # query, key, value and the gradient that comes back
-    tensors = (torch.randn(shape, generator=generator) * 2).to(distributed.device())
+    tensors = torch.randn(shape, generator=generator).to(distributed.device())
     exact = [x.double().requires_grad_() for x in tensors[:3]]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
@@ -437,9 +447,10 @@ def test_a_model_with_an_attention_of_its_own_is_refused():
     assert_one_sentence(caught, "CodeGenForCausalLM has an attention of its own")
 
 
-def test_a_window_shorter_than_a_completed_prompt_is_refused():
+@pytest.mark.parametrize("first_layer", [0, 1])
+def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     """One as long as it hides nothing; the prompts of a row together may be longer."""
-    fields = {"use_sliding_window": True, "max_window_layers": 0}
+    fields = {"use_sliding_window": True, "max_window_layers": first_layer}
     _, batch = both_batches([(6, [3, 2]), (4, [1, 2]), (8, [1])])
     policies = [
         Policy(tiny.causal_lm("qwen2", sliding_window=window, **fields)) for window in (9, 8)
