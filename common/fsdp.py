@@ -84,42 +84,25 @@ def shard(
         float32_modules: computed in float32 also under bf16 (a reward head: bfloat16 rewards tie).
 
     Returns:
-        The same module, every block a unit of its own and the rest in the root unit.
+        The same module, every block a unit of its own and the rest in the root unit; plain where
+        there is nothing to shard: in one process that neither casts nor offloads.
     """
     device = distributed.device()
-    full_state = module.state_dict() if distributed.is_rank0() else {}
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
             prepare(part, config)
             break
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(module)
-    trains = any(p.requires_grad for p in module.parameters())
-    module.train(trains)  # Hugging Face models recompute activations in training mode only
-    if distributed.world_size() == 1 and not (config.bf16 or config.cpu_offload):
-        for block in blocks(module) if config.compile else []:
-            block.compile(dynamic=True)
+    # Hugging Face models recompute activations in training mode only.
+    module.train(any(p.requires_grad for p in module.parameters()))
+    for block in blocks(module) if config.compile else []:
+        block.compile(dynamic=True)
+    if distributed.world_size() == 1 and not config.bf16 and not config.cpu_offload:
         return module.to(device)  # nothing to shard, to cast or to offload
-    offload = OffloadPolicy()
-    if config.cpu_offload:  # pinning speeds up copies to a GPU, and fails on a machine without one
-        offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    compute_dtype = torch.bfloat16 if config.bf16 else None
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    single = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    for part in float32_modules:
-        fully_shard(part, mp_policy=single, **options)
-    keep = options | {"reshard_after_forward": config.reshard_after_forward}
-    for block in blocks(module):
-        if config.compile:
-            block.compile(dynamic=True)
-        fully_shard(block, mp_policy=precision, **keep)
-    prefetch(blocks(module), config.prefetch_blocks)
-    # A frozen model has no backward that would free its root unit, so its forward does.
-    fully_shard(
-        module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
-    )
 
+    full_state = module.state_dict() if distributed.is_rank0() else {}
+    make_units(module, config, mesh, float32_modules)
     if not distributed.is_rank0():
         module.to_empty(device="cpu" if config.cpu_offload else device)
     set_model_state_dict(
@@ -135,6 +118,33 @@ def shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # or gloo is asked for NCCL's PREMUL_SUM
     return module
+
+
+def make_units(
+    module: nn.Module,
+    config: CommonConfig,
+    mesh: DeviceMesh,
+    float32_modules: Iterable[nn.Module],
+) -> None:
+    """Turn every block, every float32 module and the rest into FSDP units."""
+    offload = OffloadPolicy()
+    if config.cpu_offload:  # pinning speeds up copies to a GPU, and fails on a machine without one
+        offload = CPUOffloadPolicy(pin_memory=distributed.device().type != "cpu")
+    compute_dtype = torch.bfloat16 if config.bf16 else None
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    single = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+    for part in float32_modules:
+        fully_shard(part, mp_policy=single, **options)
+    keep = options | {"reshard_after_forward": config.reshard_after_forward}
+    for block in blocks(module):
+        fully_shard(block, mp_policy=precision, **keep)
+    prefetch(blocks(module), config.prefetch_blocks)
+    # A frozen model has no backward that would free its root unit, so its forward does.
+    trains = any(p.requires_grad for p in module.parameters())
+    fully_shard(
+        module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
+    )
 
 
 def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:

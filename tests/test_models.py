@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import tiny
 import torch
 from safetensors import safe_open
@@ -86,7 +87,7 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
 
     loaded = AutoModelForCausalLM.from_pretrained(folder).to(distributed.device()).eval()
     for name, parameter in policy.lm.named_parameters():
-        target = parameter.full_tensor()
+        target = ranks.whole(parameter)
         assert target.dtype == torch.float32
         assert torch.equal(loaded.get_parameter(name).data, target), name
         assert not torch.equal(target, initial.get_parameter(name)), f"{name} was not trained"
@@ -290,11 +291,11 @@ def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
     model, tokenizer = new_reward_model(path, config)
     trunk = AutoModelForCausalLM.from_pretrained(path).transformer
     for name, parameter in trunk.named_parameters():
-        target = model.lm.transformer.get_parameter(name).full_tensor().cpu()
+        target = ranks.whole(model.lm.transformer.get_parameter(name)).cpu()
         assert torch.equal(target, parameter), name
     checkpoint.export(model, tokenizer, tmp_path / "reward")
     again, _ = new_reward_model(str(tmp_path / "reward"), short_config(seed=5))
-    assert torch.equal(again.lm.score.weight.full_tensor(), model.lm.score.weight.full_tensor())
+    assert torch.equal(ranks.whole(again.lm.score.weight), ranks.whole(model.lm.score.weight))
 
 
 def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):

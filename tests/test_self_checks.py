@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import ranks
 import tiny
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,7 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
     model: Any = sharded(RewardModel(tiny.classifier("llama")))
     head = model.lm.score.weight
     self_checks.equal_across_ranks("the reward head", head)
-    mine = head.full_tensor().detach()
+    mine = ranks.whole(head).detach()
 
     def pretend(other: Tensor) -> None:
         monkeypatch.setattr(

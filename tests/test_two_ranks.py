@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import launch
+from ranks import launch, local
 from transformers import AutoModelForCausalLM
 
 from common import distributed, evaluation, fsdp, optim, self_checks
@@ -74,7 +74,7 @@ def measure() -> dict[str, Any]:
 
     backward(policy)
     if rank == world_size - 1:
-        policy.lm.transformer.wte.weight.grad.to_local()[0, 0] = torch.nan
+        local(policy.lm.transformer.wte.weight.grad)[0, 0] = torch.nan
     result["errors"] = []
     for check in (
         lambda: optim.clip_and_step(policy, optimizer, config, 1, 2),
