@@ -179,6 +179,21 @@ def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
         assert batch.completion_ids[row][batch.completion_mask[row]].tolist() == ids
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pieces_of_other_sizes_may_share_a_batch(layout):
+    """Ten completions of 10 tokens are cut into 3 3 3 1, of 8 into 4 4 2; 2 and 1 fit together."""
+    config = tiny.train_config(layout=layout, micro_batch_tokens=35, micro_batch_size=64)
+    pieces = []
+    for first, (prompt_length, length) in zip((0, 10), ((1, 9), (1, 7)), strict=True):
+        group = piece_of(first, prompt_length, [length] * 10)
+        pieces += cut_group(group.prompt_ids, group.completions, group.places, config)
+    batches = [collate(part, layout, 0) for part in pack(pieces, config)]
+    assert sorted(place for batch in batches for place in batch.places.tolist()) == list(range(20))
+    batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], layout, 0)
+    assert batch.places.tolist() == [0, 1, 2]
+    assert batch.completion_mask.sum(-1).tolist() == [3, 2, 1]
+
+
 # ---- the rows of a step --------------------------------------------------------------------------
 
 
