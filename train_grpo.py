@@ -328,7 +328,11 @@ def sample_table(
     if not examples:
         return []
     rollouts = sampler.sample(
-        examples, num_samples=config.num_generations, temperature=config.temperature
+        examples,
+        num_samples=config.num_generations,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
     )
     rewards, _ = reward(scorer, examples, rollouts, config)  # (N, G)
     advantages = group_advantages(rewards)

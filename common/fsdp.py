@@ -256,7 +256,11 @@ def packed(lm: nn.Module) -> Iterator[None]:
     The weights that were packed are given up, so that there is one copy; embeddings keep theirs.
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    if torch.backends.mkldnn.is_available() and distributed.device().type == "cpu":
+    is_bfloat16 = any(p.dtype == torch.bfloat16 for p in lm.parameters())
+    has_kernels = torch.backends.mkldnn.is_available() and (
+        not is_bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    if has_kernels and distributed.device().type == "cpu":
         for part in list(lm.modules()):
             for name, layer in list(part.named_children()):
                 if type(layer) in (nn.Linear, Conv1D, Float32Head):

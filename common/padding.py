@@ -74,8 +74,8 @@ def cut_at_stop(
 class Batch:
     """Prompts with their completions in the padded layout, one row per completion.
 
-    The K rows of a prompt are neighbours (prompt-major, B = N * K); the last C columns of the ids
-    are the completion.
+    The rows of a prompt are neighbours (prompt-major; B = N * K if each has K); the last C columns
+    of the ids are the completion.
 
     Attributes:
         input_ids: (B, T) int64, prompt padded on the left, completion on the right; T = P + C.
@@ -118,29 +118,25 @@ def padded_batch(
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
 ) -> Batch:
-    """Put N prompts with K completions each into one row per completion.
+    """Put N prompts with their completions into one row per completion.
 
     Args:
         prompts: N rows of token ids, none empty, since the last prompt token predicts the first
             token of the completion.
-        completions: For each prompt the same number K of rows of token ids.
+        completions: For each prompt some rows of token ids.
         pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
         places: For each of the B completions, see `Batch`; default 0, 1, ...
 
     Returns:
-        Batch of B = N * K rows on the CPU, the K rows of a prompt next to each other.
+        Batch of B rows on the CPU, those of a prompt next to each other.
     """
     is_real = [True] * len(prompts) if is_real is None else is_real
     assert len(prompts) == len(completions) == len(is_real), (
         "one list of completions and one flag per prompt"
     )
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
-    num_completions = {len(group) for group in completions}
-    assert len(num_completions) <= 1, (
-        f"every prompt has the same number of completions, not {num_completions}"
-    )
 
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group

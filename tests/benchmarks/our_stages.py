@@ -19,7 +19,7 @@ FAST_FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"micro_batch_tokens": 1024},
     "reward": {"micro_batch_tokens": 1024},
     "dpo": {"micro_batch_tokens": 1024},
-    "grpo": {"micro_batch_tokens": 2048, "generation_batch_size": 64},
+    "grpo": {"micro_batch_tokens": 1536, "generation_batch_size": 64},
 }
 # Flags of the rows whose reference log-probabilities are computed ahead, and of the other DPO rows.
 PRECOMPUTE_FLAGS: dict[bool, dict[str, Any]] = {
