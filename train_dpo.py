@@ -79,6 +79,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     mesh = distributed.mesh(config.num_replicas)
     frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
     reference: Policy | None = fsdp.shard(frozen, config, mesh)
+    self_checks.layouts_agree(frozen, config)
     score, rest = evaluation.score_examples, (config, pad_id, "reference")
     ref_pair_logps = score(frozen, train_set[:1], *rest)  # (1, 2), for the self-check
     ref_eval_logps = score(frozen, eval_set, *rest) if eval_set else None  # (rows, 2)
@@ -95,9 +96,9 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
+    self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        self_checks.layouts_agree(policy, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
         if paths[0] == paths[1]:
             pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)

@@ -147,14 +147,15 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     if config.beta > 0:
         frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
         reference = fsdp.shard(frozen, config, mesh)
+        self_checks.layouts_agree(reference, config)
     scorer.load(mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
+    self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        self_checks.layouts_agree(policy, config)
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     metrics = Accumulator(device)

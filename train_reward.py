@@ -83,9 +83,9 @@ def main(config: RewardConfig) -> None:
     optimizer = optim.build_optimizer(model, config)
 
     # Self-checks, resume
+    self_checks.layouts_agree(model, config)
     if config.self_check:
         self_checks.padding_invariance(model, train_set[0], pad_id, config.bf16)
-        self_checks.layouts_agree(model, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
     start_step = checkpoint.load(resume_from, model, optimizer) if resume_from else 0

@@ -70,9 +70,9 @@ def main(config: SFTConfig) -> None:
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
+    self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        self_checks.layouts_agree(policy, config)
         self_checks.stop_token_is_trained(train_set, stop_ids)
     start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
     logger = RunLogger.start(config, "SFT", total_steps, start_step)

@@ -11,6 +11,7 @@ apart, and nobody copies the prompt's keys: all the completions' tokens are quer
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,12 @@ from common.config import UserError
 from common.padding import Layout
 
 NAME = "shared_prefix"
+UNSUPPORTED = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "cache",
+)  # what attention functions may be given
 
 
 def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
@@ -36,7 +43,8 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     Raises:
         UserError: the model brings an attention of its own that cannot be replaced.
     """
-    if not getattr(lm, "_supports_attention_backend", False):
+    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name.
+    if not (getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa):
         raise UserError(
             f"{type(lm).__name__} has an attention of its own, which cannot share a prompt; use "
             "--layout padded."
@@ -84,16 +92,16 @@ def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
         lm: that the block is part of.
         block: whose forward is replaced; it takes the hidden states first.
     """
-    forward = block.forward
+    forward = type(block).forward
 
-    def shortened(hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+    def shortened(block: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         layout = options.get("layout")
         if not isinstance(layout, Layout):
-            output: Tensor = forward(hidden_states, *args, **options)
+            output: Tensor = forward(block, hidden_states, *args, **options)
             return output
         last = LastLayer(layout)
         with contextlib.suppress(KeysKept):
-            forward(hidden_states, *args, **(options | {"layout": last}))
+            forward(block, hidden_states, *args, **(options | {"layout": last}))
         length, tail = hidden_states.shape[1], layout.tail
         if last.keys is None:
             raise UserError(f"{type(lm).__name__} cannot share a prompt; use --layout padded.")
@@ -103,10 +111,10 @@ def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
             return value[:, tail] if is_per_token else value
 
         tail_args, tail_options = tree_map(at_tail, (args, options | {"layout": last}))
-        tail_output = forward(hidden_states[:, tail], *tail_args, **tail_options)
+        tail_output = forward(block, hidden_states[:, tail], *tail_args, **tail_options)
         return torch.zeros_like(hidden_states).index_copy(1, tail, tail_output)
 
-    block.forward = shortened  # type: ignore[method-assign]
+    block.forward = MethodType(shortened, block)  # a bound method: a deep copy binds its own
 
 
 def attend(
@@ -142,20 +150,21 @@ def attend(
         output, _ = sdpa_attention_forward(*inputs, scaling=scaling, **options)
         return output, None
     refuse_unsupported(layout, options)
+    if key.shape[-1] != value.shape[-1]:
+        raise UserError("the model's values have another width than its keys; use --layout padded.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(layout, DecodingCache):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
         return output.transpose(1, 2), None
-    last = layout if isinstance(layout, LastLayer) else None
     whole = layout.layout if isinstance(layout, LastLayer) else layout
-    is_tail = last is not None and last.keys is not None
-    if last is not None and last.keys is not None:
-        key, value = last.keys
-    elif whole.kept is not None:
+    is_tail = isinstance(layout, LastLayer) and layout.keys is not None
+    if whole.kept is not None and not is_tail:
         whole.kept[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
-    if last is not None and last.keys is None:
-        last.keys = key, value
-        raise KeysKept
+    if isinstance(layout, LastLayer):
+        if layout.keys is None:
+            layout.keys = key, value
+            raise KeysKept
+        key, value = layout.keys
     num_repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
     return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2), None
@@ -171,10 +180,12 @@ def refuse_unsupported(
             f"the model's attention has a window of {window} tokens and a prompt with its "
             f"completion has {layout.longest}; use --layout padded."
         )
-    if options.get("softcap") is not None:
-        raise UserError("the model caps its attention scores; use --layout padded.")
+    unknown = [name for name in UNSUPPORTED if options.get(name) is not None]
+    if unknown:
+        raise UserError(f"the model's attention asks for {unknown[0]!r}; use --layout padded.")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python that differs by batch
 def branch_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
@@ -291,8 +302,10 @@ class FusedBranches(torch.autograd.Function):
             own = [own_grad, _to_branches(query, indices[0])]
             own += [_to_branches(x, indices[1]) for x in (key, value)]
             own.append(_to_branches(output, indices[0]))
-            own_lse = _to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1).contiguous()
-            parts = flash(*own, own_lse, 0.0, True, scale=scaling)  # (R, H, L, d) each
+            own_lse = _to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
+            own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
+            own.append(own_lse.contiguous())
+            parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
             places = (indices[0][mask], indices[1][mask], indices[1][mask])
             for total, part, at in zip(grads, parts, places, strict=True):
                 total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
@@ -419,7 +432,7 @@ class DecodingCache:
     def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
         for layer, (key, value) in kept.items():
-            if layer == 0 and not self.mask.all():
+            if self.bias is None and not self.mask.all():
                 bias = torch.zeros_like(self.mask, dtype=key.dtype)
                 self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
             self.prompt_keys[layer] = _to_branches(key, self.index), _to_branches(value, self.index)

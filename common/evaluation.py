@@ -34,7 +34,7 @@ def score_examples(
         config: how much is scored at once on each rank, and in which layout.
         pad_id: fills padding; masked.
         title: what the progress bar says.
-        rows: score these examples only; the others get 0.
+        rows: score these examples only; the others get NaN.
 
     Returns:
         (N, K) float64 on the host, the same on every rank.
@@ -42,6 +42,8 @@ def score_examples(
     rows = range(len(examples)) if rows is None else rows
     device, num_completions = distributed.device(), len(examples[0].completions)
     scores = torch.zeros(len(examples) * num_completions, dtype=torch.float64, device=device)
+    left_out = torch.ones(len(examples), dtype=torch.bool)
+    left_out[list(rows)] = False
     packs = data.pack(share(examples, rows, config), config)
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
     for pieces in packs:
@@ -51,7 +53,8 @@ def score_examples(
         scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()
     fsdp.reshard(model)
-    return distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()
+    scores = distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()
+    return scores.masked_fill(left_out[:, None], float("nan"))
 
 
 def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:

@@ -136,12 +136,12 @@ def make_units(
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
     for part in float32_modules:
         fully_shard(part, mp_policy=single, **options)
-    keep = options | {"reshard_after_forward": config.reshard_after_forward}
+    # A frozen model has no backward that would free its units, so its forward does.
+    trains = any(p.requires_grad for p in module.parameters())
+    keep = options | {"reshard_after_forward": config.reshard_after_forward or not trains}
     for block in blocks(module):
         fully_shard(block, mp_policy=precision, **keep)
     prefetch(blocks(module), config.prefetch_blocks)
-    # A frozen model has no backward that would free its root unit, so its forward does.
-    trains = any(p.requires_grad for p in module.parameters())
     fully_shard(
         module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
     )
@@ -162,7 +162,7 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
     project_in_float32(lm)
     fuse_gelu(lm)
     if config.layout == "shared_prefix":
-        attention.use_shared_prefix(lm, blocks(lm)[-1])
+        attention.use_shared_prefix(lm, (blocks(lm) or [lm])[-1])
 
 
 def fuse_gelu(lm: nn.Module) -> None:
@@ -238,7 +238,7 @@ class PackedLinear(nn.Module):
         """Take the place of a layer whose weight is there."""
         super().__init__()
         weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight  # (out, in)
-        self.bias = layer.bias
+        self.bias = None if layer.bias is None else layer.bias.to(weight.dtype)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROWS)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -257,18 +257,23 @@ def packed(lm: nn.Module) -> Iterator[None]:
     """
     swapped: list[tuple[nn.Module, str, nn.Module]] = []
     is_bfloat16 = any(p.dtype == torch.bfloat16 for p in lm.parameters())
-    has_kernels = torch.backends.mkldnn.is_available() and (
-        not is_bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_kernels = (
+        distributed.device().type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and (not is_bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-    if has_kernels and distributed.device().type == "cpu":
-        for part in list(lm.modules()):
-            for name, layer in list(part.named_children()):
-                if type(layer) in (nn.Linear, Conv1D, Float32Head):
-                    swapped.append((part, name, layer))
-                    setattr(part, name, PackedLinear(layer))
-                    given_up = torch.empty(0, device="meta")
-                    layer.weight = nn.Parameter(given_up, requires_grad=False)
+    layers = [
+        (part, name, layer)
+        for part in lm.modules()
+        for name, layer in part.named_children()
+        if type(layer) in (nn.Linear, Conv1D, Float32Head)
+    ]
     try:
+        for part, name, layer in layers if has_kernels else []:
+            swapped.append((part, name, layer))
+            setattr(part, name, PackedLinear(layer))
+            given_up: Any = layer.weight.new_empty(0, device="meta")  # type: ignore[operator]
+            layer.weight = nn.Parameter(given_up, requires_grad=False)
         yield
     finally:
         for part, name, layer in swapped:
@@ -301,9 +306,9 @@ class RolloutCopy:
         weights = dict(self.source.named_parameters())
         device = distributed.device()
         for name, target in list(self.replica.named_parameters()):
-            weight = weights[name].data.to(device)
+            weight = weights[name].data.to(device, target.dtype)  # cast first: half the traffic
             full = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            set_parameter(self.replica, name, full.to(target.dtype))
+            set_parameter(self.replica, name, full)
         head = self.replica.get_output_embeddings()
         shared = head.weight
         head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token

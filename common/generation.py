@@ -98,7 +98,7 @@ def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:
         threshold = logps.topk(top_k, -1).values[:, -1:]
         logps = logps.masked_fill(logps < threshold, -math.inf)
     if top_p < 1:
-        ordered, tokens = logps.sort(-1, descending=True)
+        ordered, tokens = logps.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # share of the more likely
         logps = logps.scatter(-1, tokens, ordered.masked_fill(before >= top_p, -math.inf))
     return logps

@@ -677,3 +677,23 @@ def test_the_copy_follows_the_policy_and_is_freed(family):
     replica = sampler.copy.replica
     assert replica.get_output_embeddings().weight is replica.get_input_embeddings().weight
     assert not any(p.is_meta for p in policy.parameters())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
+    """Packing gives up the copy's weights; the next phase fills it in the same dtypes."""
+    config = tiny.train_config(bf16=True, max_completion_length=8)
+    policy = fsdp.shard(Policy(tiny.causal_lm(family)), config, distributed.mesh())
+    sampler = Sampler(policy, tiny.tokenizer(), [STOP], config)
+    dtypes = {name: p.dtype for name, p in sampler.copy.replica.named_parameters()}
+    first, second, third = (sampler.sample(EXAMPLES, num_samples=3) for _ in range(3))
+    assert first == second == third
+    assert {name: p.dtype for name, p in sampler.copy.replica.named_parameters()} == dtypes
+
+
+def test_a_packed_layer_with_a_bias_of_another_dtype():
+    layer = torch.nn.Linear(8, 5).to(torch.bfloat16)
+    layer.weight = torch.nn.Parameter(layer.weight.float())
+    inputs = torch.randn(3, 8)
+    expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias.float())
+    torch.testing.assert_close(fsdp.PackedLinear(layer)(inputs), expected)

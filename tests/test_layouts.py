@@ -6,6 +6,7 @@ attention are held to them, the CPU's kernel and public functions; models whose 
 replaced are refused.
 """
 
+import copy
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -400,10 +401,16 @@ def test_large_scores_neither_overflow_nor_vanish():
     groups: Groups = [(4, [3, 2]), (2, [1, 4])]
     visible = visible_by_hand(groups).to(distributed.device())
     query, key, value = torch.randn(3, 1, 2, len(visible), 8).to(distributed.device())
-    expected = dense_attention(60 * query.double(), key.double(), value.double(), visible)
+    weights = torch.randn(1, 2, len(visible), 8, dtype=torch.float64)
+    inputs = [(60 * query).requires_grad_(), key.requires_grad_(), value.requires_grad_()]
+    expected = dense_attention(*(x.double() for x in inputs), visible)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
     for function in PATHS.values():
-        output = function(60 * query, key, value, layout_of(groups), False, 0.4)
+        output = function(*inputs, layout_of(groups), False, 0.4)
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-4)
+        grads = torch.autograd.grad((output.double() * weights).sum(), inputs)
+        for found, target in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(found, target, rtol=1e-4, atol=2e-3)
 
 
 def test_a_shared_row_by_hand():
@@ -463,9 +470,10 @@ def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     assert_one_sentence(caught, "a window of 8 tokens", "completion has 9")
 
 
-def gemma(**fields: Any) -> Any:
+def other_family(name: str, **fields: Any) -> Any:
+    """A tiny model of another family, with whatever its attention or its logits do beside."""
     config = AutoConfig.for_model(
-        "gemma2",
+        name,
         **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
         **{"max_position_embeddings": 96, "initializer_range": 0.3, "pad_token_id": None},
@@ -476,11 +484,33 @@ def gemma(**fields: Any) -> Any:
     return tiny.random_weights(lm, 0).to(distributed.device())
 
 
-def test_capped_scores_are_refused():
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # capped scores; attention sinks
+def test_an_attention_that_sdpa_cannot_compute_is_refused(name):
+    with pytest.raises(UserError) as caught:
+        other_family(name)
+    assert_one_sentence(caught, "has an attention of its own")
+
+
+@pytest.mark.parametrize("option", attention.UNSUPPORTED)
+def test_what_an_attention_asks_for_beside_is_refused(option):
+    x = torch.randn(1, 2, 10, 8)
+    layout = layout_of([(4, [3, 2]), (1, [])])
+    with pytest.raises(UserError) as caught:
+        attention.attend(torch.nn.Identity(), x, x, x, None, layout=layout, **{option: 1.0})
+    assert_one_sentence(caught, f"asks for {option!r}")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_deep_copy_computes_with_its_own_last_block(family):
+    lm = tiny.causal_lm(family)
+    copied = copy.deepcopy(lm)
+    with torch.no_grad():
+        for parameter in fsdp.blocks(copied)[-1].parameters():
+            parameter.zero_()
     _, batch = both_batches(CASES["pairs"])
-    with torch.no_grad(), pytest.raises(UserError) as caught:
-        Policy(gemma(attn_logit_softcapping=5.0, final_logit_softcapping=None))(batch)
-    assert_one_sentence(caught, "caps its attention scores")
+    with torch.no_grad():
+        changed, unchanged = Policy(copied)(batch), Policy(lm)(batch)
+    assert float((changed.token_logps - unchanged.token_logps).abs().max()) > 0.1
 
 
 # ---- the self-check ------------------------------------------------------------------------------
@@ -501,8 +531,8 @@ def refused_layout(module: nn.Module) -> None:
     self_checks.layouts_agree(module, tiny.train_config(layout="padded"))
 
 
-def test_layouts_agree_refuses_capped_logits():
-    refused_layout(Policy(gemma(attn_logit_softcapping=None, final_logit_softcapping=2.0)))
+def test_layouts_agree_refuses_scaled_logits():
+    refused_layout(Policy(other_family("granite", logits_scaling=3.0)))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
