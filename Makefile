@@ -1,6 +1,6 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
-# make bench   speed and memory of every stage against TRL, in turns (tiny: about a quarter of an hour)
+# make bench   speed and memory of every stage against TRL, in turns (tiny: 20 minutes)
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,

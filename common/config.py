@@ -88,7 +88,9 @@ class CommonConfig:
         ["shared_prefix", "padded"],
     )
     micro_batch_tokens: int = knob(4096, "tokens in one forward pass on one process")
-    micro_batch_size: int = knob(64, "rows (GRPO: completions) in one forward pass, at most")
+    micro_batch_size: int = knob(
+        1024, "rows (GRPO and scoring: completions) in one forward pass, at most"
+    )
     generation_batch_size: int = knob(64, "completions decoded at once on one process")
     generation_cache_tokens: int = knob(
         65536, "tokens whose keys and values sampling holds at once on one process"

@@ -1,6 +1,6 @@
 """Processes and devices: the only module that reads the environment, and the only entry point.
 
-Without torchrun a run is a process group of one, so that every stage has one code path.
+Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
 import os

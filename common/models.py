@@ -109,6 +109,12 @@ def read_model_config(
             f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
             f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
         )
+    window = getattr(model_config, "sliding_window", None)
+    if config.layout == "shared_prefix" and window is not None and needed > window:
+        raise UserError(
+            f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
+            f"plus --max_completion_length is {needed}; use --layout padded."
+        )
     if kind == "policy" and len(tokenizer) > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "

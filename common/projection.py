@@ -137,7 +137,8 @@ class _Statistics(torch.autograd.Function):
             grad_logps = torch.zeros_like(lse).unsqueeze(-1)
         float_weight = weight.float()
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(float_weight)
+        trains_head = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(float_weight) if trains_head else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _chunks(len(hidden), ctx.rows_at_once):
             logits = kept
@@ -155,11 +156,13 @@ class _Statistics(torch.autograd.Function):
             grad_logits.scatter_add_(-1, tokens[rows].unsqueeze(-1), grad_logps[rows])
             grad_logits *= ctx.scale
             grad_hidden[rows] = (grad_logits @ float_weight).to(hidden.dtype)
-            grad_weight.addmm_(grad_logits.t(), hidden[rows].float())
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows].float())
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, *[None] * 7
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:

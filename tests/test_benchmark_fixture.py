@@ -103,13 +103,14 @@ def test_samples_stop_as_often_as_asked(folder: Path):
 
 def test_a_forward_costs_what_is_worked_out_by_hand():
     # 3 tokens of prompt, 2 of completion; 1 layer, width 2, vocabulary 10.
-    linear = 2 * 5 * (2 * 6 + 2 * 2 + 2 * 8 + 8 * 2)  # 2 m k n: qkv, output, up, down
-    assert linear == 480
-    pairs = (1 + 2 + 3) + (4 + 5)  # keys that each query sees
+    # The layer is the last: two tokens of the prompt give keys and values only.
+    linear = 2 * 2 * (2 * 4)  # 2 m k n: keys and values of two tokens
+    linear += 2 * 3 * (2 * 6 + 2 * 2 + 2 * 8 + 8 * 2)  # qkv, output, up, down of three
+    pairs = 3 + (4 + 5)  # keys that each query sees
     attention = pairs * (2 * 2 + 2 * 2)
     head = 2 * 2 * 2 * 10
     expected = linear + attention + head
-    assert flops.group_flops(TOY, 3, [2], head=True) == expected == 680
+    assert flops.group_flops(TOY, 3, [2], head=True) == expected == 496
     # A second completion sees the prompt, not the first one.
     more = 2 * 2 * 48 + (4 + 5) * 8 + head
     assert flops.group_flops(TOY, 3, [2, 2], head=True) == expected + more
@@ -127,12 +128,12 @@ def test_linear_layers_cost_what_pytorch_counts():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("sft", 3 * 680),
-        ("reward", 3 * (600 + 264)),  # no vocabulary head
-        ("dpo", 4 * (680 + 344)),
-        ("dpo-precomputed", 3 * (680 + 344)),
-        ("grpo-1x8", 5 * (680 + 7 * 344)),
-        ("grpo-1x8-reward-model", 5 * (680 + 7 * 344) + 600 + 7 * 264),
+        ("sft", 3 * 496),
+        ("reward", 3 * (416 + 264)),  # no vocabulary head
+        ("dpo", 4 * (496 + 344)),
+        ("dpo-precomputed", 3 * (496 + 344)),
+        ("grpo-1x8", 5 * (496 + 7 * 344)),
+        ("grpo-1x8-reward-model", 5 * (496 + 7 * 344) + 416 + 7 * 264),
     ],
 )
 def test_a_step_costs_its_passes(name: str, expected: int):

@@ -7,6 +7,7 @@ replaced are refused.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from ranks import launch, run_stages
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import attention, distributed, fsdp, padding, self_checks
+from common import attention, distributed, fsdp, models, padding, self_checks
 from common.config import UserError
 from common.glossary import SPANS
 from common.jsonl import read_jsonl
@@ -482,6 +483,18 @@ def other_family(name: str, **fields: Any) -> Any:
     lm = AutoModelForCausalLM.from_config(config)
     attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return tiny.random_weights(lm, 0).to(distributed.device())
+
+
+def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path):
+    config = tiny.model_config("qwen2", sliding_window=40, use_sliding_window=True)
+    config.save_pretrained(tmp_path)
+    fields = {"max_prompt_length": 36, "max_completion_length": 8}
+    read = functools.partial(models.read_model_config, str(tmp_path), "trunk", None)
+    read(tiny.train_config(**fields, layout="padded"))
+    read(tiny.train_config(**(fields | {"max_prompt_length": 32})))
+    with pytest.raises(UserError) as caught:
+        read(tiny.train_config(**fields))
+    assert_one_sentence(caught, "has a window of 40 tokens")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # capped scores; attention sinks

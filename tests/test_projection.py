@@ -288,3 +288,15 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
 def test_the_default_keeps_the_logits_of_small_batches_only():
     """64 MiB of float32."""
     assert projection.CHUNK_NUMBERS * 4 == 64 * 2**20
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden = torch.randn(5, 4, requires_grad=True)
+    frozen = Head(torch.randn(7, 4), None)
+    tokens = torch.arange(5)
+    token_statistics(hidden, frozen, tokens).token_logps.sum().backward()
+    expected = torch.autograd.grad(
+        torch.log_softmax(hidden @ frozen.weight.t(), -1)[torch.arange(5), tokens].sum(), hidden
+    )
+    torch.testing.assert_close(hidden.grad, expected[0])
+    assert frozen.weight.grad is None

@@ -4,9 +4,9 @@
     make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
     python -m tests.benchmarks.bench --stages sft dpo --only ours
 
-Each row runs TRL, ours, TRL, ours (`--rounds`), every run a process of its own; the first steps are
-warm-up. A round's figure is the median of its steps; a row's is the median of its rounds, its
-ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
+Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
+steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
+its ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
 and after. Writes `results.json`, `table.md` and `bench.png` to `output/bench/<model>`. First of
 all both sides must compute the same losses (`tests/benchmarks/same_loss.py`).
 """
@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     ceilings = [measure_ceiling(arguments, folder)]
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
-            for side in chosen:
+            for side in chosen[:: 1 if round_number % 2 else -1]:  # either side goes first in turn
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
                 steps = arguments.steps or num_steps(row, arguments.model)[0]
                 output = folder / "runs" / f"{row.name}-{side}-{round_number}"
@@ -234,8 +234,9 @@ def side_figures(
 
 def render(results: Result) -> str:
     """The Markdown table with the machine under it."""
-    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "reach", "% of ceiling TRL / ours"]
-    columns += ["peak MB TRL / ours", f"memory ratio (reach {REACH_MEMORY})"]
+    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "% of ceiling TRL / ours"]
+    columns += ["peak MB TRL / ours", f"memory ratio (goal {REACH_MEMORY})"]
+    columns += ["tokens per rollout TRL / ours"]
     lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
     lines += [" | ".join(cells(line)) for line in results["rows"]]
     here = results["machine"]
@@ -260,8 +261,10 @@ def cells(line: Result) -> list[str]:
         ratio = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"
         memory = f"{line['memory_ratio']:.2f}"
     reach = f"{line['reach']:.2g}" if line["reach"] else "-"
+    lengths = [f"{side['completion_length']:.1f}" if side else "-" for side in sides]
     both = [" / ".join(shares), " / ".join(peaks)]
-    return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory]
+    drawn = " / ".join(lengths) if line["unit"] == "rollouts/s" else ""
+    return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory, drawn]
 
 
 def draw(results: Result, path: Path) -> None:
@@ -282,7 +285,7 @@ def draw(results: Result, path: Path) -> None:
     axes.axhline(1, color="black", linewidth=1, label="TRL")
     marked = [i for i, line in enumerate(lines) if line["reach"]]
     heights = [lines[i]["reach"] for i in marked]
-    axes.scatter(marked, heights, marker="_", s=500, color="tab:orange", label="to reach")
+    axes.scatter(marked, heights, marker="_", s=500, color="tab:orange", label="goal")
     axes.set_xticks(places, [line["row"] for line in lines], rotation=25, ha="right")
     axes.set_ylabel("speed, TRL = 1")
     here = results["machine"]
