@@ -80,7 +80,7 @@ class CommonConfig:
         "folder where runs keep and find tokenised rows; may be deleted at any time (empty: none)",
     )
 
-    # --- speed, memory and sharding: none of these changes a loss ---
+    # --- speed, memory and sharding: none but bf16 changes a loss ---
     layout: str = knob(
         "shared_prefix",
         "shared_prefix: a prompt is computed once for all its completions; padded: the reference, "
