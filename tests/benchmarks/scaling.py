@@ -7,6 +7,8 @@ after a warm-up call; peak memory is that of a process of its own.
 """
 
 import argparse
+import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from typing import Any
 
 from tests.benchmarks import processes
 
-REPEATS = 5
+REPEATS = 3
 COMPLETION, PROMPT = 35, 267  # tokens, means of TL;DR
 GROUPS = (1, 2, 4, 8, 16, 32, 64, 128)
 PROMPTS = (64, 128, 256, 512, 1024)
@@ -153,9 +155,16 @@ def sampling(group: int, prompt: int, layout: str) -> Callable[[], object]:
             layout=layout,
         )
 
+    stack = contextlib.ExitStack()
     if layout == "shared_prefix":
-        fsdp.packed(lm).__enter__()  # for good: the model is used for nothing else
-    return call
+        stack.enter_context(fsdp.packed(lm))
+    return functools.partial(call_in, stack, call)
+
+
+def call_in(stack: contextlib.ExitStack, call: Callable[[], object]) -> None:
+    """Call inside contexts that live as long as this call is referred to."""
+    assert isinstance(stack, contextlib.ExitStack)
+    call()
 
 
 def memory(vocabulary: int) -> dict[str, float]:
