@@ -7,6 +7,7 @@ the usual `sdpa`. Positions (learned or rotary) were applied before, by the mode
 A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
 exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
 apart, and nobody copies the prompt's keys: all the completions' tokens are queries of one product.
+(So on a CPU and in sampling; training on other devices copies them within a layer.)
 """
 
 import contextlib
@@ -25,12 +26,7 @@ from common.config import UserError
 from common.padding import Layout
 
 NAME = "shared_prefix"
-UNSUPPORTED = (
-    "softcap",
-    "s_aux",
-    "position_bias",
-    "cache",
-)  # what attention functions may be given
+UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of attention functions
 
 
 def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
@@ -55,13 +51,30 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     shorten_last_block(lm, last_block)
 
 
-def inputs_for(lm: PreTrainedModel, layout: "Layout | DecodingCache") -> dict[str, Any]:
-    """What a decoder's forward is given so that its attention follows the layout.
+def last_hidden_states(
+    lm: Any, input_ids: Tensor, position_ids: Tensor, layout: "Layout | DecodingCache"
+) -> Tensor:
+    """Run a decoder whose attention follows the layout.
 
-    A mask with four dimensions is passed on as it is: transformers builds none of its own.
+    Args:
+        lm: after `use_shared_prefix`.
+        input_ids: (B, T) int64.
+        position_ids: (B, T) int64.
+        layout: of the tokens.
+
+    Returns:
+        (B, T, D).
     """
     assert lm.config._attn_implementation == NAME, "use_shared_prefix() comes first"
-    return {"layout": layout, "attention_mask": torch.empty(1, 1, 1, 1), "use_cache": False}
+    hidden: Tensor = lm.base_model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        layout=layout,
+        # One with four dimensions is passed on as it is: transformers builds none of its own.
+        attention_mask=torch.empty(1, 1, 1, 1),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden
 
 
 class LastLayer:
@@ -136,7 +149,7 @@ def attend(
         value: (B, H', T, d).
         attention_mask: not looked at where there is a layout.
         scaling: of the scores; default 1 / sqrt(d).
-        layout: of the tokens, see `inputs_for`.
+        layout: of the tokens, see `last_hidden_states`.
         options: for `sdpa`.
 
     Returns:
@@ -261,10 +274,10 @@ class FusedBranches(torch.autograd.Function):
         _, num_heads, length, width = query.shape
         output = query.new_empty(1, length, num_heads, width).transpose(1, 2)
         lse = torch.empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
-        for run, queried, keyed, mask in _runs(layout, queries, query.dtype):
+        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
             inputs = [query[:, :, queried], *_at(keyed, key, value)]
             output[:, :, queried], lse[:, :, queried] = flash(
-                *inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling
+                *inputs, 0.0, is_causal, attn_mask=mask, scale=scaling
             )
         if layout.branch_index.numel():
             index, mask = queries.branch_index, layout.branch_mask
@@ -289,10 +302,10 @@ class FusedBranches(torch.autograd.Function):
         layout, queries, scaling = ctx.layout, ctx.queries, ctx.scaling
         # In the layout in which the projection before the attention stores them.
         grads = [torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        for run, queried, keyed, mask in _runs(layout, queries, query.dtype):
+        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
             inputs = [*_at(queried, grad, query), *_at(keyed, key, value)]
             inputs += _at(queried, output, lse)
-            parts = flash(*inputs, 0.0, run == "causal", attn_mask=mask, scale=scaling)
+            parts = flash(*inputs, 0.0, is_causal, attn_mask=mask, scale=scaling)
             for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
                 total[:, :, at] += part
         if layout.branch_index.numel():
@@ -314,23 +327,22 @@ class FusedBranches(torch.autograd.Function):
 
 def _runs(
     layout: Layout, queries: Queries, dtype: torch.dtype
-) -> Iterator[tuple[str, slice, slice, Tensor | None]]:
-    """The calls for trunks, and for branches that look at their prompt: queries, keys and mask."""
+) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """The calls for trunks, and for branches that look at their prompt.
+
+    Each is the places of its queries, those of its keys, whether it is causal, and its mask.
+    """
     for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
         layout.trunks, queries.ranges, strict=True
     ):
-        queried, keyed = slice(q_start, q_trunk_end), slice(start, trunk_end)
-        if not queries.is_tail:
-            yield "causal", queried, keyed, None
-        else:
-            shape = (q_trunk_end - q_start, trunk_end - start)
-            mask = None
-            if shape[0] > 1:  # the last of the queries is the last of the keys
-                hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
-                mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
-            yield "masked", queried, keyed, mask
+        mask = None
+        shape = (q_trunk_end - q_start, trunk_end - start)
+        if queries.is_tail and shape[0] > 1:  # the last of the queries is the last of the keys
+            hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
+            mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
+        yield slice(q_start, q_trunk_end), slice(start, trunk_end), not queries.is_tail, mask
         if q_end > q_trunk_end:
-            yield "prompt", slice(q_trunk_end, q_end), slice(start, prompt_end), None
+            yield slice(q_trunk_end, q_end), slice(start, prompt_end), False, None
 
 
 def gathered_branches(
@@ -396,7 +408,6 @@ class DecodingCache:
             max_length: of a sample.
             device: of the model.
         """
-        self.prompts = prompts
         self.max_length = max_length
         self.length = 0
         self.longest = prompts.longest + max_length

@@ -165,11 +165,14 @@ def print_rank0(*values: object, **options: Any) -> None:
         print(*values, flush=True, **options)
 
 
+def local_peak_memory_gb() -> float:
+    """Largest memory of this process so far, in GB: of the GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+
+
 def peak_memory_gb() -> float:
     """Largest memory of any process so far, in GB: of the GPU if there is one. Collective."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated() / 1e9
-    else:
-        scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
-    return float(all_reduce_max(torch.tensor(peak, dtype=torch.float64)))
+    return float(all_reduce_max(torch.tensor(local_peak_memory_gb(), dtype=torch.float64)))

@@ -17,7 +17,8 @@ from transformers import DynamicCache
 from common import attention, distributed, fsdp, noise, padding
 from common.config import CommonConfig
 from common.data import Example
-from common.padding import Layout, shared_prefix_batch
+from common.padding import shared_prefix_batch
+from common.scoring import packed_hidden
 from common.terminal import progress_bar, show_status
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
@@ -328,28 +329,18 @@ class SharedDecoder:
         self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
         self.cache = attention.DecodingCache(packed.layout, num_samples, max_length, device)
         packed.layout.kept = {}
-        hidden = self.forward(packed.input_ids, packed.position_ids, packed.layout)[0]  # (T, D)
+        hidden = packed_hidden(lm, packed)  # (T, D)
         self.cache.take_prompts(packed.layout.kept)
         logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: Layout | attention.DecodingCache
-    ) -> Tensor:
-        """Last hidden states, (B, T, D)."""
-        hidden: Tensor = self.lm.base_model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            **attention.inputs_for(self.lm, layout),
-        ).last_hidden_state
-        return hidden
-
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next."""
         self.cache.length += 1
-        hidden = self.forward(tokens[:, None], self.positions[:, None], self.cache)[:, 0]  # (B', D)
+        inputs = (tokens[:, None], self.positions[:, None], self.cache)
+        hidden = attention.last_hidden_states(self.lm, *inputs)  # (B', 1, D)
         self.positions = self.positions + 1
-        logits: Tensor = self.lm.get_output_embeddings()(hidden)
+        logits: Tensor = self.lm.get_output_embeddings()(hidden[:, 0])
         return logits
 
     def keep(self, kept: Tensor) -> None:

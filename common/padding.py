@@ -7,9 +7,12 @@ which is also an action that is trained.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+B = TypeVar("B", bound="_EitherBatch")
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -70,8 +73,24 @@ def cut_at_stop(
     return (num_stops_before == 0) & valid, is_stop.any(dim=-1)
 
 
+class _EitherBatch:
+    """What a batch can do in either layout."""
+
+    completion_mask: Tensor
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
+        return self.completion_mask.sum()
+
+    def to(self: B, device: torch.device | str) -> B:
+        """Copy to a device."""
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return type(self)(**{name: getattr(self, name).to(device) for name in names})
+
+
 @dataclass
-class Batch:
+class Batch(_EitherBatch):
     """Prompts with their completions in the padded layout, one row per completion.
 
     The rows of a prompt are neighbours (prompt-major; B = N * K if each has K); the last C columns
@@ -100,15 +119,6 @@ class Batch:
         num_prompt_columns = self.input_ids.shape[1] - self.completion_mask.shape[1]
         return self.input_ids[:, num_prompt_columns:]
 
-    @property
-    def num_tokens(self) -> Tensor:
-        """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
-        return self.completion_mask.sum()
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """Copy to a device."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
-
 
 def padded_batch(
     prompts: Sequence[Sequence[int]],
@@ -132,30 +142,17 @@ def padded_batch(
     Returns:
         Batch of B rows on the CPU, those of a prompt next to each other.
     """
-    is_real = [True] * len(prompts) if is_real is None else is_real
-    assert len(prompts) == len(completions) == len(is_real), (
-        "one list of completions and one flag per prompt"
-    )
-    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
-
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
     prompt_ids, prompt_mask = left_pad(prompt_rows, pad_id)  # (B, P)
-    completion_ids, token_mask = right_pad(
-        [row for group in completions for row in group], pad_id
-    )  # (B, C)
-    real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
-    is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
-
     attention_mask = torch.cat([prompt_mask, token_mask], dim=1)  # (B, T)
     return Batch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
         attention_mask=attention_mask,
         position_ids=position_ids(attention_mask),
-        completion_mask=token_mask & is_real_row[:, None],
-        is_real=is_real_row,
-        places=torch.arange(len(is_real_row)) if places is None else torch.tensor(places),
+        **shared,
     )
 
 
@@ -196,7 +193,7 @@ class Layout:
 
 
 @dataclass
-class SharedPrefixBatch:
+class SharedPrefixBatch(_EitherBatch):
     """Prompts with their completions in one row without padding, every prompt once.
 
     The same interface as `Batch` in what a loss needs (masks of B = N * K completions, C columns);
@@ -226,16 +223,6 @@ class SharedPrefixBatch:
     slots: Tensor
     last: Tensor
 
-    @property
-    def num_tokens(self) -> Tensor:
-        """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
-        return self.completion_mask.sum()
-
-    def to(self, device: torch.device | str) -> "SharedPrefixBatch":
-        """Copy to a device."""
-        moved = {field.name: getattr(self, field.name).to(device) for field in fields(self)}
-        return SharedPrefixBatch(**moved)
-
 
 AnyBatch = Batch | SharedPrefixBatch
 
@@ -249,16 +236,7 @@ def shared_prefix_batch(
     places: Sequence[int] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    is_real = [True] * len(prompts) if is_real is None else is_real
-    assert len(prompts) == len(completions) == len(is_real), (
-        "one list of completions and one flag per prompt"
-    )
-    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
-    completion_rows = [row for group in completions for row in group]
-    completion_ids, token_mask = right_pad(completion_rows, pad_id)  # (B, C)
-    real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
-    is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
-
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
     ids: list[int] = []
     positions: list[int] = []
     trunks: list[tuple[int, int, int, int]] = []
@@ -295,13 +273,39 @@ def shared_prefix_batch(
             max(positions) + 1,
         ),
         completion_ids=completion_ids,
-        completion_mask=token_mask & is_real_row[:, None],
-        is_real=is_real_row,
-        places=torch.arange(len(is_real_row)) if places is None else torch.tensor(places),
+        **shared,
         predictors=torch.tensor(before, dtype=torch.long),
         slots=token_mask.flatten().nonzero().squeeze(-1),
         last=torch.tensor(last, dtype=torch.long),
     )
+
+
+def _completions(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[Sequence[int]]],
+    pad_id: int,
+    is_real: Sequence[bool] | None,
+    places: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Check the arguments of either layout, and pad the completions on the right.
+
+    Returns:
+        ids (B, C); mask (B, C), True = a token; the fields that both layouts have alike.
+    """
+    is_real = [True] * len(prompts) if is_real is None else is_real
+    assert len(prompts) == len(completions) == len(is_real), (
+        "one list of completions and one flag per prompt"
+    )
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
+    ids, token_mask = right_pad([row for group in completions for row in group], pad_id)  # (B, C)
+    real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
+    is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
+    shared = {
+        "completion_mask": token_mask & is_real_row[:, None],
+        "is_real": is_real_row,
+        "places": torch.arange(len(ids)) if places is None else torch.tensor(places),
+    }
+    return ids, token_mask, shared
 
 
 def make_batch(

@@ -7,8 +7,6 @@ With `--profile true` rank 0 records `profile_steps` steps after two of warm-up 
 
 import os
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # exists, i
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from common.config import TrainConfig
-from common.distributed import is_rank0, print_rank0, world_size
+from common.distributed import is_rank0, local_peak_memory_gb, print_rank0, world_size
 from common.glossary import SPANS
 from common.terminal import NOT_MEASURED, format_number, markdown_table
 
@@ -263,14 +261,6 @@ def machine() -> str:
         f"({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"
     )
     return f"{torch.cuda.get_device_name()}; {cpu}" if torch.cuda.is_available() else cpu
-
-
-def local_peak_memory_gb() -> float:
-    """Largest memory of this process so far, in GB: of the GPU if there is one. No collective."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
 def wait_and_read_clock() -> float:

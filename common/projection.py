@@ -100,7 +100,8 @@ class _Statistics(torch.autograd.Function):
                 num_rows,
             )
         )
-        float_weight = weight.float()
+        float_weight = weight.float()  # cast once, not in every chunk
+        float_ref_weight = None if ref_weight is None else ref_weight.float()
         kept = None
         for rows in _chunks(num_rows, rows_at_once):
             logits = _logits(hidden[rows], float_weight, bias, scale)  # (m, V)
@@ -113,9 +114,8 @@ class _Statistics(torch.autograd.Function):
                 probabilities = logps.exp()
                 if with_entropy:
                     entropy[rows] = -(probabilities * logps).sum(-1)
-                if ref_weight is not None:
-                    assert ref_hidden is not None
-                    ref = _logits(ref_hidden[rows], ref_weight.float(), ref_bias, scale)
+                if ref_hidden is not None and float_ref_weight is not None:
+                    ref = _logits(ref_hidden[rows], float_ref_weight, ref_bias, scale)
                     gap = logps - torch.log_softmax(ref, -1)
                     kl[rows] = (probabilities * gap).sum(-1)
         ctx.save_for_backward(
@@ -128,14 +128,15 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of the head."""
-        hidden, weight, bias, tokens, lse, entropy, kl, kept, *ref = ctx.saved_tensors
-        ref_hidden, ref_weight, ref_bias = ref
+        hidden, weight, bias, tokens, lse, entropy, kl, kept, *of_ref = ctx.saved_tensors
+        ref_hidden, ref_weight, ref_bias = of_ref
         grad_logps, grad_entropy, grad_kl = (
             None if grad is None else grad.unsqueeze(-1) for grad in grads
         )  # (M, 1)
         if grad_logps is None:
             grad_logps = torch.zeros_like(lse).unsqueeze(-1)
         float_weight = weight.float()
+        float_ref_weight = None if grad_kl is None else ref_weight.float()
         grad_hidden = torch.empty_like(hidden)
         trains_head = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(float_weight) if trains_head else None
@@ -148,9 +149,9 @@ class _Statistics(torch.autograd.Function):
             factor = -grad_logps[rows]  # of p, (m, 1)
             if grad_entropy is not None:
                 factor = factor - grad_entropy[rows] * (logps + entropy[rows].unsqueeze(-1))
-            if grad_kl is not None:
-                ref_logits = _logits(ref_hidden[rows], ref_weight.float(), ref_bias, ctx.scale)
-                gap = logps - torch.log_softmax(ref_logits, -1)
+            if grad_kl is not None and float_ref_weight is not None:
+                ref = _logits(ref_hidden[rows], float_ref_weight, ref_bias, ctx.scale)
+                gap = logps - torch.log_softmax(ref, -1)
                 factor = factor + grad_kl[rows] * (gap - kl[rows].unsqueeze(-1))
             grad_logits = logps.exp_().mul_(factor)
             grad_logits.scatter_add_(-1, tokens[rows].unsqueeze(-1), grad_logps[rows])

@@ -129,12 +129,8 @@ class RewardModel(nn.Module):
 
 def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     """Last hidden states (T, D) of a row that holds prompts with all their completions."""
-    hidden: Tensor = lm.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        **attention.inputs_for(lm, batch.layout),
-    ).last_hidden_state[0]
-    return hidden
+    inputs = (batch.input_ids, batch.position_ids, batch.layout)
+    return attention.last_hidden_states(lm, *inputs)[0]
 
 
 def sequence_scores(model: nn.Module, batch: AnyBatch) -> Tensor:

@@ -1,9 +1,11 @@
 """Fixtures that several test files share: a tokenizer and tiny models, made once."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 
 from common import synthetic
 
@@ -15,6 +17,13 @@ TINY_GPT2 = {
     "n_head": 2,
     "n_positions": 192,
 }
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """A process group of one, unless there is one already."""
+    with tiny.process_group():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common import distributed, metrics
+from common import metrics
 from common.glossary import CONSOLE, METRICS, POSTFIX
 from common.jsonl import read_jsonl
 from common.metrics import Accumulator, RunLogger
 from common.terminal import fitted_widths, format_number, markdown_table, wrapped_table
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _process_group() -> Iterator[None]:
-    started_here = not dist.is_initialized()
-    distributed.start()
-    yield
-    if started_here:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def logger(output_dir: Path, **changes: Any) -> RunLogger:

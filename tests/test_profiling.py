@@ -7,14 +7,12 @@ and the loop never waits. A profile is whole files or none, and off it costs and
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import launch
 from torch.autograd import DeviceType
 
@@ -25,14 +23,7 @@ from common.jsonl import read_jsonl
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler, operator_table, phase_table, summary
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _process_group() -> Iterator[None]:
-    started_here = not dist.is_initialized()
-    distributed.start()
-    yield
-    if started_here:
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture

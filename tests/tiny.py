@@ -139,15 +139,23 @@ def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def working_directory(folder: Path) -> Iterator[None]:
-    """Stages run inside: there, in this process, in a process group of one."""
-    before, was_started = Path.cwd(), torch.distributed.is_initialized()
-    os.chdir(folder)
+def process_group() -> Iterator[None]:
+    """A process group of one inside, which ends with the block unless it was there before."""
+    was_started = torch.distributed.is_initialized()
     distributed.start()
     yield
-    os.chdir(before)
     if not was_started:
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def working_directory(folder: Path) -> Iterator[None]:
+    """Stages run inside: there, in this process, in a process group of one."""
+    before = Path.cwd()
+    os.chdir(folder)
+    with process_group():
+        yield
+    os.chdir(before)
 
 
 def output_of(program: str, hash_seed: str) -> str:

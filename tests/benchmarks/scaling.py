@@ -7,11 +7,10 @@ after a warm-up call; peak memory is that of a process of its own.
 """
 
 import argparse
-import contextlib
-import functools
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,16 +55,15 @@ def main() -> None:
 
 def costs(group: int, prompt: int) -> dict[str, float]:
     """Seconds of an update in either layout, and of sampling 35 tokens for every completion."""
-    shared, padded = update(4096, group, prompt), None
+    updates, padded = update(4096, group, prompt), None
     if group <= 64:  # 128 rows of 300 tokens take gigabytes
         padded = update(4096, group, prompt, layout="padded")
-    row = {"update s": seconds(shared)}
+    row = {"update s": seconds(updates)}
     if padded:
         row["padded s"] = seconds(padded)
         row["ratio"] = row["padded s"] / row["update s"]
-    sample, copying = (sampling(group, prompt, layout) for layout in ("shared_prefix", "padded"))
-    row |= {"sampling s": seconds(sample), "copied cache s": seconds(copying)}
-    return row
+    shared, copying = (sampling(group, prompt, layout) for layout in ("shared_prefix", "padded"))
+    return row | {"sampling s": shared, "copied cache s": copying}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -131,8 +129,8 @@ def update(
     return call
 
 
-def sampling(group: int, prompt: int, layout: str) -> Callable[[], object]:
-    """Prefill and decode 35 tokens for every sample of a group; nothing stops earlier."""
+def sampling(group: int, prompt: int, layout: str) -> float:
+    """Seconds to prefill and decode 35 tokens for each sample of a group; nothing stops earlier."""
     import torch
 
     from common import fsdp, generation
@@ -155,16 +153,8 @@ def sampling(group: int, prompt: int, layout: str) -> Callable[[], object]:
             layout=layout,
         )
 
-    stack = contextlib.ExitStack()
-    if layout == "shared_prefix":
-        stack.enter_context(fsdp.packed(lm))
-    return functools.partial(call_in, stack, call)
-
-
-def call_in(stack: contextlib.ExitStack, call: Callable[[], object]) -> None:
-    """Call inside contexts that live as long as this call is referred to."""
-    assert isinstance(stack, contextlib.ExitStack)
-    call()
+    with fsdp.packed(lm) if layout == "shared_prefix" else nullcontext():
+        return seconds(call)
 
 
 def memory(vocabulary: int) -> dict[str, float]:
