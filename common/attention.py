@@ -1,8 +1,8 @@
 """Attention in which the completions of a prompt share the prompt's keys and values.
 
 transformers lets any decoder call an attention function by name; the one registered here is given
-the `Layout` of a batch, or the `DecodingCache` of a sampler, and works where it is given neither as
-the usual `sdpa`. Positions (learned or rotary) were applied before, by the model.
+the `Layout` of a batch, or the cache of a sampler, and works where it is given neither as the usual
+`sdpa`. Positions (learned or rotary) were applied before, by the model.
 
 A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
 exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
@@ -13,7 +13,7 @@ apart, and nobody copies the prompt's keys: all the completions' tokens are quer
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
 
 
 def last_hidden_states(
-    lm: Any, input_ids: Tensor, position_ids: Tensor, layout: "Layout | DecodingCache"
+    lm: Any, input_ids: Tensor, position_ids: Tensor, layout: "Layout | KeyCache"
 ) -> Tensor:
     """Run a decoder whose attention follows the layout.
 
@@ -75,6 +75,17 @@ def last_hidden_states(
         use_cache=False,
     ).last_hidden_state
     return hidden
+
+
+class KeyCache(Protocol):
+    """Keys and values that a sampler keeps; see `decoding.DecodingCache`."""
+
+    longest: int  # tokens of a prompt and of what is drawn after it
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Store the keys and values of the next tokens; what the queries see of all."""
 
 
 class LastLayer:
@@ -137,7 +148,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    layout: "Layout | LastLayer | DecodingCache | None" = None,
+    layout: "Layout | LastLayer | KeyCache | None" = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls.
@@ -166,7 +177,7 @@ def attend(
     if key.shape[-1] != value.shape[-1]:
         raise UserError("the model's values have another width than its keys; use --layout padded.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(layout, DecodingCache):
+    if not isinstance(layout, Layout | LastLayer):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
         return output.transpose(1, 2), None
     whole = layout.layout if isinstance(layout, LastLayer) else layout
@@ -183,9 +194,7 @@ def attend(
     return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2), None
 
 
-def refuse_unsupported(
-    layout: "Layout | LastLayer | DecodingCache", options: dict[str, Any]
-) -> None:
+def refuse_unsupported(layout: "Layout | LastLayer | KeyCache", options: dict[str, Any]) -> None:
     """Raise a UserError for an attention that sees less than everything, or caps its scores."""
     window = options.get("sliding_window")
     if window is not None and layout.longest > window:
@@ -281,8 +290,8 @@ class FusedBranches(torch.autograd.Function):
             )
         if layout.branch_index.numel():
             index, mask = queries.branch_index, layout.branch_mask
-            own = [_to_branches(query, index)]
-            own += [_to_branches(x, layout.branch_index) for x in (key, value)]
+            own = [to_branches(query, index)]
+            own += [to_branches(x, layout.branch_index) for x in (key, value)]
             own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
             places = index[mask]  # (S,)
             own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
@@ -310,12 +319,12 @@ class FusedBranches(torch.autograd.Function):
                 total[:, :, at] += part
         if layout.branch_index.numel():
             mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
-            own_grad = _to_branches(grad, indices[0])
+            own_grad = to_branches(grad, indices[0])
             own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
-            own = [own_grad, _to_branches(query, indices[0])]
-            own += [_to_branches(x, indices[1]) for x in (key, value)]
-            own.append(_to_branches(output, indices[0]))
-            own_lse = _to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
+            own = [own_grad, to_branches(query, indices[0])]
+            own += [to_branches(x, indices[1]) for x in (key, value)]
+            own.append(to_branches(output, indices[0]))
+            own_lse = to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
             own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
             own.append(own_lse.contiguous())
             parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
@@ -359,19 +368,17 @@ def gathered_branches(
     `branch_attention`.
     """
     device, sdpa = query.device, nn.functional.scaled_dot_product_attention
-    q_index, q_mask = _ranges([(start, end) for start, end, _ in queries.ranges], device)  # (N, L')
-    k_index, k_mask = _ranges(
-        [(start, end) for start, _, end, _ in layout.trunks], device
-    )  # (N, L)
+    q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)  # (N, L')
+    k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)  # (N, L)
     num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the first query
     steps = torch.arange(k_index.shape[1], device=device)  # (L,)
     visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
-    q, k, v = (_to_branches(x, i) for x, i in ((query, q_index), (key, k_index), (value, k_index)))
+    q, k, v = (to_branches(x, i) for x, i in ((query, q_index), (key, k_index), (value, k_index)))
     trunks = sdpa(q, k, v, attn_mask=visible[:, None], scale=scaling)  # (N, H, L', d)
     output, places = trunks.transpose(1, 2)[q_mask], q_index[q_mask]  # (S, H, d), (S,)
     if layout.branch_index.numel():
         index, mask, owner = layout.branch_index, layout.branch_mask, layout.branch_owner
-        prompt_index, prompt_mask = _ranges([(s, p) for s, p, _, _ in layout.trunks], device)
+        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
         length = index.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         parts = (
@@ -379,117 +386,12 @@ def gathered_branches(
             causal.expand(len(index), -1, -1),
         )
         both = torch.cat([prompt_index[owner], index], 1)  # (R, P + L)
-        q = _to_branches(query, queries.branch_index)
-        k, v = _to_branches(key, both), _to_branches(value, both)
+        q = to_branches(query, queries.branch_index)
+        k, v = to_branches(key, both), to_branches(value, both)
         branches = sdpa(q, k, v, attn_mask=torch.cat(parts, -1)[:, None], scale=scaling)
         output = torch.cat([output, branches.transpose(1, 2)[mask]])  # (T, H, d)
         places = torch.cat([places, queries.branch_index[mask]])
     return output[places.argsort()].transpose(0, 1)[None]
-
-
-class DecodingCache:
-    """Keys and values of N prompts, once each, and of the samples drawn from them so far.
-
-    Every forward appends a token to every live sample.
-
-    Attributes:
-        length: Tokens of each sample that the samples' keys hold.
-        rows: (B',) int64, the samples that are still decoded, out of N * K, prompt-major.
-    """
-
-    def __init__(
-        self, prompts: Layout, num_samples: int, max_length: int, device: torch.device
-    ) -> None:
-        """Start with no keys.
-
-        Args:
-            prompts: where the N prompts stand in the row that is prefilled.
-            num_samples: K, of each prompt.
-            max_length: of a sample.
-            device: of the model.
-        """
-        self.max_length = max_length
-        self.length = 0
-        self.longest = prompts.longest + max_length
-        self.index, self.mask = _ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
-        self.rows = torch.arange(len(prompts.trunks) * num_samples, device=device)
-        self.num_samples = num_samples
-        self.bias: Tensor | None = None  # (N, 1, 1, P), -inf where there is no prompt
-        self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
-        self.own_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
-        self._place_rows()
-
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows, given by their indices into the present ones."""
-        self.rows = self.rows[kept]
-        for layer, (keys, values) in self.own_keys.items():
-            self.own_keys[layer] = keys[kept], values[kept]
-        self._place_rows()
-
-    def _place_rows(self) -> None:
-        """Give every row a place (n, g) in a rectangle, in which rows of a prompt are neighbours.
-
-        `places` (B',) are flat indices into (N, G), None where the rows fill it in order.
-        """
-        num_prompts = len(self.index)
-        owners = self.rows // self.num_samples  # (B',), ascending
-        counts = torch.bincount(owners, minlength=num_prompts)
-        self.group = int(counts.max())
-        first = counts.cumsum(0) - counts  # (N,)
-        places = owners * self.group + torch.arange(len(owners), device=first.device)
-        places = places - first[owners]
-        self.places = None if len(owners) == num_prompts * self.group else places
-
-    def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
-        for layer, (key, value) in kept.items():
-            if self.bias is None and not self.mask.all():
-                bias = torch.zeros_like(self.mask, dtype=key.dtype)
-                self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
-            self.prompt_keys[layer] = _to_branches(key, self.index), _to_branches(value, self.index)
-            shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
-            self.own_keys[layer] = key.new_empty(shape), key.new_empty(shape)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        """Attention output of one layer for the next token of every live sample.
-
-        Args:
-            layer: counted from 0.
-            query: (B', H, 1, d).
-            key: (B', H', 1, d); stored.
-            value: (B', H', 1, d); stored.
-            scaling: of the scores.
-
-        Returns:
-            As `query`.
-        """
-        own_keys, own_values = self.own_keys[layer]
-        own_keys[:, :, self.length - 1 : self.length] = key
-        own_values[:, :, self.length - 1 : self.length] = value
-        grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', H / H', d)
-        own = own_keys[:, :, : self.length], own_values[:, :, : self.length]
-        output, lse = _with_lse(grouped, *own, scaling)
-        prompt_output, prompt_lse = self._attend_prompts(layer, grouped, scaling)
-        merged, _ = merge(output, lse, prompt_output, prompt_lse)
-        return merged.reshape(query.shape)
-
-    def _attend_prompts(self, layer: int, grouped: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """All samples of a prompt as queries of its keys: output and log-sum-exp by row."""
-        num_prompts, (num_heads, repeats, width) = len(self.index), grouped.shape[1:]
-        rectangle = grouped
-        if self.places is not None:
-            rectangle = grouped.new_zeros(num_prompts * self.group, *grouped.shape[1:])
-            rectangle[self.places] = grouped
-        shape = (num_prompts, self.group, num_heads, repeats)
-        queries = rectangle.reshape(*shape, width).transpose(1, 2).flatten(2, 3)  # (N, H', G r, d)
-        output, lse = _with_lse(queries, *self.prompt_keys[layer], scaling, self.bias)
-        output = output.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
-        lse = lse.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
-        if self.places is not None:
-            output, lse = output[self.places], lse[self.places]
-        return output, lse
 
 
 def merge(
@@ -512,33 +414,19 @@ def merge(
     return merged.to(output.dtype), total
 
 
-def _with_lse(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention without a causal mask, (B, H, T, d), and its log-sum-exp (B, H, T)."""
-    if query.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = flash(query, key, value, attn_mask=bias, scale=scaling)
-        return output, lse
-    scores = (query @ key.transpose(-1, -2)).float() * scaling
-    scores = scores if bias is None else scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
-
-
 def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
     """The tokens of a range, of tensors (1, H, T, ...)."""
     return [tensor[:, :, places] for tensor in tensors]
 
 
-def _to_branches(tensor: Tensor, index: Tensor) -> Tensor:
+def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
     """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
     picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
     picked = picked.view(len(picked), *index.shape, picked.shape[-1])
     return picked.transpose(0, 1)
 
 
-def _ranges(ranges: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def ranges(ranges: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Half-open ranges as index (N, L) filled up with the last place, and mask (N, L)."""
     bounds = torch.tensor(ranges, device=device)  # (N, 2)
     starts, lengths = bounds[:, :1], bounds[:, 1:] - bounds[:, :1]

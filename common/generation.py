@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from common import attention, distributed, fsdp, noise, padding
+from common import distributed, fsdp, noise, padding
 from common.config import CommonConfig
 from common.data import Example
-from common.padding import shared_prefix_batch
-from common.scoring import packed_hidden
+from common.decoding import CopyingDecoder, SharedDecoder
 from common.terminal import progress_bar, show_status
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
@@ -313,80 +311,6 @@ def decode(
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     return cut(tokens_out, logps_out, position + 1, stop_ids)
-
-
-class SharedDecoder:
-    """Next-token logits of samples that attend to one copy of their prompt's keys and values."""
-
-    def __init__(
-        self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, max_length: int
-    ) -> None:
-        """Prefill the prompts, in one row without padding; `logits` (B, V) follow them."""
-        device = lm.get_input_embeddings().weight.device
-        packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (N,)
-        self.lm = lm
-        self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
-        self.cache = attention.DecodingCache(packed.layout, num_samples, max_length, device)
-        packed.layout.kept = {}
-        hidden = packed_hidden(lm, packed)  # (T, D)
-        self.cache.take_prompts(packed.layout.kept)
-        logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
-        self.logits = logits.repeat_interleave(num_samples, 0)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B',) to every row; logits (B', V) of the next."""
-        self.cache.length += 1
-        inputs = (tokens[:, None], self.positions[:, None], self.cache)
-        hidden = attention.last_hidden_states(self.lm, *inputs)  # (B', 1, D)
-        self.positions = self.positions + 1
-        logits: Tensor = self.lm.get_output_embeddings()(hidden[:, 0])
-        return logits
-
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows."""
-        self.positions = self.positions[kept]
-        self.cache.keep(kept)
-
-
-class CopyingDecoder:
-    """The same from transformers' own cache: a padded prompt's keys and values for every sample."""
-
-    def __init__(
-        self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, pad_id: int
-    ) -> None:
-        """Prefill the prompts, padded on the left; `logits` (B, V) follow them."""
-        device = lm.get_input_embeddings().weight.device
-        ids, mask = padding.left_pad([list(p) for p in prompts], pad_id)
-        ids, mask = ids.to(device), mask.to(device)  # (N, P)
-        self.lm = lm
-        self.cache = DynamicCache(config=lm.config)
-        logits = self.forward(ids, mask, padding.position_ids(mask))  # (N, V)
-        self.cache.batch_repeat_interleave(num_samples)
-        self.logits = logits.repeat_interleave(num_samples, 0)
-        self.mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
-
-    def forward(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits (B, V) that follow the last token."""
-        logits: Tensor = self.lm(
-            input_ids=input_ids,
-            attention_mask=mask.long(),
-            position_ids=position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits
-        return logits[:, -1]
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B',) to every row; logits (B', V) of the next."""
-        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], -1)
-        return self.forward(tokens[:, None], self.mask, padding.position_ids(self.mask)[:, -1:])
-
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows."""
-        self.mask = self.mask[kept]
-        self.cache.batch_select_indices(kept)
 
 
 def cut(tokens: Tensor, logps: Tensor, length: int, stop_ids: Sequence[int]) -> Rollouts:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 # Logits kept or made at once, in numbers: 64 MiB of float32. Below it recomputing costs time (a
 # quarter of the projection's) and saves little.
 CHUNK_NUMBERS = 2**24
+CACHE_NUMBERS = 2**18  # of a temporary that stays in a core's cache
 
 
 class TokenStatistics(NamedTuple):
@@ -91,35 +92,28 @@ class _Statistics(torch.autograd.Function):
         rows_at_once = max(1, chunk_numbers // len(weight))
         keep = num_rows <= rows_at_once
         scale = 1.0 / temperature
-        token_logps, entropy, kl, lse = (
-            torch.zeros(size, device=hidden.device)
-            for size in (
-                num_rows,
-                num_rows if with_entropy else 0,
-                num_rows if ref_weight is not None else 0,
-                num_rows,
-            )
-        )
+        sizes = (num_rows, num_rows * with_entropy, num_rows * (ref_weight is not None))
+        token_logps, entropy, kl = (torch.zeros(size, device=hidden.device) for size in sizes)
         float_weight = weight.float()  # cast once, not in every chunk
         float_ref_weight = None if ref_weight is None else ref_weight.float()
         kept = None
         for rows in _chunks(num_rows, rows_at_once):
-            logits = _logits(hidden[rows], float_weight, bias, scale)  # (m, V)
-            lse[rows] = logits.logsumexp(-1)
-            chosen = logits.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
-            token_logps[rows] = chosen - lse[rows]
-            kept = logits if keep else None
-            if with_entropy or ref_weight is not None:
-                logps = logits - lse[rows].unsqueeze(-1)
-                probabilities = logps.exp()
-                if with_entropy:
-                    entropy[rows] = -(probabilities * logps).sum(-1)
-                if ref_hidden is not None and float_ref_weight is not None:
-                    ref = _logits(ref_hidden[rows], float_ref_weight, ref_bias, scale)
-                    gap = logps - torch.log_softmax(ref, -1)
-                    kl[rows] = (probabilities * gap).sum(-1)
+            logps = _logps(hidden[rows], float_weight, bias, scale)  # (m, V)
+            token_logps[rows] = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
+            kept = logps if keep and any(ctx.needs_input_grad) else None
+            ref = None
+            if ref_hidden is not None and float_ref_weight is not None:
+                ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, scale)
+            for part in _chunks(len(logps), max(1, CACHE_NUMBERS // len(weight))):
+                at = slice(rows.start + part.start, rows.start + part.stop)
+                if with_entropy or ref is not None:
+                    probabilities = logps[part].exp()
+                    if ref is not None:
+                        kl[at] = (probabilities * (logps[part] - ref[part])).sum(-1)
+                    if with_entropy:
+                        entropy[at] = -probabilities.mul_(logps[part]).sum(-1)
         ctx.save_for_backward(
-            hidden, weight, bias, tokens, lse, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
+            hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
         )
         ctx.scale, ctx.rows_at_once = scale, rows_at_once
         ctx.set_materialize_grads(False)  # None for what no loss uses
@@ -128,13 +122,13 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of the head."""
-        hidden, weight, bias, tokens, lse, entropy, kl, kept, *of_ref = ctx.saved_tensors
+        hidden, weight, bias, tokens, entropy, kl, kept, *of_ref = ctx.saved_tensors
         ref_hidden, ref_weight, ref_bias = of_ref
         grad_logps, grad_entropy, grad_kl = (
             None if grad is None else grad.unsqueeze(-1) for grad in grads
         )  # (M, 1)
         if grad_logps is None:
-            grad_logps = torch.zeros_like(lse).unsqueeze(-1)
+            grad_logps = torch.zeros(len(hidden), 1, device=hidden.device)
         float_weight = weight.float()
         float_ref_weight = None if grad_kl is None else ref_weight.float()
         grad_hidden = torch.empty_like(hidden)
@@ -142,20 +136,20 @@ class _Statistics(torch.autograd.Function):
         grad_weight = torch.zeros_like(float_weight) if trains_head else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _chunks(len(hidden), ctx.rows_at_once):
-            logits = kept
-            if logits is None:
-                logits = _logits(hidden[rows], float_weight, bias, ctx.scale)
-            logps = logits - lse[rows].unsqueeze(-1)  # (m, V)
+            logps = kept
+            if logps is None:
+                logps = _logps(hidden[rows], float_weight, bias, ctx.scale)  # (m, V)
             factor = -grad_logps[rows]  # of p, (m, 1)
             if grad_entropy is not None:
                 factor = factor - grad_entropy[rows] * (logps + entropy[rows].unsqueeze(-1))
             if grad_kl is not None and float_ref_weight is not None:
-                ref = _logits(ref_hidden[rows], float_ref_weight, ref_bias, ctx.scale)
-                gap = logps - torch.log_softmax(ref, -1)
-                factor = factor + grad_kl[rows] * (gap - kl[rows].unsqueeze(-1))
-            grad_logits = logps.exp_().mul_(factor)
+                ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, ctx.scale)
+                gap = (logps - ref).sub_(kl[rows].unsqueeze(-1))
+                factor = factor + grad_kl[rows] * gap
+            grad_logits = logps.exp_().mul_(factor)  # overwrites what was kept: one backward only
             grad_logits.scatter_add_(-1, tokens[rows].unsqueeze(-1), grad_logps[rows])
-            grad_logits *= ctx.scale
+            if ctx.scale != 1.0:
+                grad_logits *= ctx.scale
             grad_hidden[rows] = (grad_logits @ float_weight).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[rows].float())
@@ -166,12 +160,18 @@ class _Statistics(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, *[None] * 7
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Logits (m, V), float32, divided by the temperature."""
+def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Log-probabilities (m, V), float32, of the tokens at a temperature.
+
+    In place: on a CPU a fresh tensor of this size costs more than what is computed in it.
+    """
     logits = nn.functional.linear(hidden.float(), weight, None if bias is None else bias.float())
-    return logits if scale == 1.0 else logits.mul_(scale)
+    if scale != 1.0:
+        logits *= scale
+    return torch.log_softmax(logits, -1, out=logits)  # type: ignore[call-overload, no-any-return]
 
 
 def _chunks(num_rows: int, rows_at_once: int) -> list[slice]:
     """Slices that cover the rows."""
-    return [slice(start, start + rows_at_once) for start in range(0, num_rows, rows_at_once)]
+    starts = range(0, num_rows, rows_at_once)
+    return [slice(start, min(start + rows_at_once, num_rows)) for start in starts]

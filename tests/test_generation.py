@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import attention, distributed, fsdp, generation, noise
+from common import decoding, distributed, fsdp, generation, noise
 from common.data import Example
 from common.generation import Rollouts, Sampler, decode, draw, restrict
 from common.padding import padded_batch
@@ -476,10 +476,10 @@ def test_decoding_ends_when_every_row_has_stopped(family, layout):
     lm = tiny.causal_lm(family)
     shapes = []
 
-    def note(_: Any, args: tuple, inputs: dict[str, Any]) -> None:
-        shapes.append(tuple((args[0] if args else inputs["input_ids"]).shape))
+    def note(_: Any, args: tuple[Tensor]) -> None:
+        shapes.append(tuple(args[0].shape))
 
-    handle = lm.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    handle = lm.get_input_embeddings().register_forward_pre_hook(note)
     prompts = [example.prompt_ids for example in EXAMPLES]
     rollouts = run_decode(
         lm, prompts, 8, stop_ids=MANY_STOPS, max_completion_length=80, layout=layout
@@ -489,8 +489,7 @@ def test_decoding_ends_when_every_row_has_stopped(family, layout):
     # A prompt is prefilled once for all its samples: side by side, or in a row without padding.
     longest, total = max(map(len, prompts)), sum(map(len, prompts))
     assert shapes[0] == ((len(prompts), longest) if layout == "padded" else (1, total))
-    rows = [shape[0] for shape in shapes[1:]]
-    assert {shape[1] for shape in shapes[1:]} == {1}
+    rows = [math.prod(shape) for shape in shapes[1:]]  # one token of each
     assert rows[0] <= len(prompts) * 8
     assert len(shapes) == max(map(len, rollouts.completion_ids))
     assert rows[-1] < 6
@@ -521,17 +520,45 @@ def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
     assert len(cache.prompt_keys) == 2  # layers
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"activation_function": "relu", "n_inner": 24},
+    ],
+    ids=str,
+)
+def test_gpt2_written_out_computes_what_its_modules_do(fields):
+    """Logits of five tokens of each of 6 samples, with the written-out forward and without it."""
+    lm = tiny.causal_lm("gpt2", **fields)
+    prompts = [[5, 6, 7] * 3, [6] * 4]
+    plain = type("Renamed", (type(lm),), {})
+    with torch.no_grad():
+        written = decoding.SharedDecoder(lm, prompts, 3, 5)
+        lm.__class__ = plain  # another class goes through transformers' modules
+        through_modules = decoding.SharedDecoder(lm, prompts, 3, 5)
+        tokens = torch.tensor([3, 9, 11, 4, 5, 8], device=distributed.device())
+        for _ in range(5):
+            lm.__class__ = plain.__base__
+            logits = written.step(tokens)
+            lm.__class__ = plain
+            torch.testing.assert_close(logits, through_modules.step(tokens), atol=1e-5, rtol=1e-5)
+            tokens = logits.argmax(-1)
+
+
 def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
     """Rows of all prompts end at different times; one prompt is left without any."""
     groups = []
-    place_rows = attention.DecodingCache._place_rows
+    place_rows = decoding.DecodingCache._place_rows
 
-    def noted(cache: attention.DecodingCache) -> None:
+    def noted(cache: decoding.DecodingCache) -> None:
         place_rows(cache)
         left = torch.bincount(cache.rows // cache.num_samples, minlength=len(cache.index))
         groups.append(left.tolist())
 
-    monkeypatch.setattr(attention.DecodingCache, "_place_rows", noted)
+    monkeypatch.setattr(decoding.DecodingCache, "_place_rows", noted)
     lm = tiny.causal_lm("qwen2")
     prompts = [example.prompt_ids for example in EXAMPLES]
     stopping = run_decode(lm, prompts, 5, stop_ids=MANY_STOPS, max_completion_length=30)

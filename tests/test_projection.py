@@ -300,3 +300,12 @@ def test_a_frozen_head_gets_no_gradient():
     )
     torch.testing.assert_close(hidden.grad, expected[0])
     assert frozen.weight.grad is None
+
+
+def test_a_second_backward_is_refused():
+    """The first one overwrites the log-probabilities that were kept."""
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    total = token_statistics(hidden, Head(weight, None), torch.arange(5)).token_logps.sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
