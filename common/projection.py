@@ -133,7 +133,8 @@ class _Statistics(torch.autograd.Function):
         float_ref_weight = None if grad_kl is None else ref_weight.float()
         grad_hidden = torch.empty_like(hidden)
         trains_head = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(float_weight) if trains_head else None
+        new = torch.empty_like if len(hidden) else torch.zeros_like  # the first chunk fills it
+        grad_weight = new(float_weight) if trains_head else None
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for rows in _chunks(len(hidden), ctx.rows_at_once):
             logps = kept
@@ -152,7 +153,8 @@ class _Statistics(torch.autograd.Function):
                 grad_logits *= ctx.scale
             grad_hidden[rows] = (grad_logits @ float_weight).to(hidden.dtype)
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), hidden[rows].float())
+                beta = float(rows.start > 0)
+                grad_weight.addmm_(grad_logits.t(), hidden[rows].float(), beta=beta)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)

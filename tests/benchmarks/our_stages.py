@@ -17,9 +17,9 @@ from tests.benchmarks.rows import (
 # The flags of each stage that make it fast; the ones that say what is computed are below.
 FAST_FLAGS: dict[str, dict[str, Any]] = {
     "sft": {"micro_batch_tokens": 1024},
-    "reward": {"micro_batch_tokens": 1024},
-    "dpo": {"micro_batch_tokens": 1024},
-    "grpo": {"micro_batch_tokens": 1536, "generation_batch_size": 64},
+    "reward": {"micro_batch_tokens": 512},
+    "dpo": {"micro_batch_tokens": 512},
+    "grpo": {"micro_batch_tokens": 3072, "generation_batch_size": 64},
 }
 # Flags of the rows whose reference log-probabilities are computed ahead, and of the other DPO rows.
 PRECOMPUTE_FLAGS: dict[bool, dict[str, Any]] = {
