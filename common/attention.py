@@ -224,11 +224,11 @@ def branch_attention(
     Returns:
         As `query`.
     """
-    queries = Queries.of(layout, is_tail)
     if query.device.type == "cpu":
+        queries = Queries.of(layout, is_tail)
         output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
         return output
-    return gathered_branches(query, key, value, layout, queries, scaling)
+    return gathered_branches(query, key, value, Gathers.of(layout, is_tail), scaling)
 
 
 class Queries(NamedTuple):
@@ -354,44 +354,80 @@ def _runs(
             yield slice(q_trunk_end, q_end), slice(start, prompt_end), False, None
 
 
+class Gathers(NamedTuple):
+    """What `gathered_branches` picks out of a row: rectangles of places, and their masks.
+
+    Attributes:
+        trunk_queries: (N, L'), the places of the trunks among the queries.
+        trunk_keys: (N, L), those among the keys.
+        trunk_mask: (N, 1, L', L) bool, True = seen.
+        branch_queries: (R, C), the places of the branches; R is 0 where there are none.
+        branch_keys: (R, P + C), the places of their prompts and theirs.
+        branch_mask: (R, 1, C, P + C) bool.
+        order: Per query its place among the N * L' + R * C outputs.
+    """
+
+    trunk_queries: Tensor
+    trunk_keys: Tensor
+    trunk_mask: Tensor
+    branch_queries: Tensor
+    branch_keys: Tensor
+    branch_mask: Tensor
+    order: Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
+        """Made once per batch, not in every layer: it waits for the device."""
+        if is_tail in layout.gathers:
+            made: Gathers = layout.gathers[is_tail]
+            return made
+        queries, device = Queries.of(layout, is_tail), layout.branch_index.device
+        q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
+        k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
+        num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
+        steps = torch.arange(k_index.shape[1], device=device)  # (L,)
+        visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
+
+        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
+        owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
+        sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
+
+        is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
+        places = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
+        layout.gathers[is_tail] = made = cls(
+            q_index,
+            k_index,
+            visible[:, None],
+            queries.branch_index,
+            torch.cat([prompt_index[owner], layout.branch_index], 1),
+            sees[:, None],
+            is_output[places.argsort()],
+        )
+        return made
+
+
 def gathered_branches(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: Layout,
-    queries: Queries,
-    scaling: float,
+    query: Tensor, key: Tensor, value: Tensor, gathers: Gathers, scaling: float
 ) -> Tensor:
     """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
 
     The keys and values of a prompt are copied for each of its branches, within one layer. See
     `branch_attention`.
     """
-    device, sdpa = query.device, nn.functional.scaled_dot_product_attention
-    q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)  # (N, L')
-    k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)  # (N, L)
-    num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the first query
-    steps = torch.arange(k_index.shape[1], device=device)  # (L,)
-    visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
-    q, k, v = (to_branches(x, i) for x, i in ((query, q_index), (key, k_index), (value, k_index)))
-    trunks = sdpa(q, k, v, attn_mask=visible[:, None], scale=scaling)  # (N, H, L', d)
-    output, places = trunks.transpose(1, 2)[q_mask], q_index[q_mask]  # (S, H, d), (S,)
-    if layout.branch_index.numel():
-        index, mask, owner = layout.branch_index, layout.branch_mask, layout.branch_owner
-        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
-        length = index.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        parts = (
-            prompt_mask[owner][:, None].expand(-1, length, -1),
-            causal.expand(len(index), -1, -1),
-        )
-        both = torch.cat([prompt_index[owner], index], 1)  # (R, P + L)
-        q = to_branches(query, queries.branch_index)
-        k, v = to_branches(key, both), to_branches(value, both)
-        branches = sdpa(q, k, v, attn_mask=torch.cat(parts, -1)[:, None], scale=scaling)
-        output = torch.cat([output, branches.transpose(1, 2)[mask]])  # (T, H, d)
-        places = torch.cat([places, queries.branch_index[mask]])
-    return output[places.argsort()].transpose(0, 1)[None]
+
+    def attended(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """Outputs (R * L', H, d) for queries (R, L') that see keys (R, L)."""
+        inputs = (to_branches(query, queries), to_branches(key, keys), to_branches(value, keys))
+        sdpa = nn.functional.scaled_dot_product_attention
+        return sdpa(*inputs, attn_mask=mask, scale=scaling).transpose(1, 2).flatten(0, 1)
+
+    output = attended(gathers.trunk_queries, gathers.trunk_keys, gathers.trunk_mask)
+    if gathers.branch_queries.numel():
+        branches = (gathers.branch_queries, gathers.branch_keys, gathers.branch_mask)
+        output = torch.cat([output, attended(*branches)])
+    return output[gathers.order].transpose(0, 1)[None]
 
 
 def merge(

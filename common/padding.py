@@ -6,7 +6,7 @@ which is also an action that is trained.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -176,6 +176,7 @@ class Layout:
         tail: (S,) int64, the places of all tails.
         longest: Tokens of the longest prompt with a completion.
         kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
+        gathers: What attention has worked out from the places, on their device.
     """
 
     trunks: list[tuple[int, int, int, int]]
@@ -185,11 +186,13 @@ class Layout:
     tail: Tensor
     longest: int
     kept: dict[int, tuple[Tensor, Tensor]] | None = None
+    gathers: dict[bool, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
         names = ("branch_index", "branch_mask", "branch_owner", "tail")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **moved, gathers={})
 
 
 @dataclass

@@ -42,8 +42,8 @@ def public_functions(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
     """`attention.branch_attention` as on devices other than a CPU."""
-    queries = attention.Queries.of(layout, is_tail)
-    return attention.gathered_branches(query, key, value, layout, queries, scaling)
+    gathers = attention.Gathers.of(layout, is_tail)
+    return attention.gathered_branches(query, key, value, gathers, scaling)
 
 
 PATHS = {"fused": attention.branch_attention, "public": public_functions}
