@@ -95,6 +95,7 @@ class CommonConfig:
     generation_cache_tokens: int = knob(
         65536, "tokens whose keys and values sampling holds at once on one process"
     )
+    cuda_graphs: bool = knob(False, "launch all of a sampled token's kernels at once, on a GPU")
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
     reshard_after_forward: bool = knob(

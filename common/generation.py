@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, fsdp, noise, padding
-from common.config import CommonConfig
+from common.config import CommonConfig, UserError
 from common.data import Example
 from common.decoding import CopyingDecoder, SharedDecoder
 from common.terminal import progress_bar, show_status
@@ -110,6 +110,8 @@ class Sampler:
         self, policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: CommonConfig
     ) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""
+        if config.cuda_graphs and distributed.device().type == "cpu":
+            raise UserError("--cuda_graphs true needs a GPU, and this is a CPU.")
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
@@ -158,6 +160,7 @@ class Sampler:
                         seed=noise.derive_seed(self.config.seed, "sampling", step),
                         pad_id=self.tokenizer.pad_token_id,
                         layout=self.config.layout,
+                        cuda_graphs=self.config.cuda_graphs,
                         title=f"prompts {start + 1} to {end} of {len(examples)}",
                         report=report,
                     )
@@ -264,6 +267,7 @@ def decode(
     seed: int,
     pad_id: int,
     layout: str = "shared_prefix",
+    cuda_graphs: bool = False,
     first_sample: int = 0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -274,7 +278,7 @@ def decode(
     device = lm.get_input_embeddings().weight.device
     decoder: SharedDecoder | CopyingDecoder
     if layout == "shared_prefix":
-        decoder = SharedDecoder(lm, prompts, num_samples, max_completion_length)
+        decoder = SharedDecoder(lm, prompts, num_samples, max_completion_length, cuda_graphs)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, pad_id)
     num_rows = len(prompts) * num_samples

@@ -9,7 +9,7 @@ ends with its first stop token, and the token loop contains no collective.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import decoding, distributed, fsdp, generation, noise
+from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts, Sampler, decode, draw, restrict
 from common.padding import padded_batch
@@ -546,6 +547,37 @@ def test_gpt2_written_out_computes_what_its_modules_do(fields):
             lm.__class__ = plain
             torch.testing.assert_close(logits, through_modules.step(tokens), atol=1e-5, rtol=1e-5)
             tokens = logits.argmax(-1)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_what_a_cuda_graph_would_replay_draws_the_same(family, monkeypatch):
+    """Fixed shapes and addresses, recorded anew when rows leave; here a record is the function."""
+    lm, recorded = tiny.causal_lm(family), []
+
+    def record(function: Callable[[Tensor], Tensor], example: Tensor) -> Callable:
+        recorded.append(len(example))
+        for _ in range(3):  # running it has no effect but its result
+            function(example)
+        return function
+
+    monkeypatch.setattr(decoding, "record", record)
+    prompts = [example.prompt_ids for example in EXAMPLES]
+    options: Any = {"stop_ids": MANY_STOPS, "max_completion_length": 30}
+    plain = run_decode(lm, prompts, 5, **options)
+    assert not recorded
+    replayed = run_decode(lm, prompts, 5, **options, cuda_graphs=True)
+    assert replayed.completion_ids == plain.completion_ids
+    assert recorded[0] == 5 * len(prompts)
+    assert len(recorded) > 3
+    assert recorded == sorted(set(recorded), reverse=True)
+    for one, other in zip(replayed.token_logps, plain.token_logps, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_cuda_graph_needs_a_gpu():
+    config = tiny.train_config(cuda_graphs=True)
+    with pytest.raises(UserError, match="--cuda_graphs true needs a GPU"):
+        Sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], config)
 
 
 def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
