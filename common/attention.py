@@ -6,8 +6,8 @@ the `Layout` of a batch, or the cache of a sampler, and works where it is given 
 
 A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
 exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
-apart, and nobody copies the prompt's keys: all the completions' tokens are queries of one product.
-(So on a CPU and in sampling; training on other devices copies them within a layer.)
+apart, and on a CPU and in sampling nobody copies the prompt's keys: all the completions' tokens are
+queries of one product. In training on other devices they are copied within a layer.
 """
 
 import contextlib
@@ -378,8 +378,9 @@ class Gathers(NamedTuple):
     @classmethod
     def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
         """Made once per batch, not in every layer: it waits for the device."""
-        if is_tail in layout.gathers:
-            made: Gathers = layout.gathers[is_tail]
+        known = layout.worked_out.gathers
+        if is_tail in known:
+            made: Gathers = known[is_tail]
             return made
         queries, device = Queries.of(layout, is_tail), layout.branch_index.device
         q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
@@ -396,7 +397,7 @@ class Gathers(NamedTuple):
 
         is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
         places = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
-        layout.gathers[is_tail] = made = cls(
+        known[is_tail] = made = cls(
             q_index,
             k_index,
             visible[:, None],

@@ -95,7 +95,9 @@ class CommonConfig:
     generation_cache_tokens: int = knob(
         65536, "tokens whose keys and values sampling holds at once on one process"
     )
-    cuda_graphs: bool = knob(False, "launch all of a sampled token's kernels at once, on a GPU")
+    cuda_graphs: bool = knob(
+        False, "on a GPU, in the shared_prefix layout: launch a sampled token's kernels at once"
+    )
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
     reshard_after_forward: bool = knob(
@@ -131,6 +133,8 @@ class CommonConfig:
             raise UserError(f"--output_dir {self.output_dir} is a file; name a folder.")
         if not self.dataset_name:
             raise UserError("--dataset_name is empty: hub id, folder, file, or synthetic.")
+        if self.cuda_graphs and self.layout != "shared_prefix":
+            raise UserError("--cuda_graphs true needs --layout shared_prefix.")
         if not 0 <= self.max_dropped_fraction <= 1:
             raise UserError(
                 f"--max_dropped_fraction is {self.max_dropped_fraction}; it must lie in [0, 1]."

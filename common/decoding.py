@@ -80,7 +80,8 @@ def record(function: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[T
     """A function of one tensor as a CUDA graph: thousands of small kernels, launched as one.
 
     Args:
-        function: may run several times with the same effect, and never waits for the device.
+        function: may run several times with the same effect, and never waits for the device
+            (as transformers' dynamic rotary embeddings do).
         example: of its argument.
 
     Returns:

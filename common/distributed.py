@@ -19,9 +19,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.config import UserError, parse
+from common.config import CommonConfig, UserError, parse
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=CommonConfig)
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # ranks wait while rank 0 downloads and reads a model
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
 
@@ -34,6 +34,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     try:
         config = parse(config_class)
         start()
+        refuse_without_gpu(config)
         main(config)
         dist.barrier()
     except UserError as error:
@@ -48,6 +49,12 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         close_and_exit(1)
     dist.destroy_process_group()
+
+
+def refuse_without_gpu(config: CommonConfig) -> None:
+    """Raise a UserError for what no CPU can do, before anything is loaded."""
+    if config.cuda_graphs and device().type == "cpu":
+        raise UserError("--cuda_graphs true needs a GPU, and there is none.")
 
 
 def close_and_exit(status: int) -> None:

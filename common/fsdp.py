@@ -79,7 +79,7 @@ def shard(
     Args:
         module: real weights on rank 0; elsewhere the same module on the meta device, so that only
             rank 0 ever holds the whole model.
-        config: the fields on speed, memory and sharding are read.
+        config: its section on speed, memory and sharding is read.
         mesh: from `distributed.mesh`: 1-D, or (replicate, shard) for HSDP.
         float32_modules: computed in float32 also under bf16 (a reward head: bfloat16 rewards tie).
 

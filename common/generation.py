@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, fsdp, noise, padding
-from common.config import CommonConfig, UserError
+from common.config import CommonConfig
 from common.data import Example
 from common.decoding import CopyingDecoder, SharedDecoder
 from common.terminal import progress_bar, show_status
@@ -110,8 +110,6 @@ class Sampler:
         self, policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: CommonConfig
     ) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""
-        if config.cuda_graphs and distributed.device().type == "cpu":
-            raise UserError("--cuda_graphs true needs a GPU, and this is a CPU.")
         self.policy = policy
         self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)

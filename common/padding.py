@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-B = TypeVar("B", bound="_EitherBatch")
+EitherBatch = TypeVar("EitherBatch", bound="_EitherBatch")
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ class _EitherBatch:
         """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
         return self.completion_mask.sum()
 
-    def to(self: B, device: torch.device | str) -> B:
+    def to(self: EitherBatch, device: torch.device | str) -> EitherBatch:
         """Copy to a device."""
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        names = [one.name for one in fields(self)]  # type: ignore[arg-type]
         return type(self)(**{name: getattr(self, name).to(device) for name in names})
 
 
@@ -176,7 +176,7 @@ class Layout:
         tail: (S,) int64, the places of all tails.
         longest: Tokens of the longest prompt with a completion.
         kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
-        gathers: What attention has worked out from the places, on their device.
+        worked_out: By attention, from the places.
     """
 
     trunks: list[tuple[int, int, int, int]]
@@ -186,13 +186,21 @@ class Layout:
     tail: Tensor
     longest: int
     kept: dict[int, tuple[Tensor, Tensor]] | None = None
-    gathers: dict[bool, Any] = field(default_factory=dict)
+    worked_out: "WorkedOut" = field(default_factory=lambda: WorkedOut())
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
         names = ("branch_index", "branch_mask", "branch_owner", "tail")
         moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved, gathers={})
+        return replace(self, **moved, worked_out=WorkedOut())
+
+
+class WorkedOut:
+    """What every layer needs again. No container, since FSDP hands each layer a copy of those."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.gathers: dict[bool, Any] = {}
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 # Logits kept or made at once, in numbers: 64 MiB of float32. Below it recomputing costs time (a
 # quarter of the projection's) and saves little.
 CHUNK_NUMBERS = 2**24
-CACHE_NUMBERS = 2**18  # of a temporary that stays in a core's cache
+CACHE_NUMBERS = 2**18
 
 
 class TokenStatistics(NamedTuple):
@@ -91,6 +91,9 @@ class _Statistics(torch.autograd.Function):
         num_rows = len(hidden)
         rows_at_once = max(1, chunk_numbers // len(weight))
         keep = num_rows <= rows_at_once
+        part_rows = rows_at_once  # of a temporary, which on a CPU should stay in a core's cache
+        if hidden.device.type == "cpu":
+            part_rows = max(1, CACHE_NUMBERS // len(weight))
         scale = 1.0 / temperature
         sizes = (num_rows, num_rows * with_entropy, num_rows * (ref_weight is not None))
         token_logps, entropy, kl = (torch.zeros(size, device=hidden.device) for size in sizes)
@@ -100,18 +103,17 @@ class _Statistics(torch.autograd.Function):
         for rows in _chunks(num_rows, rows_at_once):
             logps = _logps(hidden[rows], float_weight, bias, scale)  # (m, V)
             token_logps[rows] = logps.gather(-1, tokens[rows].unsqueeze(-1)).squeeze(-1)
-            kept = logps if keep and any(ctx.needs_input_grad) else None
+            kept = logps if keep else None
             ref = None
             if ref_hidden is not None and float_ref_weight is not None:
                 ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, scale)
-            for part in _chunks(len(logps), max(1, CACHE_NUMBERS // len(weight))):
+            for part in _chunks(len(logps), part_rows) if with_entropy or ref is not None else ():
                 at = slice(rows.start + part.start, rows.start + part.stop)
-                if with_entropy or ref is not None:
-                    probabilities = logps[part].exp()
-                    if ref is not None:
-                        kl[at] = (probabilities * (logps[part] - ref[part])).sum(-1)
-                    if with_entropy:
-                        entropy[at] = -probabilities.mul_(logps[part]).sum(-1)
+                probabilities = logps[part].exp()
+                if ref is not None:
+                    kl[at] = (probabilities * (logps[part] - ref[part])).sum(-1)
+                if with_entropy:
+                    entropy[at] = -probabilities.mul_(logps[part]).sum(-1)
         ctx.save_for_backward(
             hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
         )

@@ -714,3 +714,23 @@ def test_memory_is_really_saved(runs):
         assert saving["is_offloaded"]
         assert not plain["is_offloaded"]
         assert saving["num_forwards"] > plain["num_forwards"]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
+    """Once for the last block and once for the others, although FSDP copies a block's inputs."""
+    monkeypatch.setattr(attention, "branch_attention", public_functions)
+    built, of = [], attention.Queries.of
+
+    def noted(layout: Layout, is_tail: bool) -> attention.Queries:
+        built.append(is_tail)
+        return of(layout, is_tail)
+
+    monkeypatch.setattr(attention.Queries, "of", noted)
+    config = tiny.train_config(bf16=bf16)
+    policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
+    policy = fsdp.shard(policy, config, distributed.mesh(1))
+    _, shared = both_batches(CASES["mixed"])
+    for _ in range(2):
+        policy(shared)
+    assert sorted(built) == [False, True]
