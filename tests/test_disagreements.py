@@ -1,0 +1,234 @@
+"""Where this repository and TRL 1.16 give different numbers on the same inputs, and why.
+
+One test per disagreement. Each says what TRL does, what the paper says, and shows both numbers:
+TRL's from TRL's own code (see `trl_code`), ours equal to the formula worked out in the test without
+either. A test that fails here after an update of TRL means that TRL has changed its mind: then the
+case moves to test_against_trl.py.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import trl_code
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+from common import losses, models
+from common.advantages import group_advantages
+from common.padding import padded_batch
+from common.scoring import Policy, RewardModel
+
+
+def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    value = torch.as_tensor(value, dtype=torch.float64)
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def test_gpt2_under_left_padding():
+    """Log-probabilities of GPT-2 must not depend on the length of the other prompts in the batch.
+
+    TRL's GRPO passes a padded batch without position ids, and GPT-2 then counts the padding as
+    positions: a shorter prompt is scored at positions at which it was neither sampled nor ever seen
+    by the model. Rotary models are not affected. Truth is each row alone, without padding.
+    """
+    lm = tiny.causal_lm("gpt2", is_plain=True)
+    device = next(lm.parameters()).device
+    prompts = [tiny.random_ids(n, seed=n) for n in (12, 4, 1)]
+    completions = [tiny.random_ids(n, seed=50 + n) for n in (3, 5, 4)]
+    truth = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        with torch.no_grad():
+            logits = lm(torch.tensor([prompt + completion], device=device)).logits[0]
+        of_completion = logits[len(prompt) - 1 : -1].log_softmax(-1)  # (C, V)
+        truth.append(of_completion[range(len(completion)), completion].cpu())
+
+    batch = padded_batch(prompts, [[completion] for completion in completions], 7).to(device)
+    with torch.no_grad():
+        ours = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
+    trl = tiny.per_row(trl_code.scores(lm, batch)[0], batch.completion_mask)
+    for row in range(3):
+        close(ours[row], truth[row], 1e-4)
+    close(trl[0], truth[0], 1e-4)  # the longest prompt has no padding
+    for row in (1, 2):
+        assert (trl[row] - truth[row]).abs().max() > 0.1  # nats
+
+
+def test_reward_of_a_gpt2_whose_pad_token_is_its_eos_token():
+    """The reward is read at the last token of the response, its eos (Stiennon et al. 2020).
+
+    GPT-2's tokenizer has no pad token, so TRL's `RewardTrainer` pads with eos, and transformers
+    reads the score at the last token that is not padding: the one before eos. What the model says
+    after reading eos counts for nothing. Ours carries masks and gives the tokenizer another pad.
+    """
+    lm = tiny.classifier("gpt2", is_plain=True)
+    device = next(lm.parameters()).device
+    eos = lm.config.eos_token_id
+    prompt, completions = [5, 6, 7], [[8, 9, eos], [10, eos]]
+    rows = [prompt + completion for completion in completions]
+    with torch.no_grad():
+        per_token = [
+            lm.score(lm.base_model(torch.tensor([row], device=device)).last_hidden_state)[0, :, 0]
+            for row in rows
+        ]  # each (T,): the score after every token
+        batch = padded_batch([prompt], [completions], pad_id=eos).to(device)
+        ours = RewardModel(lm)(batch)
+        lm.config.pad_token_id = eos  # as `RewardTrainer.__init__` does
+        collated = DataCollatorForPreference(pad_token_id=eos)(
+            [{"chosen_ids": rows[0], "rejected_ids": rows[1]}]
+        )
+        trl = lm(**{name: ids.to(device) for name, ids in collated.items()}).logits[:, 0]
+    close(ours.cpu(), [scores[-1].item() for scores in per_token], 1e-4)
+    close(trl.cpu(), [scores[-2].item() for scores in per_token], 1e-4)
+    assert (ours - trl).abs().min() > 0.01
+
+
+def test_initial_reward_head(tmp_path: Path):
+    """Its weights are drawn with variance 1/(d + 1) (Stiennon et al. 2020, B.1).
+
+    TRL leaves them to transformers, whose standard deviation is the trunk's `initializer_range`,
+    0.02 whatever the width: at GPT-2's width of 768, rewards start 1.8 times smaller.
+    """
+    width = 1024
+    lm = tiny.causal_lm("gpt2", vocab_size=300, width=width, initializer_range=0.02, n_layer=1)
+    lm.save_pretrained(tmp_path)
+    trl = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    model_config = AutoConfig.from_pretrained(tmp_path)
+    ours = models.load_reward_model(
+        str(tmp_path), model_config, tiny.tokenizer(), tiny.train_config()
+    )
+    sampling_error = 4 / math.sqrt(2 * width)  # of a standard deviation, relative, four sigma
+    for head, std in ((ours, (width + 1) ** -0.5), (trl, 0.02)):
+        assert head.score.weight.std().item() == pytest.approx(std, rel=sampling_error)
+
+
+# ---- preference losses ---------------------------------------------------------------------------
+
+# One pair: the chosen completion has two tokens, the rejected one; log pi and log ref of each.
+PAIR_MASK = torch.tensor([[True, True], [True, False]])
+PAIR_LOGPS = torch.tensor([[-1.0, -2.0], [-4.0, 0.0]], dtype=torch.float64)
+PAIR_REF = torch.tensor([[-1.5, -3.0], [-3.0, 0.0]], dtype=torch.float64)
+LOG_RATIOS = (1.5, -1.0)  # of the completions: (-3) - (-4.5), (-4) - (-3); their gap D = 2.5
+BETA = 0.4  # beta D = 1
+
+
+def ours_of_the_pair(**options: Any) -> Tensor:
+    sums = [losses.masked_sum(logps, PAIR_MASK, dim=1) for logps in (PAIR_LOGPS, PAIR_REF)]
+    pairs = [half for both in sums for half in both.chunk(2)]
+    return losses.preference_loss(*pairs, beta=BETA, **options)
+
+
+def trl_of_the_pair(**settings: Any) -> Tensor:
+    return trl_code.dpo_loss(PAIR_LOGPS, PAIR_REF, PAIR_MASK, beta=BETA, **settings)
+
+
+def test_ipo_sums_over_tokens():
+    """IPO regresses log(pi_w / pi_l) - log(ref_w / ref_l) onto 1 / (2 tau) (Azar et al. 2023).
+
+    In eq. 17 these are probabilities of whole completions, so log-probabilities are summed. TRL
+    divides each completion's by its length, which it says the authors confirmed as what they ran;
+    that form is `ipo_mean` here. Its target is then a gap per token: beta means something else.
+    """
+    close(ours_of_the_pair(loss_type="ipo"), [(1.5 + 1.0 - 1 / 0.8) ** 2])
+    per_token = (1.5 / 2 + 1.0 - 1 / 0.8) ** 2
+    close(trl_of_the_pair(loss_types=["ipo"]), per_token)
+    lengths = {"chosen_lengths": torch.tensor([2]), "rejected_lengths": torch.tensor([1])}
+    close(ours_of_the_pair(loss_type="ipo_mean", **lengths), [per_token])
+
+
+def test_sigmoid_has_label_smoothing():
+    """Conservative DPO: -(1 - e) log sigma(beta D) - e log sigma(-beta D) (Mitchell 2023).
+
+    TRL's `loss_type="sigmoid"` ignores `label_smoothing` without a word and trains plain DPO.
+    """
+    probability = 1 / (1 + math.exp(-1.0))  # sigma(beta D)
+    smoothed = -0.8 * math.log(probability) - 0.2 * math.log(1 - probability)
+    close(ours_of_the_pair(label_smoothing=0.2), [smoothed])
+    close(trl_of_the_pair(loss_types=["sigmoid"], label_smoothing=0.2), -math.log(probability))
+    close(ours_of_the_pair(), [-math.log(probability)])
+
+
+# ---- policy losses -------------------------------------------------------------------------------
+
+# Three completions of 3, 1 and 2 tokens with ratio 1: a token's loss is minus its advantage.
+MASK = torch.arange(3) < torch.tensor([3, 1, 2])[:, None]
+ADVANTAGES = torch.tensor([1.0, 2.0, -4.0], dtype=torch.float64)
+MICRO_BATCHES = (slice(0, 1), slice(1, 3))  # 3 tokens each: sums -3 and -2 + 8
+UNEVEN = (slice(0, 2), slice(2, 3))  # 4 and 2 tokens: sums -3 - 2 and 8
+
+
+def trl_parts(cut: tuple[slice, ...], num_items: Tensor | None = None, **settings: Any) -> list:
+    """TRL's loss of every part of the three completions."""
+    parts = []
+    for part in cut:
+        mask = MASK[part]
+        logps = torch.full(mask.shape, -2.0, dtype=torch.float64)
+        stand_in = trl_code.grpo_trainer(logps, **settings)
+        num_items_in_batch = mask.sum() if num_items is None else num_items
+        parts.append(
+            trl_code.grpo_loss(
+                stand_in, ADVANTAGES[part], mask, num_items_in_batch=num_items_in_batch
+            ).item()
+        )
+    return parts
+
+
+def our_parts(cut: tuple[slice, ...], **denominators: Any) -> list:
+    """Our loss `token` of every part."""
+    parts = []
+    for part in cut:
+        mask = MASK[part]
+        logps = torch.full(mask.shape, -2.0, dtype=torch.float64)
+        per_token = losses.policy_loss(logps, logps, ADVANTAGES[part], mask)
+        parts.append(losses.aggregate(per_token, mask, aggregation="token", **denominators).item())
+    return parts
+
+
+def test_the_token_mean_does_not_depend_on_the_micro_batches():
+    """A mean over the tokens of a step has the step's tokens below the line (DAPO, eq. 8).
+
+    TRL's `bnpo` divides by each micro-batch's own tokens and then averages the micro-batches, so
+    that the same completions give another loss and gradient when they are cut elsewhere.
+    """
+    mean = (-3 - 2 + 8) / 6
+    for cut in (MICRO_BATCHES, UNEVEN):
+        close(sum(our_parts(cut, num_tokens=MASK.sum())), mean)
+    settings = {"loss_type": "bnpo", "current_gradient_accumulation_steps": 2}
+    close(sum(trl_parts(MICRO_BATCHES, **settings)), (-3 / 3 + 6 / 3) / 2)
+    close(sum(trl_parts(UNEVEN, **settings)), (-5 / 4 + 8 / 2) / 2)  # 1.375, not 0.5
+
+
+def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
+    """DAPO eq. 8 divides by the tokens of the completions that are being optimised.
+
+    When a rollout is spread over several optimiser steps, TRL's `dapo` divides each of them by the
+    average number of tokens of a step, so a step with many tokens weighs more. Here: two steps, of
+    4 tokens and of 2, in the place of 3 and 3.
+    """
+    close(our_parts(UNEVEN), [-5 / 4, 8 / 2])
+    settings = {"loss_type": "dapo", "args": {"steps_per_generation": 2}}
+    close(trl_parts(UNEVEN, MASK.sum(), **settings), [-5 / 3, 8 / 3])
+
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def test_a_group_of_equal_rewards_has_no_advantage():
+    """Equal rewards say nothing: r - mean(r) = 0 for all (DeepSeekMath, section 4.1.2).
+
+    TRL takes the mean in float32, which rounds, and divides the rounding error by a standard
+    deviation of the same size: a whole group is pushed up or down together. Ours is exactly 0.
+    """
+    rewards = torch.full((1, 7), 1000.1)
+    trl = trl_code.advantages(rewards)
+    assert trl.abs().min() > 0.05
+    assert (trl.sign() == trl.sign()[0, 0]).all()
+    assert (group_advantages(rewards) == 0).all()
