@@ -10,6 +10,14 @@ from common.config import UserError, gist
 class Conversation(str):
     """A prompt rendered from messages: used whole or not at all, since no part may be cut."""
 
+    messages: list[dict[str, Any]]
+
+    def __new__(cls, text: str, messages: Sequence[dict[str, Any]] = ()) -> "Conversation":
+        """A text that remembers the messages it was made of."""
+        conversation = super().__new__(cls, text)
+        conversation.messages = list(messages)
+        return conversation
+
 
 def is_messages(value: Any) -> bool:
     """Whether a value is a list of messages, each with the texts `role` and `content`."""
@@ -21,20 +29,20 @@ def is_messages(value: Any) -> bool:
     )
 
 
-def split_shared_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A pair of whole conversations with the messages that both begin with as its `prompt`.
+def split_turns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
+    """The row with one message in each completion: the last one, which answers.
 
-    Raises:
-        UserError: there are none.
+    The messages before it that all completions share go to the end of the prompt, or are the prompt
+    where there is none. So earlier turns, also those of the assistant, are read and not trained.
+
+    Args:
+        row: With messages in the completion columns, and in `prompt` if it has one.
+        columns: The completion columns, at least one.
     """
-    both = zip(row["chosen"][:-1], row["rejected"][:-1], strict=False)  # the last ones answer
-    prompt = [message for message, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
-    if not prompt:
-        raise UserError(
-            "the conversations of a pair begin differently; give their shared messages as `prompt`."
-        )
-    rest = {name: row[name][len(prompt) :] for name in ("chosen", "rejected")}
-    return {**row, "prompt": prompt, **rest}
+    earlier = zip(*(row[column][:-1] for column in columns), strict=False)
+    shared = [turn[0] for turn in takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)]
+    prompt = [*row.get("prompt", []), *shared]
+    return {**row, "prompt": prompt, **{name: row[name][len(shared) :] for name in columns}}
 
 
 def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[str, Any]:
@@ -42,10 +50,12 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
 
     The prompt ends where the assistant's turn begins, and a completion is what the template puts
     behind it when that turn is given; joined they are the conversation as the template writes it.
+    A prompt that ends in a message of the assistant is the beginning of the answer: the completion
+    goes on with it.
 
     Raises:
-        UserError: a completion is more than one answer; the tokenizer has no chat template, or it
-            writes the beginning of a conversation differently once an answer follows.
+        UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
+            differently once an answer follows.
     """
     if isinstance(row["prompt"], str):
         return row
@@ -59,14 +69,17 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
                 "use a model with a chat template or rows of text."
             ) from None
 
-    prompt = text_of(row["prompt"], add_generation_prompt=True)
-    texts: dict[str, str] = {"prompt": Conversation(prompt)}
+    *before, last = row["prompt"]
+    is_begun = last["role"] == "assistant"
+    turn = "continue_final_message" if is_begun else "add_generation_prompt"
+    prompt = text_of(row["prompt"], **{turn: True})
+    texts: dict[str, str] = {"prompt": Conversation(prompt, row["prompt"])}
     for column in columns:
-        if [message["role"] for message in row[column]] != ["assistant"]:
-            raise UserError(
-                f"a {column!r} holds {len(row[column])} messages; it must be one, of the assistant."
-            )
-        whole = text_of([*row["prompt"], *row[column]])
+        (answer,) = row[column]
+        if is_begun:
+            whole = text_of([*before, {**answer, "content": last["content"] + answer["content"]}])
+        else:
+            whole = text_of([*row["prompt"], answer])
         if not whole.startswith(prompt):
             raise UserError(
                 "the chat template writes a prompt differently once an answer follows; render the "

@@ -36,6 +36,7 @@ class Example:
             in the stop token unless it was truncated.
         columns: The row's other columns, for reward functions and reports.
         source: Where the row comes from, as `row_source` tells before truncation.
+        messages: The prompt as messages, empty if the row holds text.
     """
 
     row: int
@@ -44,6 +45,7 @@ class Example:
     completions: list[list[int]]
     columns: dict[str, Any]
     source: str = "other"
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -324,7 +326,8 @@ def _example(
     """The example of a row, with what tokenising leaves as it is."""
     tokenized = ("prompt", *COMPLETION_COLUMNS[kind])
     columns = {k: v for k, v in row.items() if k not in tokenized}
-    return Example(index, prompt, prompt_ids, ids, columns, row_source(row))
+    messages = getattr(row["prompt"], "messages", [])
+    return Example(index, prompt, prompt_ids, ids, columns, row_source(row), messages)
 
 
 def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:

@@ -1,6 +1,7 @@
 """Reward models as reward functions, and all reward functions of a run applied to rollouts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainerState
 
 from common import data, distributed, fsdp, models, self_checks
+from common.chat import render
 from common.config import CommonConfig, UserError
 from common.data import Example
 from common.generation import Rollouts
-from common.rewards import CHOICE_COLUMN, RewardSet, load_reward_functions
+from common.reward_functions import is_built_in
+from common.rewards import CHOICE_COLUMN, Rewards, RewardSet, load_reward_functions
 from common.rows import OWN_COLUMNS
 from common.scoring import RewardModel
 from common.truncation import encode, leading_ids, without_leading
@@ -50,26 +54,22 @@ class RewardModelFunction:
     @torch.no_grad()
     def __call__(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
-        **columns: Sequence[Any],
+        **columns: Any,
     ) -> list[float]:
         """Rewards of B completions: of the policy's ids as they are if the vocabulary is the same.
 
-        Otherwise the texts are tokenised anew, and a completion that stopped gets this model's eos.
+        Otherwise the texts are tokenised anew, messages by this model's own chat template, and a
+        completion that stopped gets this model's eos.
         """
         assert self.model is not None, "load() comes first"
         if self.same_ids:
             prompt_ids = [list(row) for row in columns["prompt_ids"]]
             ids = [list(row) for row in completion_ids]
         else:
-            encoded = encode(prompts, self.tokenizer)
-            prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
-            ids = [list(row) for row in encode(completions, self.tokenizer)]
-            eos = [self.tokenizer.eos_token_id]
-            stops = columns["has_stop"]
-            ids = [row + eos * stop for row, stop in zip(ids, stops, strict=True)]
+            prompt_ids, ids = self.own_ids(prompts, completions, columns["has_stop"])
             self.refuse_beyond_positions(prompt_ids, ids)
         rewards, pieces = torch.zeros(len(ids)), []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
@@ -85,6 +85,24 @@ class RewardModelFunction:
         return [
             first.setdefault((tuple(prompt), tuple(completion)), reward)
             for prompt, completion, reward in zip(prompt_ids, ids, rewards.tolist(), strict=True)
+        ]
+
+    def own_ids(
+        self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and completions, texts or messages, in this model's own tokens."""
+        eos_id, eos = self.tokenizer.eos_token_id, self.tokenizer.eos_token
+        rows = [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
+        for row in rows:
+            if not isinstance(row["prompt"], str):
+                row |= render(row, ["completion"], self.tokenizer)
+                # The template ends the turn, whether or not the policy did.
+                row["completion"] = row["completion"].split(eos, 1)[0]
+        encoded = encode([row["prompt"] for row in rows], self.tokenizer)
+        prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
+        ids = encode([row["completion"] for row in rows], self.tokenizer)
+        return prompt_ids, [
+            [*row, eos_id] if stop else list(row) for row, stop in zip(ids, has_stop, strict=True)
         ]
 
     def refuse_beyond_positions(
@@ -115,7 +133,7 @@ class RewardScorer:
         """Find and check every function; `load` reads the reward models' weights.
 
         Args:
-            names: Built-ins, file.py:function, reward-model folders.
+            names: Built-ins with what stands behind their colon, file.py:function, reward models.
             weights: One per name; empty for 1 each.
             tokenizer: The policy's.
             config: Of the run.
@@ -138,8 +156,8 @@ class RewardScorer:
         """Refuse rows that the functions cannot judge, before any model is loaded.
 
         Raises:
-            UserError: a column that a function needs is missing, rows differ in their columns, or a
-                row names a function that is not there.
+            UserError: a column that a function needs is missing, rows differ in their columns, a
+                row names a function that is not there, or a reward model cannot read messages.
         """
         names = self.functions.functions
         for example in examples:
@@ -156,8 +174,12 @@ class RewardScorer:
                         f"row {example.row + 1} of the prompts names {name!r} in its column "
                         f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
                     )
-        if examples:
-            self.functions.check_columns(examples[0].columns)
+        if not examples:
+            return
+        self.functions.check_columns(examples[0].columns)
+        for function in names.values():
+            if isinstance(function, RewardModelFunction) and not function.same_ids:
+                render({"prompt": examples[0].messages or ""}, [], function.tokenizer)
 
     def refuse_other_vocabularies(self) -> None:
         """Raise a UserError for a reward model that reads the policy's token ids as other text."""
@@ -187,26 +209,46 @@ class RewardScorer:
     def __call__(
         self, examples: Sequence[Example], rollouts: Rollouts
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`total` and `by_function` of `score`, whose collectives these are."""
+        rewards = self.score(examples, rollouts)
+        return rewards.total, rewards.by_function
+
+    def score(
+        self, examples: Sequence[Example], rollouts: Rollouts, step: int = 0, total_steps: int = 0
+    ) -> Rewards:
         """Rewards of K completions of each of N prompts. Collective if a reward model takes part.
 
+        Args:
+            examples: N prompts; one of messages gets its completions as messages too.
+            rollouts: N*K completions.
+            step: Optimiser steps done so far, for functions that read `trainer_state`.
+            total_steps: Of the run, for the same.
+
         Returns:
-            The weighted sum (N, K), and each function's own rewards by short name, (N, K) with nan
-            where it does not apply; float32 on the host.
+            As the functions' own, with `total` and `by_function` (N, K), the latter by short name;
+            float32 on the host. `steps` has N*K entries.
         """
         num_samples = len(rollouts.has_stop) // len(examples)
         repeated = [example for example in examples for _ in range(num_samples)]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
         own = ([e.prompt_ids for e in repeated], rollouts.has_stop)
         columns |= dict(zip(OWN_COLUMNS, own, strict=True))
-        total, by_function = self.functions(
-            [example.prompt for example in repeated],
-            rollouts.texts(self.tokenizer),
+        texts = rollouts.texts(self.tokenizer)
+        rewards = self.functions(
+            [list(map(dict, e.messages)) or e.prompt for e in repeated],  # theirs to change
+            [
+                [{"role": "assistant", "content": text}] if example.messages else text
+                for example, text in zip(repeated, texts, strict=True)
+            ],
             rollouts.completion_ids,
             columns,
+            TrainerState(global_step=step, max_steps=total_steps),
         )
         shape = (len(examples), num_samples)
-        rewards = {self.short[name]: values.view(shape) for name, values in by_function.items()}
-        return total.view(shape), rewards
+        by_function = {
+            self.short[n]: values.view(shape) for n, values in rewards.by_function.items()
+        }
+        return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
@@ -221,6 +263,8 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 def short_name(path: str, depth: int = 1) -> str:
     """The last `depth` parts of the path of a function or model; `run` for `run/model`."""
+    if is_built_in(path):
+        return path
     if ".py:" in path:
         return path.rpartition(":")[2] if depth == 1 else path
     parts = Path(path).parts

@@ -1,36 +1,62 @@
-"""Reward functions: found by name, weighted, summed, and checked for what they return.
+"""Reward functions applied to completions: called, checked for what they return, weighted, summed.
 
 A reward function has TRL's signature
 
-    f(prompts, completions, completion_ids, **columns) -> list[float | None]
+    f(prompts, completions, completion_ids, **columns) -> list of rewards
 
-with one entry per completion: texts, token ids, and the columns of the data set row that each
-completion belongs to; all are passed by name. None means that the function does not apply to the
-row.
+with one entry per completion: texts (or lists of messages, if the rows are conversations), token
+ids, and the columns of the data set row that each completion belongs to; all are passed by name. As
+in TRL it also gets `trainer_state`, `log_extra` and `log_metric`, and it may be a coroutine. One
+without `**columns` gets what it names. A reward is
+
+- a number;
+- None: the function does not apply to the row;
+- a list of pairs (end, reward), one per step of the completion (process supervision, DeepSeekMath
+  section 4.1.3): `end` is the index in the completion of the step's last token, counted from 0.
 """
 
-import importlib.util
+import asyncio
 import inspect
 import math
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import synthetic
 from common.config import UserError
-from common.rows import ARGUMENTS, OWN_COLUMNS
+from common.reward_functions import KINDS, Reward, RewardFunction, find_function
+from common.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
-RewardFunction = Callable[..., Sequence[float | None]]
-
-BUILT_IN: dict[str, RewardFunction] = {"gold": synthetic.gold}
 LARGEST = torch.finfo(torch.float32).max  # of what a function may return
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
+
+Steps = dict[int, float]
+"""Rewards of a completion's steps by the index of the step's last token."""
+
+Answer = float | Steps | None  # of a function on a completion, checked
+
+
+@dataclass
+class Rewards:
+    """What the reward functions of a run say of B completions.
+
+    Attributes:
+        total: Weighted sum over the functions that apply; (B,) float32, or (N, K) of rollouts.
+        by_function: Each function's own rewards by name, unweighted: of that shape, nan where it
+            does not apply. Of a function that rewards steps, their sum.
+        steps: The weighted rewards of each completion's steps, B entries, of which the total is the
+            sum; empty if no function rewards steps. The rewards of other functions are one more
+            step, which ends with the completion; those of weight 0 are none.
+        logged: What the functions gave to `log_extra` and `log_metric`, by name.
+    """
+
+    total: Tensor
+    by_function: dict[str, Tensor]
+    steps: list[Steps] = field(default_factory=list)
+    logged: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class RewardSet:
@@ -51,70 +77,82 @@ class RewardSet:
         Raises:
             UserError: Names the function and the column.
         """
+        given = (*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS, *columns)
         for name, function in self.functions.items():
-            for parameter in inspect.signature(function).parameters.values():
-                is_needed = parameter.default is parameter.empty and parameter.kind in (
-                    parameter.POSITIONAL_OR_KEYWORD,
-                    parameter.KEYWORD_ONLY,
-                )
-                if is_needed and parameter.name not in (*ARGUMENTS, *OWN_COLUMNS, *columns):
+            for column in _needed(function):
+                if column not in given:
                     raise UserError(
-                        f"reward function {name!r} needs the column {parameter.name!r}, and the "
-                        f"rows have {', '.join(map(repr, columns)) or 'no further columns'}; "
+                        f"reward function {name!r} needs the column {column!r}, and the rows have "
+                        f"{', '.join(map(repr, columns)) or 'no further columns'}; "
                         "change reward_funcs or dataset_name."
                     )
 
     def __call__(
         self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer_state: Any = None,
+    ) -> Rewards:
         """Score B completions; each rank scores its own, without a collective.
 
         Args:
-            prompts: B texts.
-            completions: B texts.
+            prompts: B texts or lists of messages.
+            completions: B texts or lists of one message of the assistant.
             completion_ids: B lists of token ids, up to and including the first stop token.
             columns: For each column of the data set B values. In a row with a value in the column
                 `reward_funcs` (a name or a list of names) only those functions apply.
-
-        Returns:
-            The weighted sum over the functions that apply, (B,) float32, and the unweighted rewards
-            of each function by name, (B,) float32, nan where it does not apply.
+            trainer_state: What functions get under that name: transformers' `TrainerState`.
 
         Raises:
             RuntimeError: A function raised, or returned the wrong number of values or one that is
-                no finite number, or none applies to a row; names the function and the row of the
-                batch (counted from 0). To find it, a function that raised is called on single rows.
+                no reward, or none applies to a row; names the function and the row of the batch
+                (counted from 0). To find it, a function that raised is called on single rows.
         """
         assert len(prompts) == len(completions) == len(completion_ids)
         assert all(len(values) == len(prompts) for values in columns.values())
         arguments = dict(zip(ARGUMENTS, (prompts, completions, completion_ids), strict=True))
         choices = self._choices(columns.get(CHOICE_COLUMN, [None] * len(prompts)))
+        logged: dict[str, list[Any]] = {}
+        shared = _trainer_arguments(trainer_state, logged)
+        answers = {}  # by function, of B completions
+        for name, function in self.functions.items():
+            chosen = [name in names for names in choices]
+            # Ranks have to call a sharded model equally often, whatever their rows ask for.
+            rows = [i for i, asked in enumerate(chosen) if asked or is_collective(function)]
+            found = _call(name, function, {**columns, **arguments}, shared, rows)
+            answers[name] = [found[row] if asked else None for row, asked in enumerate(chosen)]
+        by_function = {
+            name: torch.tensor([_total(answer) for answer in own]) for name, own in answers.items()
+        }
         total = torch.zeros(len(prompts))  # (B,)
         applies = torch.zeros(len(prompts), dtype=torch.bool)  # (B,)
-        per_function = {}
-        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
-            chosen = torch.tensor([name in names for names in choices])  # (B,)
-            # Ranks have to call a sharded model equally often, whatever their rows ask for.
-            asked = torch.ones_like(chosen) if is_collective(function) else chosen
-            rows = asked.nonzero().flatten().tolist()
-            rewards = torch.full((len(prompts),), math.nan)  # (B,)
-            if rows:
-                rewards[rows] = _call(name, function, {**columns, **arguments}, rows)
-            rewards[~chosen] = math.nan
-            total += weight * rewards.nan_to_num(0.0)
-            applies |= ~rewards.isnan()
-            per_function[name] = rewards
+        for values, weight in zip(by_function.values(), self.weights, strict=True):
+            total += weight * values.nan_to_num(0.0)
+            applies |= ~values.isnan()
         if not applies.all():
             row = int((~applies).nonzero()[0])
             raise RuntimeError(
                 f"no reward function applies to row {row} of the batch: "
                 f"{', '.join(choices[row])} returned None."
             )
-        return total, per_function
+        ends = [len(ids) - 1 for ids in completion_ids]
+        return Rewards(total, by_function, self._steps(answers, ends), logged)
+
+    def _steps(self, answers: Mapping[str, Sequence[Answer]], ends: Sequence[int]) -> list[Steps]:
+        """`Rewards.steps` of completions whose last tokens are at `ends`."""
+        if not any(isinstance(answer, dict) for own in answers.values() for answer in own):
+            return []
+        steps: list[Steps] = [{} for _ in ends]
+        for own, weight in zip(answers.values(), self.weights, strict=True):
+            for row, answer in enumerate(own):
+                if answer is None or weight == 0:
+                    continue
+                rewards = answer if isinstance(answer, dict) else {ends[row]: answer}
+                for end, reward in rewards.items():
+                    steps[row][end] = steps[row].get(end, 0.0) + weight * reward
+        return steps
 
     def _choices(self, values: Sequence[Any]) -> list[list[str]]:
         """The names of the functions that each row asks for: all of them where it names none."""
@@ -142,8 +180,8 @@ def load_reward_functions(
     `path/to/file.py:function` runs the user's own file as Python code.
 
     Args:
-        names: `gold` (the embedded task's true reward), `path/to/file.py:function`, or the folder
-            or hub id of a reward model.
+        names: Built-ins of `reward_functions`, `path/to/file.py:function`, or the folder or hub id
+            of a reward model.
         weights: One for each name; None weighs all with 1.
         load_reward_model: Makes a reward function of a model's folder or hub id (rewards.py is a
             lower layer than scoring).
@@ -153,7 +191,7 @@ def load_reward_functions(
     """
     if not names:
         raise UserError(
-            "reward_funcs is empty; give `gold`, `path/to/file.py:function` or a reward model."
+            "reward_funcs is empty; give a built-in, `path/to/file.py:function` or a reward model."
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -164,21 +202,15 @@ def load_reward_functions(
             f"reward_weights is {weights}; it must hold {len(names)} finite numbers, one for each "
             f"of reward_funcs ({', '.join(names)})."
         )
-    functions = {name: _find_function(name) for name in names}
+    functions = {name: find_function(name) for name in names}
     for name, function in functions.items():
         if function is None:
             if load_reward_model is None:
                 raise UserError(
-                    f"reward_funcs has {name!r}, and only {', '.join(BUILT_IN)} and "
-                    "path/to/file.py:function can be used here."
+                    f"reward_funcs has {name!r}, and only {', '.join(KINDS)} can be used here."
                 )
             functions[name] = load_reward_model(name)
     return RewardSet({name: f for name, f in functions.items() if f is not None}, weights)
-
-
-def is_reward_model(name: str) -> bool:
-    """Whether a name in `reward_funcs` stands for a model, not for a function."""
-    return name not in BUILT_IN and re.search(r"\.py(:|\Z)", name) is None
 
 
 def is_collective(function: RewardFunction) -> bool:
@@ -205,87 +237,133 @@ def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float 
     return rewards if penalty is None else torch.where(has_stop, rewards, penalty)
 
 
-def _find_function(name: str) -> RewardFunction | None:
-    """The function of that name, None if the name is a model's folder or hub id."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if not is_reward_model(name):
-        return _load_from_file(name)
-    if not Path(name).is_dir() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
-        raise UserError(
-            f"reward_funcs has {name!r}, which is no folder; give {', '.join(BUILT_IN)}, "
-            "path/to/file.py:function, or a reward model's folder or hub id."
-        )
-    return None
+def penalise_steps(
+    steps: Sequence[Steps], ends: Sequence[int], has_stop: Sequence[bool], penalty: float | None
+) -> list[Steps]:
+    """`apply_missing_eos_penalty` where steps are rewarded: the penalty is the only step.
+
+    Args:
+        steps: Of B completions.
+        ends: Index of each completion's last token.
+        has_stop: Whether each completion has a stop token.
+        penalty: As there.
+    """
+    rows = zip(steps, ends, has_stop, strict=True)
+    return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]
 
 
-def _load_from_file(name: str) -> RewardFunction:
-    """The function of `path/to/file.py:function`; runs the file."""
-    file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser()
-    if not file or not function_name:
-        raise UserError(f"reward_funcs has {name!r}; add the function: path/to/file.py:function.")
-    if not path.is_file():
-        raise UserError(f"reward_funcs has {name!r}, and there is no file {file!r}.")
-    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} is no Python file (.py).")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses in the file look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(
-            f"reward_funcs has {name!r}, and running {file!r} raised "
-            f"{type(error).__name__}: {' '.join(str(error).split())}."
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} has no function of that name.")
+def _needed(function: RewardFunction) -> list[str]:
+    """The arguments that a function cannot be called without."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        raise UserError(
-            f"reward_funcs has {name!r}, which must accept every column of the data set: "
-            f"def {function_name}(prompts, completions, completion_ids, **columns)."
-        )
-    return cast(RewardFunction, function)
+    named = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
+    return [*named, *getattr(function, "columns", ())]
+
+
+def _trainer_arguments(trainer_state: Any, logged: dict[str, list[Any]]) -> dict[str, Any]:
+    """What TRL (1.16) passes beside columns: the run's state, and two functions that record."""
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        logged.setdefault(column, []).extend(values)
+
+    def log_metric(name: str, value: float) -> None:
+        logged.setdefault(name, []).append(value)
+
+    return dict(zip(TRAINER_ARGUMENTS, (trainer_state, log_extra, log_metric), strict=True))
 
 
 def _call(
-    name: str, function: RewardFunction, arguments: Mapping[str, Sequence[Any]], rows: Sequence[int]
-) -> Tensor:
-    """The function's rewards of some rows of the batch, (len(rows),) float32, nan for None."""
+    name: str,
+    function: RewardFunction,
+    arguments: Mapping[str, Sequence[Any]],
+    shared: Mapping[str, Any],
+    rows: Sequence[int],
+) -> dict[int, Answer]:
+    """The function's checked answers on some rows of the batch, by row; not called for none."""
+    if not rows:
+        return {}
     inputs = {key: [values[row] for row in rows] for key, values in arguments.items()}
     try:
-        rewards = list(function(**inputs))
+        rewards = _rewards(function, inputs | dict(shared))
     except UserError:
         raise
     except Exception as error:
         raise RuntimeError(
             f"reward function {name!r} raised {type(error).__name__} on "
-            f"{_where_it_fails(function, inputs, rows)}: {error}"
+            f"{_where_it_fails(function, inputs, shared, rows)}: {error}"
         ) from error
     if len(rewards) != len(rows):
         raise RuntimeError(
             f"reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions."
         )
-    for row, reward in zip(rows, rewards, strict=True):
-        is_finite = isinstance(reward, Real) and abs(float(reward)) <= LARGEST
-        if reward is not None and not is_finite:  # also refuses NaN, which compares as False
+    answers = {}
+    for row, reward, ids in zip(rows, rewards, inputs["completion_ids"], strict=True):
+        try:
+            answers[row] = _checked(reward, len(ids))
+        except ValueError as error:
             raise RuntimeError(
-                f"reward function {name!r} returned {reward!r} for row {row} of the batch; "
-                "it must be a finite number or None."
+                f"reward function {name!r} returned {reward!r} for row {row} of the batch; {error}."
+            ) from None
+    return answers
+
+
+def _rewards(function: RewardFunction, inputs: Mapping[str, Any]) -> list[Reward]:
+    """Call a function with what it takes; a coroutine is waited for."""
+    parameters = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        inputs = {key: value for key, value in inputs.items() if key in parameters}
+    rewards: Any = function(**inputs)
+    return list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
+
+
+def _checked(reward: Any, num_tokens: int) -> Answer:
+    """A returned reward as a number, as steps, or None.
+
+    Raises:
+        ValueError: it is nothing of these.
+    """
+    if reward is None:
+        return None
+    if not isinstance(reward, list | tuple):
+        return _finite(reward)
+    steps: Steps = {}
+    for step in reward:
+        if not isinstance(step, list | tuple) or len(step) != 2:
+            raise ValueError(
+                "the reward of a step must be a pair (index of its last token, reward)"
             )
-    return torch.tensor([math.nan if reward is None else float(reward) for reward in rewards])
+        end, value = step
+        if not isinstance(end, Integral) or not 0 <= int(end) < num_tokens:
+            raise ValueError(f"a step must end at 0 to {num_tokens - 1}, a token of the completion")
+        steps[int(end)] = steps.get(int(end), 0.0) + _finite(value)
+    return steps
+
+
+def _finite(value: Any) -> float:
+    """A finite number, also one of numpy or in a tensor, as float; else a ValueError."""
+    value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    if not isinstance(value, Real) or not abs(float(value)) <= LARGEST:  # NaN compares as False
+        raise ValueError("a reward must be a finite number, None, or a list of steps")
+    return float(value)
+
+
+def _total(answer: Answer) -> float:
+    """The reward of a completion: of steps their sum, nan for None."""
+    if answer is None:
+        return math.nan
+    return sum(answer.values()) if isinstance(answer, dict) else answer
 
 
 def _where_it_fails(
-    function: RewardFunction, inputs: Mapping[str, Sequence[Any]], rows: Sequence[int]
+    function: RewardFunction,
+    inputs: Mapping[str, Sequence[Any]],
+    shared: Mapping[str, Any],
+    rows: Sequence[int],
 ) -> str:
     """The first row on which a function that raised on the batch raises alone."""
     for index, row in enumerate([] if is_collective(function) else rows):
         try:
-            function(**{key: [values[index]] for key, values in inputs.items()})
+            _rewards(function, {**{key: [v[index]] for key, v in inputs.items()}, **shared})
         except Exception:
             return f"row {row} of the batch"
     return f"a batch of {len(rows)} rows"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import hub, synthetic
-from common.chat import is_messages, split_shared_messages
+from common.chat import is_messages, split_turns
 from common.config import UserError, gist
 
 Kind = Literal["sft", "preference", "prompts"]
@@ -25,6 +25,7 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 
 # What a reward function is given beside the columns of the rows.
 ARGUMENTS = ("prompts", "completions", "completion_ids")
+TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 OWN_COLUMNS = ("prompt_ids", "has_stop")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
@@ -46,15 +47,16 @@ def load_rows(
             shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); else a
             hub id.
         split: Name of the split; no other one takes its place.
-        kind: `sft` (prompt, completion), `preference` (prompt, chosen, rejected; without a `prompt`
-            column it is the prefix that both texts share) or `prompts` (prompt). Other columns are
-            kept as they are.
+        kind: `sft` (prompt, completion; or messages, the last of which is the completion),
+            `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
+            both texts share) or `prompts` (prompt). Other columns are kept as they are.
         seed: Seed of the embedded task; unused for other data.
         num_rows: Take the first rows only; None or 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
 
     Returns:
-        At least one row; texts are neither empty nor blank, or all of a row's are messages.
+        At least one row; texts are neither empty nor blank, or all of a row's are messages: then a
+        completion is one, of the assistant.
 
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
@@ -80,6 +82,7 @@ def load_rows(
     if not rows:
         raise UserError(f"{source} has no rows; at least one is needed.")
     rows = rows[: num_rows or None]
+    rows = [_with_one_answer(row, COMPLETION_COLUMNS[kind]) for row in rows]
     if kind == "preference":
         rows = [_with_explicit_prompt(row) for row in rows]
     _check_rows(rows, kind, source)
@@ -214,15 +217,25 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
         ) from None
 
 
+def _with_one_answer(row: Row, columns: Sequence[str]) -> Row:
+    """A row of messages with the last one in each completion and those before it in `prompt`.
+
+    A column `messages` is prompt and completion in one (TRL's conversational language modelling).
+    """
+    if columns == ("completion",) and "messages" in row and not {"prompt", *columns} & set(row):
+        row = {**row, "completion": row["messages"]}
+    values = [row.get(column) for column in columns]
+    values += [row["prompt"]] if "prompt" in row else []
+    return split_turns(row, columns) if columns and all(map(is_messages, values)) else row
+
+
 def _with_explicit_prompt(row: Row) -> Row:
-    """A preference row with a `prompt` column: if it has none, the prefix that both texts share.
+    """A pair with a `prompt` column: if it has none, the prefix that both texts share.
 
     The prefix ends at a word boundary, and a single space there goes to the completions, as in the
     layout of `trl-lib/tldr`; other white space stays with the prompt.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
-    if "prompt" not in row and is_messages(chosen) and is_messages(rejected):
-        return split_shared_messages(row)
     if "prompt" in row or not isinstance(chosen, str) or not isinstance(rejected, str):
         return row
     shared = os.path.commonprefix([chosen, rejected])
@@ -247,7 +260,13 @@ def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
                     f"{source}, row {number}: {column!r} and 'prompt' must both be text or both "
                     "be messages."
                 )
-        clash = sorted({*ARGUMENTS, *OWN_COLUMNS} & row.keys())
+            roles = [m["role"] for m in row[column]] if is_messages(row[column]) else ["assistant"]
+            if column != "prompt" and roles != ["assistant"]:
+                raise UserError(
+                    f"{source}, row {number}: column {column!r} has messages of {', '.join(roles)} "
+                    "behind those that all completions share; it must be one, of the assistant."
+                )
+        clash = sorted({*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS} & row.keys())
         if kind == "prompts" and clash:
             raise UserError(
                 f"{source}, row {number}: column {clash[0]!r} has the name of a reward function's "
@@ -262,6 +281,8 @@ def _column_fault(row: Row, column: str) -> str:
     value = row[column]
     if is_messages(value):
         return ""
+    if value == []:
+        return "is an empty list of messages; a conversation needs one before the answer"
     if not isinstance(value, str):
         return (
             f"holds {type(value).__name__}, it must be text or a list of messages, each with the "

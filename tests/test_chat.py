@@ -1,7 +1,7 @@
 """Claim: rows of messages train on what the tokenizer's chat template writes, and on nothing else.
 
 Prompt and completion joined are the rendered conversation, the completion begins where the
-assistant's turn does and ends in the stop token, and a prompt of messages is never cut.
+assistant's last turn does and ends in the stop token, and a prompt of messages is never cut.
 """
 
 import json
@@ -11,9 +11,11 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 
 from common import synthetic
-from common.chat import render, split_shared_messages
+from common.chat import render
 from common.config import UserError
-from common.data import load_examples
+from common.data import Piece, collate, load_examples
+from common.generation import Rollouts
+from common.reward_scoring import RewardModelFunction, RewardScorer
 from common.rows import load_rows
 
 TEMPLATE = (
@@ -49,7 +51,6 @@ def test_a_prompt_ends_where_the_turn_of_the_assistant_begins(tmp_path, tokenize
 
 def test_the_prompt_of_two_conversations_is_what_they_share(tmp_path, tokenizer):
     pair = {"chosen": ASKED + ANSWER, "rejected": ASKED + OTHER}
-    assert split_shared_messages(pair) == {"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}
     explicit = {"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}
     (found,), (expected,) = (load(tmp_path, tokenizer, "preference", r) for r in (pair, explicit))
     assert found == expected
@@ -68,8 +69,154 @@ def test_pairs_of_conversations_that_do_not_differ_or_share_nothing(tmp_path, to
     same = {"chosen": ASKED + ANSWER, "rejected": ASKED + ANSWER}
     with pytest.raises(UserError, match="1 identical pair"):
         load(tmp_path, tokenizer, "preference", same)
-    with pytest.raises(UserError, match="begin differently"):
-        split_shared_messages({"chosen": ANSWER, "rejected": OTHER})
+    with pytest.raises(UserError, match="row 1: column 'prompt' is an empty list of messages"):
+        load(tmp_path, tokenizer, "preference", {"chosen": ANSWER, "rejected": OTHER})
+
+
+# --- the forms that a conversation comes in, by a ChatML template ---------------------------------
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER, AGAIN = ({"role": "user", "content": text} for text in ("Why?", "And then?"))
+SYSTEM, FIRST = ASKED[0], ANSWER[0]
+SECOND, THIRD = ({"role": "assistant", "content": text} for text in ("It ends.", "No idea."))
+BEGUN = {"role": "assistant", "content": "It"}
+
+
+@pytest.fixture(scope="module")
+def chatml():
+    """A tokenizer whose turns end in a special token, which is its eos."""
+    tokenizer = synthetic.train_tokenizer()
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def chat(*turns):
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in turns)
+
+
+TURN = "<|im_start|>assistant\n"
+EARLIER = (SYSTEM, USER, FIRST, AGAIN)
+SFT_FORMS = {
+    "completion": ({"prompt": [USER], "completion": [FIRST]}, (USER,), FIRST),
+    "system turn": ({"prompt": [SYSTEM, USER], "completion": [FIRST]}, (SYSTEM, USER), FIRST),
+    "turns in the prompt": ({"prompt": [*EARLIER], "completion": [SECOND]}, EARLIER, SECOND),
+    "turns in the completion": (
+        {"prompt": [SYSTEM, USER], "completion": [FIRST, AGAIN, SECOND]},
+        EARLIER,
+        SECOND,
+    ),
+    "messages": ({"messages": [*EARLIER, SECOND]}, EARLIER, SECOND),
+    "no prompt": ({"completion": [USER, FIRST]}, (USER,), FIRST),
+}
+
+
+@pytest.mark.parametrize("form", SFT_FORMS)
+def test_the_last_turn_of_the_assistant_is_trained_and_nothing_else(tmp_path, chatml, form):
+    row, before, answer = SFT_FORMS[form]
+    (example,) = load(tmp_path, chatml, "sft", row)
+    assert example.prompt == chatml.decode(example.prompt_ids) == chat(*before) + TURN
+    assert example.messages == list(before)
+    (completion,) = example.completions
+    assert chatml.decode(completion) == answer["content"] + "<|im_end|>"
+    batch = collate([Piece(example.prompt_ids, [completion], [0])], "padded", 1)
+    trained = batch.completion_ids[batch.completion_mask]
+    assert trained.tolist() == completion
+    whole = chatml.apply_chat_template([*before, answer], tokenize=False)
+    joined = chatml(whole, add_special_tokens=False)["input_ids"]
+    assert joined[: len(example.prompt_ids + completion)] == example.prompt_ids + completion
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [*EARLIER], "chosen": [SECOND], "rejected": [THIRD]},
+        {"chosen": [*EARLIER, SECOND], "rejected": [*EARLIER, THIRD]},
+        {
+            "prompt": [SYSTEM, USER],
+            "chosen": [FIRST, AGAIN, SECOND],
+            "rejected": [FIRST, AGAIN, THIRD],
+        },
+    ],
+)
+def test_a_pair_in_any_form_is_the_same_pair(tmp_path, chatml, row):
+    (example,) = load(tmp_path, chatml, "preference", row)
+    assert example.prompt == chat(*EARLIER) + TURN
+    texts = [chatml.decode(ids) for ids in example.completions]
+    assert texts == ["It ends.<|im_end|>", "No idea.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "roles"),
+    [
+        ("sft", {"prompt": [USER], "completion": [AGAIN]}, "user"),
+        ("sft", {"messages": [USER, FIRST, AGAIN]}, "user"),
+        (
+            "preference",
+            {"chosen": [USER, FIRST, AGAIN, SECOND], "rejected": [USER, THIRD, AGAIN, SECOND]},
+            "assistant, user, assistant",
+        ),
+    ],
+)
+def test_what_is_not_one_answer_to_the_same_turns_is_refused(tmp_path, chatml, kind, row, roles):
+    with pytest.raises(UserError, match=f"row 1: column .* has messages of {roles} behind"):
+        load(tmp_path, chatml, kind, row)
+
+
+def test_a_prompt_may_begin_the_answer(tmp_path, chatml):
+    row = {"prompt": [USER, BEGUN], "completion": [{"role": "assistant", "content": " ends."}]}
+    (example,) = load(tmp_path, chatml, "sft", row)
+    assert example.prompt == chat(USER) + TURN + "It"
+    assert chatml.decode(example.completions[0]) == " ends.<|im_end|>"
+    (prompt,) = load(tmp_path, chatml, "prompts", {"prompt": [USER, BEGUN]})
+    assert prompt.prompt_ids == example.prompt_ids
+
+
+def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_template(
+    tmp_path, chatml
+):
+    """A reward model with another vocabulary has another template too."""
+    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [SYSTEM, USER], "topic": "none"})
+    (tmp_path / "judge.py").write_text(
+        "def judge(prompts, completions, topic, **columns):\n"
+        f"    assert prompts == [{[SYSTEM, USER]!r}] * 2, prompts\n"
+        "    assert topic == ['none'] * 2\n"
+        "    return [len(message['content']) for (message,) in completions]\n"
+    )
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
+    ids = [chatml(text, add_special_tokens=False)["input_ids"] for text in ("Yes.<|im_end|>", "Oh")]
+    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], [True, False])
+    scorer.check_rows([example])
+    assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
+
+    own = tiny.tokenizer()
+    own.chat_template = TEMPLATE
+    lm = tiny.classifier("llama", vocab_size=300)
+    lm.save_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    own.chat_template = None
+    judge = RewardModelFunction(str(tmp_path / "model"), chatml, config)
+    answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "Oh")]
+    prompt_ids, completion_ids = judge.own_ids([[SYSTEM, USER]] * 2, answers, [True, False])
+    text = "<system>Be brief.<|endoftext|>\n<user>Why?<|endoftext|>\n<assistant>"
+    assert [own.decode(row) for row in prompt_ids] == [text, text]
+    assert [own.decode(row) for row in completion_ids] == ["Yes.<|endoftext|>", "Oh"]
+
+
+def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_path, chatml):
+    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
+    tiny.classifier("llama", vocab_size=300).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    scorer = RewardScorer([str(tmp_path / "model")], [], chatml, config)
+    with pytest.raises(UserError, match="cannot render them"):
+        scorer.check_rows([example])
 
 
 def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_path):

@@ -1,25 +1,29 @@
 """Claim: a reward is the weighted sum of the functions that apply, and a faulty one is named.
 
-Targets are worked out by hand. Names are checked before the first model is loaded, and nothing that
-a function may return (wrong count, text, NaN, None for all) becomes a reward by accident.
+Targets are worked out by hand. Names are checked before the first model is loaded, nothing that a
+function may return (wrong count, text, NaN, None for all) becomes a reward by accident, and a
+function written for TRL gets what TRL (1.16) gives it.
 """
 
+import asyncio
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from transformers import AutoModelForSequenceClassification, TrainerState
 
-from common import synthetic
+from common import distributed, synthetic
 from common.config import UserError
-from common.rewards import (
-    RewardSet,
-    apply_missing_eos_penalty,
-    is_reward_model,
-    load_reward_functions,
-)
+from common.data import Example
+from common.generation import Rollouts
+from common.reward_functions import is_reward_model, rouge_l_f1
+from common.reward_scoring import RewardScorer
+from common.rewards import RewardSet, apply_missing_eos_penalty, load_reward_functions
 
 FILE = """
 from dataclasses import dataclass
@@ -35,7 +39,7 @@ def scaled(completions, n, **columns):
     return [Settings().scale * value for value in n]
 
 def no_columns(prompts, completions, completion_ids):
-    return [0.0]
+    return [4.0] * len(prompts)
 
 constant = 3
 """
@@ -55,7 +59,9 @@ def constant(*values: Any) -> Any:
 def call(functions: dict[str, Any], weights: list[float], num: int = 2, **columns: Any) -> Any:
     prompts = [f"p{i}" for i in range(num)]
     completions = [f"c{i}" for i in range(num)]
-    return RewardSet(functions, weights)(prompts, completions, [[i] for i in range(num)], columns)
+    ids = [[i] for i in range(num)]
+    rewards = RewardSet(functions, weights)(prompts, completions, ids, columns)
+    return rewards.total, rewards.by_function
 
 
 def as_list(tensor: torch.Tensor) -> list[float | None]:
@@ -75,7 +81,7 @@ def test_the_total_is_the_weighted_sum_of_what_applies():
 def test_a_function_gets_texts_ids_and_columns_by_name():
     seen: dict[str, Any] = {}
 
-    def spy(**arguments: Any) -> list[float]:
+    def spy(trainer_state: Any, log_extra: Any, log_metric: Any, **arguments: Any) -> list[float]:
         seen.update(arguments)
         return [0.0, 0.0]
 
@@ -141,6 +147,61 @@ def test_a_collective_function_is_called_on_every_row_and_once():
 def test_numbers_of_other_libraries_are_numbers():
     total, _ = call({"a": constant(np.float32(0.5), True)}, [1.0])
     assert total.tolist() == [0.5, 1.0]
+    total, _ = call({"a": lambda completions, **columns: torch.tensor([2.0, -1.0])}, [1.0])
+    assert total.tolist() == [2.0, -1.0]
+
+
+def test_a_function_without_columns_gets_what_it_names():
+    def short(completions: list[str], n: list[int]) -> list[float]:
+        return [len(text) + number for text, number in zip(completions, n, strict=True)]
+
+    total, _ = call({"short": short}, [1.0], n=[1, 2], other=[3, 4])
+    assert total.tolist() == [3, 4]
+
+
+def test_a_coroutine_is_waited_for_and_its_error_is_named():
+    async def slow(completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1 / (text != "c1") for text in completions]
+
+    assert call({"slow": slow}, [2.0], num=1)[0].tolist() == [2.0]
+    with pytest.raises(RuntimeError, match="'slow' raised ZeroDivisionError on row 1 of the batch"):
+        call({"slow": slow}, [2.0])
+
+
+def test_a_function_sees_the_state_of_the_run_and_may_log():
+    def late(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> Any:
+        log_extra("texts", completions)
+        log_metric("progress", trainer_state.global_step / trainer_state.max_steps)
+        return [trainer_state.global_step] * len(completions)
+
+    state = TrainerState(global_step=3, max_steps=12)
+    rewards = RewardSet({"late": late}, [1.0])
+    rewards.check_columns({})
+    found = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
+    assert found.total.tolist() == [3, 3]
+    assert found.logged == {"texts": ["a", "b"], "progress": [0.25]}
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def test_a_function_written_for_trl_s_conversations_works():
+    """The signature and the completion[0]["content"] of TRL's own examples."""
+
+    def ends_in_four(completions: Any, **kwargs: Any) -> list[float]:
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if content.endswith("4") else 0.0 for content in contents]
+
+    def asks(prompts: Any, **kwargs: Any) -> list[float]:
+        return [float(prompt[-1]["role"] == "user") for prompt in prompts]
+
+    answers = [[{"role": "assistant", "content": text}] for text in ("It is 4", "5")]
+    functions = {"ends_in_four": ends_in_four, "asks": asks}
+    found = RewardSet(functions, [1, 10])([CHAT, CHAT], answers, [[1], [2]], {})
+    assert found.total.tolist() == [11, 10]
+    with pytest.raises(RuntimeError, match="'ends_in_four' raised TypeError on row 0 of the batch"):
+        call({"ends_in_four": ends_in_four}, [1])  # not conversations
 
 
 @pytest.mark.parametrize(
@@ -153,7 +214,8 @@ def test_numbers_of_other_libraries_are_numbers():
         ([1.0, math.inf], "returned inf for row 1"),
         ([1.0, -1e39], "returned -1e+39 for row 1"),  # not finite in float32
         ([[1.0], 2.0], "returned [1.0] for row 0"),
-        ([torch.tensor(1.0), 2.0], "returned tensor(1.) for row 0"),
+        ([torch.tensor(math.nan), 2.0], "returned tensor(nan) for row 0"),
+        ([torch.ones(1), 2.0], "returned tensor([1.]) for row 0"),
     ],
 )
 def test_a_faulty_return_value_is_named(values, words):
@@ -210,16 +272,166 @@ def test_gold_scores_the_embedded_task():
     rewards = load_reward_functions(["gold"])
     rewards.check_columns({"facts": facts})
     completions = [whole, " nothing", whole]
-    total, _ = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
-    assert total.tolist() == [1.0, 0.0, 1.0]
+    found = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
+    assert found.total.tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, process_group, family):
+    """In bfloat16, without a word of this project in its folder."""
+    lm = tiny.classifier(family, vocab_size=300, is_plain=True).to(torch.bfloat16)
+    lm.config.pad_token_id = 1
+    lm.save_pretrained(tmp_path / "judge")
+    tiny.tokenizer().save_pretrained(tmp_path / "judge")
+    texts = ["my key is lost", " the key", " a dog is lost too"]
+    prompt, *ids = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
+    config = tiny.train_config(max_prompt_length=20, max_completion_length=20)
+    scorer = RewardScorer([str(tmp_path / "judge")], [], tiny.tokenizer(), config)
+    scorer.load(distributed.mesh())
+    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], [True, True])
+    found = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "judge", dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = [plain(torch.tensor([prompt + row])).logits[0, 0] for row in ids]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-5)
+    assert abs(found[0] - found[1]) > 1e-2
+
+
+def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | None]:
+    """What the function of that name says of completions, as texts and as messages."""
+    rewards = load_reward_functions([name])
+    rewards.check_columns(columns)
+    rest = ([[1]] * len(completions), columns)
+    found = rewards(["p"] * len(completions), completions, *rest)
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    again = rewards([CHAT] * len(completions), messages, *rest)
+    assert as_list(found.total) == as_list(again.total)
+    return as_list(found.total)
+
+
+def test_length_is_minus_the_number_of_tokens():
+    found = load_reward_functions(["length"], [0.5])(["p"] * 2, ["a", "b"], [[5, 6, 0], [0]], {})
+    assert found.by_function["length"].tolist() == [-3, -1]
+    assert found.total.tolist() == [-1.5, -0.5]
+
+
+def test_a_character_is_counted():
+    assert judged("count:e", "Here", "HERE", "the eel:e") == [2, 0, 4]
+    assert judged("count::", "a:b:c", "abc") == [2, 0]
+
+
+def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
+    texts = ("so 42", "42", " 42\n", "4\n2", "x42")
+    assert judged(r"regex:\b\d+$", *texts) == [1, 1, 1, 1, 0]
+    assert judged(r"format:\d+", *texts) == [0, 1, 1, 0, 0]
+    assert judged(r"format:4.2", *texts) == [0, 0, 0, 1, 0]  # . is a line break too
+    assert judged("regex:a:b", "a:b", "ab") == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("so 6 * 3 = 18\n#### 18", "<<6*3=18>>18 eggs\n#### 18", 1),
+        ("#### 18", "18", 1),
+        ("#### 18", 18, 1),
+        ("#### 18", 18.0, 1),
+        ("####18", "#### 18", 1),
+        ("#### 1,080", "#### 1080", 1),
+        ("#### 109200000", "#### 109,200,000", 1),
+        ("#### 1,08", "#### 108", 0),  # no way to write 108
+        ("#### -5", "#### -5", 1),
+        ("#### \u22125", "#### -5", 1),
+        ("#### 5", "#### -5", 0),
+        ("#### +5", "#### 5", 1),
+        ("#### $18", "#### 18", 1),
+        ("#### -$18", "#### -18", 1),
+        ("#### $-18", "#### -18", 1),
+        ("#### 18.", "#### 18", 1),
+        ("#### 18.00", "#### 18", 1),
+        ("#### 0.5", "#### .5", 1),
+        ("#### 0.50.", "#### 0.5", 1),
+        ("#### 1.8", "#### 18", 0),
+        ("#### 18 dollars", "#### 18", 1),
+        ("#### 50%", "#### 50", 1),
+        ("#### **18**", "#### 18", 1),
+        ("#### 0", "#### 0", 1),
+        ("#### 17\n#### 18", "#### 18", 1),  # the last one counts
+        ("#### 18\n#### 17", "#### 18", 0),
+        ("#### 18\n####", "#### 18", 0),
+        ("#### 1/2", "#### 1", 0),
+        ("#### 18th", "#### 18", 0),
+        ("#### 1.2.3", "#### 1.2", 0),
+        ("#### x = 18", "#### 18", 0),
+        ("#### \n18", "#### 18", 0),
+        ("The answer is 18", "#### 18", 0),
+        ("", "#### 18", 0),
+        ("#### 18", None, None),
+    ],
+)
+def test_final_answers_are_compared_as_numbers(completion, answer, expected):
+    columns = {"answer": [answer, "#### 7"]}
+    rewards = load_reward_functions(["gsm8k"])
+    rewards.check_columns(columns)
+    found = rewards.functions["gsm8k"](completions=[completion, "#### 7"], **columns)
+    assert list(found) == [expected, 1.0]
+
+
+def test_an_answer_that_is_no_number_is_named():
+    with pytest.raises(RuntimeError, match="'gsm8k' raised ValueError on row 1 .* holds 'a half'"):
+        judged("gsm8k", "#### 1", "#### 2", answer=["1", "a half"])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reference", "expected"),
+    [
+        # Lin (2004), section 3.2: the LCS of S2 has 3 of 4 words, that of S3 has 2.
+        ("police kill the gunman", "police killed the gunman", 3 / 4),
+        ("the gunman kill police", "police killed the gunman", 2 / 4),
+        ("the cat", "The CAT, the mat!", 2 * 2 / (2 + 4)),  # P = 1, R = 1/2, F1 = 2/3
+        ("a b c d e", "e a x c d", 2 * 3 / 10),
+        ("the the the", "the", 2 * 1 / (3 + 1)),  # a word is matched once
+        ("a b", "c d", 0),
+        ("", "a", 0),
+        ("a", "", 0),
+        ("", "", 0),
+        ("...", "!", 0),
+    ],
+)
+def test_rouge_l_on_cases_worked_by_hand(candidate, reference, expected):
+    assert rouge_l_f1(candidate, reference) == pytest.approx(expected, abs=1e-12)
+
+
+def test_rouge_l_is_the_longest_of_all_common_subsequences():
+    words = list(itertools.product("ab", repeat=4)) + list(itertools.product("abc", repeat=3))
+    for one, other in itertools.product(words, repeat=2):
+        in_one, in_other = (
+            {part for n in range(5) for part in itertools.combinations(text, n)}
+            for text in (one, other)
+        )
+        longest = max(map(len, in_one & in_other))
+        expected = 2 * longest / (len(one) + len(other))
+        assert rouge_l_f1(" ".join(one), " ".join(other)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():
+    references = ["the cat", [{"role": "assistant", "content": "a dog"}]]
+    assert judged("rouge_l:summary", "the cat", "a cat", summary=references) == [1, 0.5]
+    rewards = load_reward_functions(["rouge_l:summary"])
+    assert rewards.functions["rouge_l:summary"](completions=["a"], summary=[None]) == [None]
+    with pytest.raises(UserError, match="'rouge_l:summary' needs the column 'summary'"):
+        rewards.check_columns({"answer": "x"})
 
 
 def test_functions_of_a_file_are_found(file):
-    rewards = load_reward_functions([f"{file}:length", f"{file}:scaled"], [1, 0.5])
+    names = [f"{file}:length", f"{file}:scaled", f"{file}:no_columns"]
     columns = {"n": [1, 2], "other": ["x", "y"]}
-    total, per_function = rewards(["p", "q"], ["a", "b"], [[1, 2], [3]], columns)
-    assert total.tolist() == [2 + 0.5 * 10, 1 + 0.5 * 20]
-    assert list(per_function) == [f"{file}:length", f"{file}:scaled"]
+    found = load_reward_functions(names, [1, 0.5, 1])(
+        ["p", "q"], ["a", "b"], [[1, 2], [3]], columns
+    )
+    assert found.total.tolist() == [2 + 0.5 * 10 + 4, 1 + 0.5 * 20 + 4]
+    assert list(found.by_function) == names
 
 
 def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file):
@@ -232,11 +444,11 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
         return constant(7.0)
 
     names = [str(folder), f"{file}:length", "hub/model"]
-    total, _ = load_reward_functions(names, load_reward_model=load)(["p"], ["c"], [[1, 2]], {})
+    found = load_reward_functions(names, load_reward_model=load)(["p"], ["c"], [[1, 2]], {})
     assert loaded == [str(folder), "hub/model"]
-    assert total.tolist() == [7 + 2 + 7]
+    assert found.total.tolist() == [7 + 2 + 7]
     assert [is_reward_model(name) for name in names] == [True, False, True]
-    assert not is_reward_model("gold")
+    assert not any(map(is_reward_model, ["gold", "gsm8k", "count:e", "regex:a/b", "format:.py:f"]))
     with pytest.raises(UserError, match="no function of that name"):
         load_reward_functions([*names, f"{file}:nope"], load_reward_model=load)
     assert len(loaded) == 2
@@ -249,7 +461,12 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
         (["gold", "gold"], None, "names 'gold' twice"),
         (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold 1 finite"),
         (["gold"], [math.nan], "reward_weights is [nan]"),
-        (["hub/model"], None, "only gold and path/to/file.py:function can be used here"),
+        (["hub/model"], None, "path/to/file.py:function can be used here"),
+        (["count"], None, "say of what: count:<argument>"),
+        (["regex:"], None, "say of what: regex:<argument>"),
+        (["regex:(a"], None, "no pattern: missing )"),
+        (["format:["], None, "no pattern: unterminated character set"),
+        (["words:3"], None, "which is no folder"),
         (["no/such/folder"], None, "which is no folder"),
         (["./no_folder"], None, "which is no folder"),
         (["nope.py:f"], None, "there is no file 'nope.py'"),
@@ -257,7 +474,6 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
         (["{file}:"], None, "add the function"),
         (["{file}:nope"], None, "no function of that name"),
         (["{file}:constant"], None, "no function of that name"),
-        (["{file}:no_columns"], None, "**columns"),
     ],
 )
 def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, words):
