@@ -6,9 +6,12 @@ the columns and the folders that one stage hands to the next are the recipe's ow
 of steps and the batch sizes are smaller.
 """
 
+import gzip
 import importlib
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -21,6 +24,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from common import plots, synthetic
 from common.config import parse
+from common.rewards import load_reward_functions
+from common.rows import load_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "assets" / "recipes"
@@ -33,6 +38,7 @@ STAGES = {
     "evaluate": ("evaluate", "EvaluateConfig"),
 }
 CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "scitldr")
+SHORT_CHAINS = {"count": ("sft", "grpo"), "gsm8k": ("sft", "grpo")}  # rewards need no training
 FILES = sorted(RECIPES.glob("*/*.yaml"))
 NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
 TRAINING = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
@@ -50,10 +56,10 @@ def config_class(stage: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def test_every_chain_has_every_stage():
-    assert {path.parent.name for path in FILES} == set(CHAINS)
-    assert len(FILES) == len(CHAINS) * len(STAGES)
-    assert {path.stem for path in FILES} == set(STAGES)
+def test_every_chain_has_its_stages():
+    stages = {**dict.fromkeys(CHAINS, tuple(STAGES)), **SHORT_CHAINS}
+    found = {path.relative_to(RECIPES).as_posix() for path in FILES}
+    assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -80,8 +86,11 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     """A folder with a stand-in for everything that a recipe names; one process group for all."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
-    for hub_id in ("gpt2", "gpt2-large", "HuggingFaceTB/SmolLM2-135M"):
+    smol = "HuggingFaceTB/SmolLM2-135M"
+    for hub_id in ("gpt2", "gpt2-large", smol, f"{smol}-Instruct"):
         save_model(folder / hub_id)
+    for split in ("train", "test"):
+        make_gsm8k(folder, split)
     summaries, pairs = synthetic.make_rows("sft", "train", 12), []
     for row in synthetic.make_rows("preference", "train", 12):
         pairs.append({name: row[name] for name in ("prompt", "chosen", "rejected")})
@@ -109,12 +118,35 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         yield folder
 
 
+QUESTIONS = [
+    {
+        "question": f"Ann has {n} apples and gets {n} more. How many are there?",
+        "answer": f"There are {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n} apples.\n#### {2 * n}",
+    }
+    for n in range(1, 7)
+]
+
+
+def make_gsm8k(folder: Path, split: str) -> None:
+    """The recipe's own script on a file like the data set's."""
+    source = folder / f"gsm8k-{split}.jsonl.gz"
+    source.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
+    script = RECIPES / "gsm8k" / "make_rows.py"
+    target = folder / "data" / "gsm8k" / f"{split}.jsonl"
+    subprocess.run([sys.executable, script, source, target], check=True)
+
+
 def save_model(folder: Path) -> None:
     """Two layers of width 32 that stop after some ten tokens; `gpt2` has the real tokenizer."""
     if folder.name == "gpt2" and GPT2_TOKENIZER.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(GPT2_TOKENIZER)
     else:
         tokenizer = synthetic.train_tokenizer()
+    if folder.name.endswith("Instruct"):
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
     torch.manual_seed(0)
     eos = tokenizer.eos_token_id
     shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": len(tokenizer)}
@@ -148,6 +180,40 @@ def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
         importlib.import_module(module).main(config)
     check_runs(working_directory / "output" / chain)
     check_results(working_directory / "output" / chain / "evaluation", chain)
+
+
+@pytest.mark.parametrize("chain", SHORT_CHAINS)
+def test_two_steps_of_a_chain_with_rewards_that_are_functions(
+    chain, working_directory, monkeypatch
+):
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    for stage in SHORT_CHAINS[chain]:
+        smaller: dict[str, int] = {**SMALLER[stage], "num_train_rows": 6}
+        if stage == "grpo":
+            smaller |= {"num_generations": 4, "generation_batch_size": 4}
+        flags = [f"--{name}={value}" for name, value in smaller.items()]
+        recipe = str(RECIPES / chain / f"{stage}.yaml")
+        config = parse(config_class(stage), ["--config", recipe, *flags])
+        importlib.import_module(STAGES[stage][0]).main(config)
+    folder = working_directory / "output" / chain
+    records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").open()]
+    assert records[-1]["step"] == 2
+    rewards = {name for record in records for name in record if name.startswith("reward/")}
+    assert rewards == {f"reward/{name}" for name in config.reward_funcs}
+
+
+def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
+    file = str(working_directory / "data" / "gsm8k" / "train.jsonl")
+    rows = load_rows(file, "train", kind="sft", seed=0)
+    assert [row["prompt"][-1]["content"] for row in rows] == [q["question"] for q in QUESTIONS]
+    (answer,) = rows[2]["completion"]
+    assert answer == {"role": "assistant", "content": "There are 3 + 3 = 6 apples.\n#### 6"}
+    recipe = yaml.safe_load((RECIPES / "gsm8k" / "grpo.yaml").read_text())
+    rewards = load_reward_functions(recipe["reward_funcs"], recipe["reward_weights"])
+    completions = [row["completion"] for row in rows]
+    columns = {"answer": [row["answer"] for row in rows[:-1]] + ["#### 0"]}
+    found = rewards([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)
+    torch.testing.assert_close(found.total, torch.tensor([1.1] * (len(rows) - 1) + [0.1]))
 
 
 def test_policies_are_evaluated_without_any_judge(working_directory):
