@@ -1,6 +1,6 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from common.config import CommonConfig
 from common.data import Example, Piece
 from common.jsonl import read_jsonl
 from common.metrics import Accumulator
+from common.padding import AnyBatch
 from common.scoring import sequence_scores
 from common.statistics import PreferenceAccuracy, preference_accuracy
 from common.terminal import progress_bar
@@ -25,6 +26,7 @@ def score_examples(
     pad_id: int,
     title: str,
     rows: Sequence[int] | None = None,
+    score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
 ) -> Tensor:
     """Score every completion of every example. Collective.
 
@@ -35,6 +37,7 @@ def score_examples(
         pad_id: fills padding; masked.
         title: what the progress bar says.
         rows: score these examples only; the others get NaN.
+        score: what is computed of a batch, (B,).
 
     Returns:
         (N, K) float64 on the host, the same on every rank.
@@ -49,7 +52,7 @@ def score_examples(
     for pieces in packs:
         bar.update()
         batch = data.collate(pieces, config.layout, pad_id).to(device)
-        values = sequence_scores(model, batch)  # (B,)
+        values = score(model, batch)  # (B,)
         scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()
     fsdp.reshard(model)
@@ -84,6 +87,7 @@ def preferences(
     config: CommonConfig,
     pad_id: int,
     ref_scores: Tensor | None = None,
+    per_token: bool = False,
 ) -> tuple[PreferenceAccuracy, Tensor]:
     """How often the chosen completion scores higher. Collective.
 
@@ -95,6 +99,7 @@ def preferences(
         ref_scores: (N, 2) log-probabilities of the reference; with them a policy is judged by its
             implicit reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023,
             eq. 5).
+        per_token: judge by the score divided by the completion's length, as SimPO's reward is.
 
     Returns:
         Accuracy with its interval, and the scores (N, 2).
@@ -102,6 +107,8 @@ def preferences(
     scores = score_examples(model, examples, config, pad_id, "scoring pairs")  # (N, 2)
     if ref_scores is not None:
         scores = scores - ref_scores
+    if per_token:
+        scores = scores / torch.tensor([[len(ids) for ids in e.completions] for e in examples])
     return preference_accuracy(scores[:, 0], scores[:, 1]), scores
 
 

@@ -11,6 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 PREFERENCE_LOSSES = ("sigmoid", "robust", "ipo", "ipo_mean", "hinge", "simpo")
+SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo")  # those that a label smoothing has a meaning for
+PER_TOKEN_LOSSES = ("ipo_mean", "simpo")  # those of log-probs divided by the completion's length
+REFERENCE_FREE_LOSSES = ("simpo",)
 KL_ESTIMATORS = ("k1", "k2", "k3")
 RATIO_LEVELS = ("token", "sequence")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
@@ -65,6 +68,48 @@ def bradley_terry_loss(
     return -F.logsigmoid(difference if margin is None else difference - margin)
 
 
+def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
+    """Penalty (r_w + r_l)^2 that keeps a reward model's scores near 0.
+
+    The comparisons fix differences only, so all rewards may drift together (Eisenstein et al. 2023,
+    eq. 2).
+
+    Args:
+        chosen_rewards: (N,) rewards of the preferred completions.
+        rejected_rewards: (N,) rewards of the others.
+
+    Returns:
+        (N,) penalty of each pair.
+    """
+    return (_precise(chosen_rewards) + _precise(rejected_rewards)) ** 2
+
+
+def sequence_logps(
+    token_logps: Tensor, completion_mask: Tensor, shared_lengths: Tensor, *, ld_alpha: float = 1.0
+) -> Tensor:
+    """Log-probability of each completion, in which the tail counts less: LD-DPO (Liu et al. 2024).
+
+        sum_{t <= l} log pi(y_t | x, y_<t) + alpha sum_{t > l} log pi(y_t | x, y_<t)
+
+    where l is the length of the pair's shorter completion: what the longer one has beyond it is the
+    part by which DPO prefers length. 1 is the plain sum, 0 ignores the tail.
+
+    Args:
+        token_logps: (B, C).
+        completion_mask: (B, C) bool, True = a completion token; they are each row's first columns.
+        shared_lengths: (B,) tokens of the shorter completion of the row's pair.
+        ld_alpha: alpha above.
+
+    Returns:
+        (B,) nats.
+    """
+    columns = torch.arange(token_logps.shape[1], device=token_logps.device)
+    is_shared = columns < shared_lengths[:, None]  # (B, C)
+    return masked_sum(
+        _precise(token_logps) * torch.where(is_shared, 1.0, ld_alpha), completion_mask, 1
+    )
+
+
 def preference_loss(
     chosen_logps: Tensor,
     rejected_logps: Tensor,
@@ -114,7 +159,7 @@ def preference_loss(
     _check_preference_options(loss_type, label_smoothing)
     chosen, rejected = _precise(chosen_logps), _precise(rejected_logps)
     ref_chosen, ref_rejected = _precise(ref_chosen_logps), _precise(ref_rejected_logps)
-    if loss_type in ("ipo_mean", "simpo"):
+    if loss_type in PER_TOKEN_LOSSES:
         assert chosen_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
         assert rejected_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
         chosen, ref_chosen = chosen / chosen_lengths, ref_chosen / chosen_lengths
@@ -331,7 +376,7 @@ def _check_preference_options(loss_type: str, label_smoothing: float) -> None:
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
-    if label_smoothing and loss_type not in ("sigmoid", "robust", "simpo"):
+    if label_smoothing and loss_type not in SMOOTHED_LOSSES:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be 0 with loss_type {loss_type}"
         )

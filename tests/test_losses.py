@@ -69,6 +69,16 @@ def test_bradley_terry_is_the_likelihood_of_the_label_and_survives_extremes():
     close(difference.grad, [probability - 1, -1.0, 0.0])
 
 
+def test_centering_penalty_by_hand_pulls_both_rewards_alike():
+    chosen = torch.tensor([2.0, -1.0], requires_grad=True)
+    rejected = torch.tensor([1.0, 1.0], requires_grad=True)
+    penalty = losses.centering_penalty(chosen, rejected)
+    close(penalty, [9.0, 0.0])
+    penalty.sum().backward()
+    close(chosen.grad, [6.0, 0.0])
+    close(rejected.grad, [6.0, 0.0])
+
+
 # ---- preference losses ---------------------------------------------------------------------------
 
 # Two pairs, beta 0.5. Pair 0: D = (-10 + 14) - (-11 + 13) = 2, beta D = 1.
@@ -155,6 +165,71 @@ def test_simpo_needs_no_reference():
         losses.preference_loss(*LOGPS[:2], *other_reference, **options),
         losses.preference_loss(*LOGPS, **options),
     )
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "robust", "ipo", "hinge"])
+def test_each_loss_is_least_where_its_paper_says(loss_type: str, share: float):
+    """Two completions of which a share prefers the first, and the best D worked out on paper.
+
+    DPO: the log odds / beta. IPO (eq. 17): (share - 1/2) / beta. Hinge: the margin, for the
+    majority. Robust: DPO's on the clean share, though the labels it sees are flipped at its rate.
+    """
+    beta, rate = 0.5, 0.1
+    gaps = torch.linspace(-8, 8, 3201, dtype=torch.float64)
+    zeros = torch.zeros_like(gaps)
+    seen = share * (1 - rate) + (1 - share) * rate if loss_type == "robust" else share
+    options = {"label_smoothing": rate} if loss_type == "robust" else {}
+    kept, swapped = (
+        losses.preference_loss(d, zeros, zeros, zeros, beta=beta, loss_type=loss_type, **options)
+        for d in (gaps, -gaps)
+    )
+    expected_loss = seen * kept + (1 - seen) * swapped
+    log_odds = math.log(share / (1 - share))
+    best = {"ipo": (share - 0.5) / beta, "hinge": math.copysign(1, share - 0.5) / beta}
+    if loss_type == "hinge" and share == 0.5:
+        flat = expected_loss[gaps.abs() <= 1 / beta]
+        close(flat, torch.ones_like(flat))
+    else:
+        least = gaps[expected_loss.argmin()].item()
+        assert abs(least - best.get(loss_type, log_odds / beta)) <= 0.005
+
+
+def test_dpo_is_stationary_at_the_optimum_of_the_regularised_reward():
+    """Over all pairs of four completions with Bradley-Terry labels: at pi = ref exp(r / beta) / Z.
+
+    Rafailov et al. 2023, eq. 4; and at no other policy that is tried.
+    """
+    beta = 0.3
+    ref = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    rewards = torch.tensor([0.7, -0.2, 0.1, 0.4], dtype=torch.float64)
+
+    def gradient(logits: Tensor) -> Tensor:
+        logits = logits.clone().requires_grad_()
+        logps = logits.log_softmax(-1)
+        total = torch.zeros((), dtype=torch.float64)
+        for first, second in itertools.permutations(range(4), 2):
+            preferred = torch.sigmoid(rewards[first] - rewards[second])
+            pair = (logps[first], logps[second], ref[first], ref[second])
+            total = total + preferred * losses.preference_loss(*pair, beta=beta)
+        total.backward()
+        return logits.grad
+
+    close(gradient(ref + rewards / beta), torch.zeros(4), 1e-9)
+    for other in (ref, ref + rewards, ref - rewards / beta):
+        assert gradient(other).abs().max() > 0.01
+
+
+def test_tokens_beyond_the_shorter_completion_count_alpha():
+    logps = torch.tensor([[-1.0, -2.0, -4.0, -8.0], [-16.0, -32.0, -torch.inf, torch.nan]])
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    shared = torch.tensor([2, 2])
+    close(losses.sequence_logps(logps, mask, shared, ld_alpha=0.25), [-3 - 0.25 * 12, -48.0])
+    close(losses.sequence_logps(logps, mask, shared, ld_alpha=0.0), [-3.0, -48.0])
+    close(losses.sequence_logps(logps, mask, shared), [-15.0, -48.0])
+    leaf = logps.clone().requires_grad_()
+    losses.sequence_logps(leaf, mask, shared, ld_alpha=0.25).sum().backward()
+    close(leaf.grad, [[1.0, 1.0, 0.25, 0.25], [1.0, 1.0, 0.0, 0.0]])
 
 
 def test_where_trl_disagrees():
