@@ -4,8 +4,7 @@ A file is named after everything its content depends on: the texts, the settings
 versions of the libraries and the code itself. What cannot be read is made again, what cannot be
 written is not kept: no run fails for its cache, and no rank waits for another.
 
-A file holds the SHA-256 of its name and body, then the body, an `.npz` of flat arrays. There is no
-pickle in it.
+The body of a file (`common/checked_file.py`) is an `.npz` of flat arrays. There is no pickle in it.
 """
 
 import functools
@@ -13,7 +12,6 @@ import hashlib
 import io
 import json
 import platform
-import uuid
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common import distributed
+from common import checked_file, distributed
 from common.chat import Conversation
 from common.config import gist, package_version
 from common.truncation import leading_ids
@@ -109,12 +107,8 @@ def read(
     """
     if file is None:
         return None
-    try:
-        content = memoryview(file.read_bytes())
-    except OSError:
-        return None
-    checksum, body = content[:32], content[32:]
-    if checksum != _checksum(file, body):
+    body = checked_file.read(file)
+    if body is None:
         return None
     with np.load(io.BytesIO(body), allow_pickle=False) as stored:
         arrays = dict(stored)
@@ -168,18 +162,8 @@ def write(
         text_lengths=np.array([len(text) for text in changed], dtype=np.int64),
         report=np.frombuffer(json.dumps(report).encode(), dtype=np.uint8),
     )
-    body = buffer.getbuffer()
-    # Another run may write the same file: each writes its own, and the last to finish names it.
-    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with unfinished.open("xb") as stream:
-                stream.write(_checksum(file, body))
-                stream.write(body)
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        checked_file.write(file, buffer.getbuffer())
     except OSError as error:
         _warn_once(file.parent, error.strerror or gist(error))
 
@@ -213,11 +197,6 @@ def _behaviour(tokenizer: Any, stop_id: int) -> list[Any] | None:
         tokenizer.decode([stop_id]),
         backend,
     ]
-
-
-def _checksum(file: Path, body: memoryview) -> bytes:
-    """Of the name too: a file that was given another one is not taken for it."""
-    return hashlib.sha256(file.name.encode() + hashlib.sha256(body).digest()).digest()
 
 
 def _split(flat: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:

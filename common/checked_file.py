@@ -1,0 +1,43 @@
+"""Files of a cache: written whole or not at all, and not taken for good when they are damaged.
+
+A file holds the SHA-256 of its name and body, then the body.
+"""
+
+import hashlib
+import uuid
+from pathlib import Path
+
+CHECKSUM_BYTES = 32
+
+
+def read(file: Path) -> memoryview | None:
+    """The body, None where there is no such file or it is damaged."""
+    try:
+        content = memoryview(file.read_bytes())
+    except OSError:
+        return None
+    stored, body = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+    return body if stored == checksum(file, body) else None
+
+
+def write(file: Path, body: memoryview) -> None:
+    """Write a file, and its folder.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    # Another run may write the same file: each writes its own, and the last to finish names it.
+    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished.open("xb") as stream:
+            stream.write(checksum(file, body))
+            stream.write(body)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def checksum(file: Path, body: memoryview) -> bytes:
+    """Of the name too: a file that was given another one is not taken for it."""
+    return hashlib.sha256(file.name.encode() + hashlib.sha256(body).digest()).digest()
