@@ -1,13 +1,20 @@
 r"""Reward model: learn which of two summaries people prefer.
 
-    loss = - log sigma(r(x, y_chosen) - r(x, y_rejected))      (Stiennon et al. 2020, section 3.4)
+    loss = - log sigma(r(x, y_chosen) - r(x, y_rejected) - margin)
+           + lambda (r(x, y_chosen) + r(x, y_rejected))^2
+
+The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 (Touvron et al.
+2023, eq. 2): a column of the rows, 0 without it. The second keeps rewards near 0 (Eisenstein et al.
+2023, eq. 2); lambda is `center_rewards_coefficient`.
 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
 sharding. The reward is read at the last real token. After training a constant is added so that the
 mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model.
 
 How this differs from the papers:
-1. Both completions of a pair go through one forward pass.
+1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
+   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1). There a
+   completion is scored once and compared with all others; here once for each comparison.
 2. The shift is folded into the bias of the final LayerNorm, so that plain transformers computes it
    too; a model without such a bias (RMSNorm) keeps it as `reward_shift` in its config.json.
 3. One seed; the papers train 3-10 and select on a development part.
@@ -31,11 +38,13 @@ from common import (
     fsdp,
     models,
     optim,
+    pairs,
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob, require_positive
-from common.losses import bradley_terry_loss
+from common.config import TrainConfig, is_due, knob, require_not_negative, require_positive
+from common.data import Example
+from common.losses import bradley_terry_loss, centering_penalty
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
 from common.scoring import RewardModel
@@ -43,8 +52,14 @@ from common.scoring import RewardModel
 
 @dataclass
 class RewardConfig(TrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`."""
+    """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
 
+    center_rewards_coefficient: float = knob(
+        0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
+    )
+    group_comparisons: bool = knob(
+        False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
+    )
     sft_dataset_name: str = knob(
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
@@ -54,6 +69,7 @@ class RewardConfig(TrainConfig):
         """Refuse values that no reward model may have."""
         super().__post_init__()
         require_positive(self, "num_sft_rows")
+        require_not_negative(self, "center_rewards_coefficient")
 
 
 def main(config: RewardConfig) -> None:
@@ -73,7 +89,12 @@ def main(config: RewardConfig) -> None:
     sft_set = data.load_examples(
         config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
     )
-    order = data.BatchOrder.of_training(config, train_set)
+    print_balance(train_set, eval_set)
+    margins = pairs.margins(train_set).to(device)  # (rows,)
+    # What a step takes batch_size of: pairs, or prompts with all their pairs
+    groups = pairs.group(train_set, by_prompt=config.group_comparisons)
+    weights = pairs.weights(groups).to(device)  # (rows,) 1 / pairs of the group
+    order = data.BatchOrder.of_training(config, groups)
     total_steps = order.total_steps(config)
 
     # Model with its head, FSDP, optimiser
@@ -95,18 +116,26 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in range(start_step, total_steps):
-        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
-        num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
+        rows = [row for i in order.rows(step) if i is not None for row in groups[i].rows]
+        is_grouped = config.group_comparisons
+        batches = data.micro_batches(train_set, rows, config, pad_id, is_grouped=is_grouped)
+        num_groups = distributed.count_all([weights[rows].sum()])
         for i, batch in enumerate(batches):
             fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)
             batch = batch.to(device)
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
+            pair_rows = batch.places[::2] // 2  # (N,)
             rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
-            losses = bradley_terry_loss(*rewards.unbind(-1))  # (N,)
-            loss = (losses * real).sum() / num_pairs
+            margin, weight = margins[pair_rows], weights[pair_rows] * real  # (N,)
+            losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
+            penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
+            losses = losses + config.center_rewards_coefficient * penalties
+            loss = (losses * weight).sum() / num_groups
             loss.backward()
-            metrics.add("loss", loss * num_pairs, real.sum())
+            metrics.add("loss", loss * num_groups, weight.sum())
             evaluation.add_pair_metrics(metrics, rewards, real)
+            lengths = batch.completion_mask.sum(-1).view(-1, 2)  # (N, 2)
+            metrics.add("chosen_longer", (pairs.longer_chosen(lengths) * real).sum(), real.sum())
         metrics.add_values(
             **optim.clip_and_step(model, optimizer, config, step, total_steps),
             epoch=order.epochs(step + 1),
@@ -132,6 +161,16 @@ def main(config: RewardConfig) -> None:
     checkpoint.export(model, tokenizer, output_dir / "model", reward_shift=shift)
     logger.close()
     plots.plot_run(output_dir)
+
+
+def print_balance(train_set: list[Example], eval_set: list[Example]) -> None:
+    """Say how far the length of the completions alone tells which one is preferred."""
+    for split, examples in (("training", train_set), ("held-out", eval_set)):
+        if examples:
+            share = f"{pairs.length_balance(examples):.1%}"
+            distributed.print_rank0(
+                f"the chosen completion is the longer one in {share} of {split} pairs"
+            )
 
 
 if __name__ == "__main__":

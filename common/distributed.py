@@ -161,6 +161,14 @@ def from_rank0(value: Any) -> Any:
     return values[0]
 
 
+def from_all_ranks(values: list[Any]) -> list[Any]:
+    """The ranks' lists one after another on every rank, pickled on the way. Collective."""
+    lists: list[list[Any]] = [values] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(lists, values)
+    return [value for part in lists for value in part]
+
+
 def barrier() -> None:
     """Wait for every rank. Collective."""
     dist.barrier()

@@ -7,7 +7,7 @@ FUNCTION_PREFIX = "reward/"
 METRICS: dict[str, str] = {
     # --- every stage; tokens only in SFT ---
     "loss": "Training loss of the step: SFT nats per completion token; reward model and DPO nats "
-    "per pair; GRPO the objective that is minimised, KL term included.",
+    "per pair, all terms included; GRPO the objective that is minimised, KL term included.",
     "grad_norm": "Euclidean norm of the gradient of the step over all parameters, before clipping.",
     "learning_rate": "Learning rate the step was made with.",
     "epoch": "Passes over the training rows so far; fractional.",
@@ -29,13 +29,16 @@ METRICS: dict[str, str] = {
     "eval_accuracy": "Preference accuracy on the whole held-out split; a tie counts one half.",
     # --- what the policy does to its tokens ---
     "entropy": "Entropy of the policy's next-token distribution in nats, mean over the tokens.",
-    # --- pairs; a reward is the model's score, or the implicit one in DPO, beta log(pi / ref) ---
+    # --- pairs; a reward is the model's score, or the implicit one in DPO, beta log(pi / ref): over
+    # the completion's length where all losses take that, without ref where none does ---
     "accuracy": "Share of the step's pairs whose chosen reward is the higher; a tie is one half.",
     "reward_margin": "Chosen minus rejected reward, mean over the pairs.",
     "chosen_reward": "Reward of the chosen completion, mean over the pairs; in DPO "
     "beta log(pi/ref) in beta times nats.",
     "rejected_reward": "Reward of the rejected completion, mean over the pairs; in DPO "
     "beta log(pi/ref) in beta times nats.",
+    "chosen_longer": "Share of the step's pairs whose chosen completion has more tokens; a tie "
+    "is one half.",
     "reward_shift": "What is added to every reward so that references have mean 0.",
     "chosen_logp": "Log-probability of the chosen completion under the policy in nats, summed over "
     "its tokens, mean over the pairs.",

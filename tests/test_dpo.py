@@ -1,0 +1,434 @@
+"""Claim: every loss, option and source of pairs trains what its paper says, on any number of ranks.
+
+Runs of a few steps with a model of two layers, on one rank and on two, whose first loss is worked
+out here from plain log-probabilities; and the flags that contradict each other.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import launch, run_stages
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from common import losses, models, reference_cache
+from common.config import UserError
+from common.data import BatchOrder
+from common.jsonl import read_jsonl
+from common.padding import padded_batch
+from common.scoring import Policy, RewardModel
+from train_dpo import DPOConfig, pair_losses
+
+STEPS, NUM_ROWS, BATCH = 3, 7, 4  # the second batch has one row less: filler
+WORDS = ("cat", "dog", "bird", "fish", "horse", "cow", "mouse")
+
+COMMON = {
+    "dataset_test_split": "",
+    "max_prompt_length": 64,
+    "max_completion_length": 16,
+    "batch_size": BATCH,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "max_steps": STEPS,
+    "num_sample_prompts": 1,
+    "lr_scheduler_type": "constant",
+}
+ROLLOUTS = {
+    "pairs_from": "rollouts",
+    "reward_funcs": ["REWARD"],
+    "num_candidates": 6,
+    "missing_eos_penalty": -0.5,
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "sum": {
+        "loss_type": ["sigmoid", "ipo", "hinge"],
+        "loss_weights": [1.0, 0.02, 0.5],
+        "sft_weight": 0.3,
+        "ld_alpha": 0.25,
+        "ref_model_name_or_path": "OTHER",
+    },
+    "beside": {
+        "loss_type": ["robust"],
+        "label_smoothing": 0.1,
+        "ld_alpha": 0.5,
+        "precompute_ref_log_probs": False,
+        "ref_model_name_or_path": "OTHER",
+    },
+    "per_token": {
+        "loss_type": ["ipo_mean", "simpo"],
+        "gamma": 0.5,
+        "beta": 2.0,
+        "ref_model_name_or_path": "OTHER",
+    },
+    "simpo": {"loss_type": ["simpo"], "gamma": 0.5, "beta": 2.0},
+    "reference_free": {"reference_free": True, "label_smoothing": 0.1},
+    "rso": {**ROLLOUTS, "num_generations": 4, "rejection_temperature": 0.3},
+    "best_worst": {**ROLLOUTS, "pair_method": "best_worst"},
+    "cached": {"ref_cache_dir": "CACHE"},
+    "cached_again": {"ref_cache_dir": "CACHE", "layout": "padded"},
+}
+REWARD_JOBS: dict[str, dict[str, Any]] = {
+    "reward": {"center_rewards_coefficient": 0.1},
+    "grouped": {"center_rewards_coefficient": 0.1, "group_comparisons": True},
+}
+# Two ranks pack their rows into unequal numbers of micro-batches: some have a filler only.
+SPLITS = {1: {"micro_batch_size": 8}, 2: {"micro_batch_tokens": 60}}
+
+
+@dataclass
+class Runs:
+    """What the runs left, and the files they started from."""
+
+    folder: Path
+    pairs: list[dict[str, Any]]
+
+    def lines(self, num_ranks: int, job: str) -> list[dict[str, Any]]:
+        return read_jsonl(self.folder / str(num_ranks) / job / "metrics.jsonl")
+
+    def series(self, num_ranks: int, job: str, metric: str) -> list[float]:
+        return [line[metric] for line in self.lines(num_ranks, job) if metric in line]
+
+
+def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
+    """Random weights that stop with a chance of about 5 % at each token."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(seed)
+    eos = tokenizer.eos_token_id
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 96}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
+    lm = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        lm.transformer.wte.weight *= 5
+        lm.transformer.wte.weight[eos] = 0.25
+        lm.transformer.ln_f.bias += 0.5
+    lm.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def shift_cache(source: Path, target: Path) -> None:
+    """Write the file of reference log-probabilities anew, the chosen one nat more likely."""
+    (file,) = source.iterdir()
+    stored = reference_cache.read(file, NUM_ROWS)
+    assert stored is not None
+    assert not stored.isnan().any()
+    stored[:, 0] += 1
+    reference_cache.write(target / file.name, stored)
+
+
+def make_pairs() -> list[dict[str, Any]]:
+    """Seven pairs of four prompts, with margins; the chosen are longer in four of them."""
+    rows = []
+    for i, word in enumerate(WORDS):
+        longer, shorter = f" the {word} sat on the mat", f" a {word}"
+        chosen, rejected = (longer, shorter) if i % 2 == 0 else (shorter, longer)
+        prompt = f"A story about number {i % 4}.\n\nTL;DR:"
+        rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": 0.1 * i})
+    return rows
+
+
+REWARD_FUNCTION = """
+def reward(completions, **columns):
+    return [len(set(text)) / 8 for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Runs:
+    """Every job on one rank, then on two; the second finds what the first left in the cache."""
+    folder = tmp_path_factory.mktemp("dpo")
+    save_model(folder / "start", tokenizer_folder, seed=1)
+    save_model(folder / "other", tokenizer_folder, seed=2)
+    pairs = make_pairs()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (folder / "judge.py").write_text(REWARD_FUNCTION)
+    names = {
+        "OTHER": str(folder / "other"),
+        "CACHE": str(folder / "cache"),
+        "REWARD": f"{folder / 'judge.py'}:reward",
+    }
+    for num_ranks in (1, 2):
+        jobs = []
+        shifted = {"shifted": {"ref_cache_dir": str(folder / "shifted")}} if num_ranks == 2 else {}
+        for stage, group in (("dpo", JOBS | shifted), ("reward", REWARD_JOBS)):
+            for job, own in group.items():
+                flags = COMMON | SPLITS[num_ranks] | own
+                flags |= {
+                    "model_name_or_path": str(folder / "start"),
+                    "dataset_name": str(folder / "train.jsonl"),
+                    "output_dir": str(folder / str(num_ranks) / job),
+                }
+                for key, value in flags.items():
+                    if isinstance(value, str):
+                        flags[key] = names.get(value, value)
+                    elif key == "reward_funcs":
+                        flags[key] = [names[item] for item in value]
+                jobs.append({"stage": stage, "flags": flags})
+        launch(run_stages, num_ranks, folder, jobs=jobs)
+        if num_ranks == 1:
+            shift_cache(folder / "cache", folder / "shifted")
+    return Runs(folder, pairs)
+
+
+@pytest.mark.parametrize("job", [*JOBS, *REWARD_JOBS])
+@pytest.mark.parametrize("metric", ["loss", "grad_norm", "reward_margin"])
+def test_two_ranks_train_what_one_does(runs: Runs, job: str, metric: str) -> None:
+    one, two = runs.series(1, job, metric), runs.series(2, job, metric)
+    assert len(one) == STEPS
+    assert two == pytest.approx(one, rel=2e-5, abs=1e-6)
+    assert len(set(one)) == STEPS  # it moves
+
+
+# ---- first losses, from plain log-probabilities --------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """Log-probabilities of each token of a pair, under the policy and under the reference."""
+
+    chosen: list[float]
+    rejected: list[float]
+    ref_chosen: list[float]
+    ref_rejected: list[float]
+
+
+@pytest.fixture(scope="module")
+def scored(runs: Runs) -> list[Pair]:
+    """All pairs, one sequence at a time through the models as transformers computes them."""
+    tokenizer = AutoTokenizer.from_pretrained(runs.folder / "start")
+    policies = [
+        Policy(GPT2LMHeadModel.from_pretrained(runs.folder / name).eval())
+        for name in ("start", "other")
+    ]
+    result = []
+    for row in runs.pairs:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        parts = []
+        for policy in policies:
+            for text in (row["chosen"], row["rejected"]):
+                ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+                with torch.no_grad():
+                    logps = policy(padded_batch([prompt], [[ids]], 0)).token_logps[0]
+                parts.append(logps.double().tolist())
+        result.append(Pair(*parts))
+    return result
+
+
+def softplus(value: float) -> float:
+    return math.log1p(math.exp(-abs(value))) + max(value, 0.0)
+
+
+def tail(tokens: list[float], other: list[float], alpha: float) -> float:
+    shared = min(len(tokens), len(other))
+    return sum(tokens[:shared]) + alpha * sum(tokens[shared:])
+
+
+def gap(pair: Pair, alpha: float = 1.0) -> float:
+    """D: chosen minus rejected, policy minus reference, tails at alpha."""
+    policy = tail(pair.chosen, pair.rejected, alpha) - tail(pair.rejected, pair.chosen, alpha)
+    reference = tail(pair.ref_chosen, pair.ref_rejected, alpha)
+    return policy - reference + tail(pair.ref_rejected, pair.ref_chosen, alpha)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def sum_of_losses(pair: Pair) -> float:
+    d, beta = gap(pair, 0.25), 0.1
+    sigmoid, ipo, hinge = softplus(-beta * d), (d - 1 / (2 * beta)) ** 2, max(0.0, 1 - beta * d)
+    return sigmoid + 0.02 * ipo + 0.5 * hinge - 0.3 * mean(pair.chosen)
+
+
+def robust(pair: Pair) -> float:
+    z = 0.1 * gap(pair, 0.5)
+    return (0.9 * softplus(-z) - 0.1 * softplus(z)) / 0.8
+
+
+def simpo(pair: Pair) -> float:
+    return softplus(-(2.0 * (mean(pair.chosen) - mean(pair.rejected)) - 0.5))
+
+
+def per_token(pair: Pair) -> float:
+    reference = mean(pair.ref_chosen) - mean(pair.ref_rejected)
+    d = mean(pair.chosen) - mean(pair.rejected) - reference
+    return (d - 1 / (2 * 2.0)) ** 2 + simpo(pair)
+
+
+def without_reference(pair: Pair) -> float:
+    z = 0.1 * (sum(pair.chosen) - sum(pair.rejected))
+    return 0.9 * softplus(-z) + 0.1 * softplus(z)
+
+
+FIRST = {
+    "sum": sum_of_losses,
+    "beside": robust,
+    "per_token": per_token,
+    "simpo": simpo,
+    "reference_free": without_reference,
+}
+
+
+@pytest.mark.parametrize("job", FIRST)
+def test_the_first_loss_is_the_papers_formula(runs, scored, job):
+    rows = first_rows(NUM_ROWS)
+    expected = mean([FIRST[job](scored[row]) for row in rows])
+    assert runs.series(1, job, "loss")[0] == pytest.approx(expected, rel=1e-5)
+    chosen = mean([sum(scored[row].chosen) for row in rows])
+    assert runs.series(1, job, "chosen_logp")[0] == pytest.approx(chosen, rel=1e-5)
+
+
+def first_rows(num_rows: int) -> list[int]:
+    """The rows of the first batch."""
+    order = BatchOrder(num_rows, BATCH, seed=0, rank=0, world_size=1)
+    return [row for row in order.rows(0) if row is not None]
+
+
+def test_the_implicit_reward_of_simpo_is_per_token(runs, scored):
+    rows = first_rows(NUM_ROWS)
+    margins = [2.0 * (mean(scored[row].chosen) - mean(scored[row].rejected)) for row in rows]
+    assert runs.series(1, "simpo", "reward_margin")[0] == pytest.approx(mean(margins), rel=1e-4)
+
+
+# ---- the reference cache in a run ----------------------------------------------------------------
+
+
+def test_a_run_finds_what_another_layout_and_number_of_ranks_left(runs):
+    assert len(list((runs.folder / "cache").iterdir())) == 1
+    assert runs.series(2, "cached_again", "loss") == pytest.approx(
+        runs.series(1, "cached", "loss"), rel=2e-5
+    )
+    assert runs.series(1, "cached", "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_two_ranks_train_against_what_the_file_holds(runs):
+    """Its log-probabilities favour the chosen by one nat: D is -1, on both ranks."""
+    assert runs.series(2, "shifted", "loss")[0] == pytest.approx(softplus(0.1), abs=1e-5)
+
+
+# ---- pairs from rollouts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", ["rso", "best_worst"])
+def test_pairs_from_rollouts_do_not_depend_on_the_ranks(runs, job):
+    files = [runs.folder / str(n) / job / "pairs.jsonl" for n in (1, 2)]
+    assert files[0].read_text() == files[1].read_text()
+    rows = read_jsonl(files[0])
+    assert 3 <= len(rows) <= {"rso": 2 * NUM_ROWS, "best_worst": NUM_ROWS}[job]
+    for row in rows:
+        rewards = [len(set(row[name])) / 8 for name in ("chosen", "rejected")]
+        # A completion that did not stop has the penalty instead.
+        assert row["chosen_reward"] in (rewards[0], -0.5)
+        assert row["rejected_reward"] in (rewards[1], -0.5)
+        assert row["chosen_reward"] > row["rejected_reward"]
+
+
+def test_dpo_on_its_own_rollouts_starts_at_ln_2(runs):
+    for job in ("rso", "best_worst"):
+        assert runs.series(1, job, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+# ---- reward model --------------------------------------------------------------------------------
+
+
+def first_reward_losses(runs: Runs) -> list[float]:
+    """Every pair's loss before training: the margin column, and centring at 0.1."""
+    folder = str(runs.folder / "start")
+    config = tiny.train_config(max_prompt_length=64, max_completion_length=16)
+    tokenizer = models.load_tokenizer(folder, config)
+    models.add_own_pad_token(tokenizer)
+    model_config = models.read_model_config(folder, "trunk", tokenizer, config)
+    lm = models.load_reward_model(folder, model_config, tokenizer, config)
+    model = RewardModel(lm.eval())
+    result = []
+    for row in runs.pairs:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        rewards = []
+        for text in (row["chosen"], row["rejected"]):
+            ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+            with torch.no_grad():
+                rewards.append(float(model(padded_batch([prompt], [[ids]], 0))))
+        difference = rewards[0] - rewards[1] - row["margin"]
+        result.append(softplus(-difference) + 0.1 * sum(rewards) ** 2)
+    return result
+
+
+@pytest.mark.usefixtures("process_group")
+def test_the_first_reward_losses_by_hand(runs):
+    """A pair counts 1; grouped, each of the four prompts does, with all its pairs."""
+    each = first_reward_losses(runs)
+    expected = mean([each[row] for row in first_rows(NUM_ROWS)])
+    assert runs.series(1, "reward", "loss")[0] == pytest.approx(expected, rel=1e-5)
+    by_prompt = [mean([each[row] for row in range(i, NUM_ROWS, 4)]) for i in range(4)]
+    for num_ranks in (1, 2):
+        found = runs.series(num_ranks, "grouped", "loss")[0]
+        assert found == pytest.approx(mean(by_prompt), rel=1e-5)
+
+
+def test_the_balance_of_lengths_is_recorded(runs):
+    assert runs.series(1, "grouped", "chosen_longer") == [pytest.approx(4 / 7)] * STEPS
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def config(**fields: Any) -> DPOConfig:
+    return DPOConfig(output_dir="unused", model_name_or_path="unused", **fields)
+
+
+def test_losses_are_weighted_and_summed_by_hand():
+    logps = torch.tensor([[-10.0, -14.0]])
+    ref_logps = torch.tensor([[-11.0, -13.0]])  # D = 2
+    lengths = torch.tensor([[2, 4]])
+    fields = {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [2.0, 0.5, 4.0]}
+    value = pair_losses(logps, ref_logps, lengths, config(beta=0.25, **fields))
+    expected = 2 * softplus(-0.5) + 0.5 * (2 - 2) ** 2 + 4 * 0.5
+    torch.testing.assert_close(value, torch.tensor([expected]))
+    unweighted = pair_losses(logps, ref_logps, lengths, config(beta=0.25, loss_type=["hinge"] * 2))
+    torch.testing.assert_close(unweighted, torch.tensor([1.0]))
+
+
+def test_which_runs_need_a_reference():
+    assert config().needs_reference
+    assert config(loss_type=["simpo", "ipo"]).needs_reference
+    assert not config(loss_type=["simpo"]).needs_reference
+    assert not config(reference_free=True).needs_reference
+    assert config(loss_type=["simpo", "ipo_mean"]).is_per_token
+    assert not config(loss_type=["simpo", "sigmoid"]).is_per_token
+
+
+def test_the_choices_are_the_losses():
+    for name in losses.PREFERENCE_LOSSES:
+        assert config(loss_type=[name]).weighted_losses == [(name, 1.0)]
+
+
+ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}
+REFUSED = [
+    ({"loss_type": []}, "--loss_type is empty"),
+    ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be one of"),
+    ({"loss_weights": [1.0, 2.0]}, "--loss_weights has 2 values for 1 losses"),
+    ({"loss_weights": [0.0]}, "must be positive"),
+    ({"loss_type": ["sigmoid", "ipo"], "label_smoothing": 0.1}, "must be 0 with --loss_type ipo"),
+    ({"gamma": 0.5}, "--gamma is 0.5; it must be 0 with --loss_type sigmoid"),
+    ({"gamma": -0.5, "loss_type": ["simpo"]}, "--gamma is -0.5"),
+    ({"ld_alpha": 1.5}, "--ld_alpha is 1.5; it must lie in"),
+    ({"ld_alpha": 0.5, "loss_type": ["simpo"]}, "--ld_alpha is 0.5; it must be 1"),
+    ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
+    ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
+    ({"reward_funcs": ["gold"]}, "--reward_funcs is for --pairs_from rollouts"),
+    ({**ROLLOUT_FLAGS, "num_generations": 3}, "--num_generations is 3 of 8"),
+    ({**ROLLOUT_FLAGS, "num_generations": 10}, "--num_generations is 10 of 8"),
+    ({**ROLLOUT_FLAGS, "temperature": 0.0}, "--temperature is 0.0"),
+    ({**ROLLOUT_FLAGS, "pair_method": "worst"}, "--pair_method is 'worst'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_flags_that_contradict_each_other_are_refused(fields, message):
+    with pytest.raises(UserError) as refusal:
+        config(**fields)
+    assert message in str(refusal.value)

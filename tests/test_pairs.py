@@ -1,0 +1,229 @@
+"""Claim: pairs are chosen, dropped, grouped and written as their papers and flags say.
+
+RSO's pairs are random among those accepted, the winner is the one with the higher reward, and a
+pair without a difference is dropped and counted; the comparisons of a prompt share one forward pass
+and count 1 together.
+"""
+
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from common import data, pairs
+from common.config import UserError
+from common.data import Example
+from common.generation import Rollouts
+from common.rows import load_rows
+from common.scoring import RewardModel, sequence_scores
+
+SEEDS = torch.arange(3000)
+
+
+def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any = None) -> Any:
+    seeds = torch.arange(len(rewards)) if seeds is None else seeds
+    rest = {"num_accepted": num_accepted, "temperature": 0.5, "seeds": seeds}
+    return pairs.choose_pairs(rewards, method=method, **rest)
+
+
+def test_best_worst_by_hand():
+    rewards = torch.tensor([[0.1, 0.9, -0.3], [2.0, 2.0, 2.0]])
+    assert choose(rewards, "best_worst")[0].tolist() == [[1, 2]]
+    assert choose(rewards, "best_worst").shape == (2, 1, 2)
+
+
+def test_every_accepted_candidate_plays_once_and_the_higher_reward_wins():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(50, 16, generator=generator)
+    chosen = choose(rewards, "rso_tournament", 8)  # (50, 4, 2)
+    assert chosen.shape == (50, 4, 2)
+    assert all(len(set(row)) == 8 for row in chosen.flatten(1).tolist())
+    scores = rewards.gather(1, chosen.flatten(1)).view(50, 4, 2)
+    assert (scores[..., 0] >= scores[..., 1]).all()
+
+
+def test_opponents_are_random_whatever_their_rewards():
+    """With all four accepted the three ways to pair them are equally likely.
+
+    In the order of acceptance they are not: the worst are accepted last, next to each other.
+    """
+    rewards = torch.tensor([1.0, 0.9, -0.5, -0.6]).expand(len(SEEDS), 4)
+    chosen = choose(rewards, "rso_tournament", 4, SEEDS)
+    ways = Counter(frozenset(frozenset(pair) for pair in row) for row in chosen.tolist())
+    assert len(ways) == 3
+    for count in ways.values():
+        assert abs(count / len(SEEDS) - 1 / 3) < 4 * (2 / 9 / len(SEEDS)) ** 0.5
+
+
+def left_out(
+    rewards: list[float], beta: float, left: list[int], accepted: list[int]
+) -> list[float]:
+    """RSO's algorithm 1 that keeps two of three: the probability of each not to be among them.
+
+    One pass over those left, each accepted with exp((r - max) / beta); then the next pass.
+    """
+    highest = max(rewards[i] for i in left)
+    chances = [math.exp((rewards[i] - highest) / beta) for i in left]
+    total = [0.0, 0.0, 0.0]
+    for draws in itertools.product([True, False], repeat=len(left)):
+        probability = math.prod(c if d else 1 - c for c, d in zip(chances, draws, strict=True))
+        if probability == 0:
+            continue
+        now = [*accepted, *(i for i, drawn in zip(left, draws, strict=True) if drawn)][:2]
+        if len(now) == 2:
+            part = [float(i not in now) for i in range(3)]
+        else:
+            part = left_out(rewards, beta, [i for i in left if i not in now], now)
+        total = [t + probability * p for t, p in zip(total, part, strict=True)]
+    return total
+
+
+def test_the_tournament_prefers_good_candidates_by_the_temperature():
+    """Of three, two are accepted: the chance that the worst is left out, enumerated.
+
+    Algorithm 1 with weights exp((r - max) / beta): the candidates left are passed over in order.
+    """
+    rewards, beta = [0.0, 0.5, 0.25], 0.5
+    probabilities = left_out(rewards, beta, [0, 1, 2], [])
+    chosen = choose(torch.tensor(rewards).expand(len(SEEDS), 3), "rso_tournament", 2, SEEDS)
+    counts = torch.bincount(3 - chosen.sum(-1).flatten(), minlength=3) / len(SEEDS)
+    for share, probability in zip(counts.tolist(), probabilities, strict=True):
+        assert abs(share - probability) < 4 * (probability * (1 - probability) / 3000) ** 0.5 + 1e-9
+
+
+def test_a_prompt_s_pairs_do_not_depend_on_its_batch():
+    generator = torch.Generator().manual_seed(1)
+    rewards, seeds = torch.randn(6, 8, generator=generator), torch.arange(6) + 40
+    together = choose(rewards, "rso_tournament", 4, seeds)
+    apart = [choose(rewards[i : i + 1], "rso_tournament", 4, seeds[i : i + 1]) for i in range(6)]
+    assert torch.equal(together, torch.cat(apart))
+
+
+def rollouts_of(texts: list[str]) -> Rollouts:
+    tokenizer = tiny.tokenizer()
+    ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
+    return Rollouts(ids, [[0.0] * len(row) for row in ids], [True] * len(ids))
+
+
+def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted():
+    texts = [" a", " b", " c", " d", " ", " e", " f", " g"]
+    rewards = torch.tensor([[1.0, 0.5], [0.25, 0.25], [1.0, 0.0], [9.0, 8.0]])
+    chosen = torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
+    report = pairs.PairReport()
+    pairs.add_rollouts(report, [7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
+    assert [pair.prompt_index for pair in report.pairs] == [7]
+    assert report.pairs[0].texts == (" a", " b")
+    assert report.pairs[0].rewards == (1.0, 0.5)
+    assert (report.num_equal, report.num_blank) == (1, 1)
+    assert (report.num_prompts, report.num_candidates) == (3, 6)  # a filler counts nowhere
+    assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in str(report)
+
+
+def test_merged_reports_stand_in_the_order_of_the_prompts():
+    texts, rewards = [" a", " b", " c", " d"], torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    chosen = torch.tensor([[[0, 1]], [[0, 1]]])
+    parts = [pairs.PairReport(), pairs.PairReport()]
+    pairs.add_rollouts(parts[0], [3, 0], rollouts_of(texts), texts, rewards, chosen)
+    pairs.add_rollouts(parts[1], [2, 1], rollouts_of(texts), texts, rewards, chosen)
+    merged = pairs.merge(parts)
+    assert [pair.prompt_index for pair in merged.pairs] == [0, 1, 2, 3]
+    assert merged.num_candidates == 8
+
+
+def test_no_pair_at_all_is_refused():
+    with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
+        pairs.as_examples([], [])
+
+
+def test_written_pairs_are_rows_of_every_stage(tmp_path):
+    prompts = [Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")]
+    texts = [" one two\u2028", " three"]
+    report = pairs.PairReport()
+    rewards = torch.tensor([[0.5, 0.75]])
+    order = torch.tensor([[[1, 0]]])
+    pairs.add_rollouts(report, [0], rollouts_of(texts), texts, rewards, order)
+    file = tmp_path / "run" / "pairs.jsonl"
+    pairs.write_jsonl(file, report.pairs, prompts)
+    row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
+    rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
+    assert load_rows(str(file), "train", kind="preference", seed=0) == [row | rewards]
+    example = pairs.as_examples(report.pairs, prompts)[0]
+    assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
+    assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
+
+
+# ---- what pairs have beside their texts ----------------------------------------------------------
+
+
+def comparisons() -> list[Example]:
+    """Three prompts with 3, 1 and 2 comparisons, not next to each other."""
+    examples = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)] * 2)
+    prompts = [examples[i].prompt_ids for i in (0, 1, 2, 0, 2, 0)]
+    for row, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
+        example.row, example.prompt_ids = row, prompt
+    return examples
+
+
+def test_all_comparisons_of_a_prompt_are_one_group_that_counts_one():
+    examples = comparisons()
+    groups = pairs.group(examples, by_prompt=True)
+    assert [group.rows for group in groups] == [[0, 3, 5], [1], [2, 4]]
+    assert groups[1].num_tokens == examples[1].num_tokens
+    assert pairs.weights(groups).tolist() == pytest.approx([1 / 3, 1, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
+    single = pairs.group(examples, by_prompt=False)
+    assert [group.rows for group in single] == [[row] for row in range(6)]
+    assert pairs.weights(single).tolist() == [1.0] * 6
+
+
+@pytest.mark.usefixtures("process_group")
+def test_grouped_comparisons_compute_their_prompt_once_and_score_alike():
+    examples = comparisons()
+    config = tiny.train_config(micro_batch_size=8)
+    rows = [0, 3, 5, 1, 2, 4]
+    grouped = data.micro_batches(examples, rows, config, 7, is_grouped=True)
+    apart = data.micro_batches(examples, rows, config, 7)
+    own = sum(len(ids) for example in examples for ids in example.completions)
+    assert len(grouped) == len(apart) == 1
+    assert grouped[0].input_ids.numel() == own + sum(len(examples[i].prompt_ids) for i in (0, 1, 2))
+    assert apart[0].input_ids.numel() == own + sum(len(e.prompt_ids) for e in examples)
+    model = RewardModel(tiny.classifier("gpt2"))
+    scores = []
+    for batch in (grouped[0], apart[0]):
+        table = torch.zeros(12)
+        table[batch.places] = sequence_scores(model, batch).detach()
+        assert (batch.places.view(-1, 2) % 2 == torch.tensor([0, 1])).all()  # chosen, rejected
+        scores.append(table)
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_group_over_the_limits_is_cut_between_comparisons():
+    config = tiny.train_config(micro_batch_size=2)
+    batches = data.micro_batches(comparisons(), [0, 3, 5], config, 7, is_grouped=True)
+    assert [len(batch.places) for batch in batches] == [4, 2]
+    places = sorted(place for batch in batches for place in batch.places.tolist())
+    assert places == [0, 1, 6, 7, 10, 11]
+
+
+def with_margins(*values: Any) -> list[Example]:
+    return [Example(i, "p", [1], [[2], [3]], {"margin": v}) for i, v in enumerate(values)]
+
+
+def test_margins_are_a_column_or_nothing():
+    assert pairs.margins(comparisons()).tolist() == [0.0] * 6
+    assert pairs.margins(with_margins(1, 0.5)).tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("value", [None, "big", float("nan"), True])
+def test_a_margin_that_is_no_number_is_refused(value):
+    with pytest.raises(UserError, match="row 2 .* column 'margin'"):
+        pairs.margins(with_margins(1.0, value))
+
+
+def test_length_balance_by_hand():
+    examples = tiny.ragged_examples([(2, 4, 2), (2, 2, 5), (2, 3, 3), (2, 7, 1)])
+    assert pairs.length_balance(examples) == (1 + 0 + 0.5 + 1) / 4
