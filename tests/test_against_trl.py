@@ -69,6 +69,14 @@ def test_reward_model(margin: Tensor | None):
     assert_same(ours, trl_code.reward_loss(rewards, margin, None), rewards)
 
 
+def test_reward_model_with_centred_rewards():
+    rewards = policy_logps()[:, 0]
+    chosen, rejected = rewards.chunk(2)
+    pairs = losses.bradley_terry_loss(chosen, rejected)
+    ours = (pairs + 0.1 * losses.centering_penalty(chosen, rejected)).mean()
+    assert_same(ours, trl_code.reward_loss(rewards, None, 0.1), rewards)
+
+
 # ---- preference losses ---------------------------------------------------------------------------
 
 
@@ -107,6 +115,20 @@ def test_dpo_with_an_sft_term():
     ours = losses.preference_loss(*pairs, beta=0.3).mean() + 0.4 * sft
     settings = {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.4]}
     assert_same(ours, trl_code.dpo_loss(logps, REF, MASK, beta=0.3, **settings), logps)
+
+
+def test_ld_dpo():
+    logps = policy_logps()
+    shared = torch.minimum(*LENGTHS.chunk(2)).repeat(2)
+    options = {"shared_lengths": shared, "ld_alpha": 0.25}
+    pairs = [
+        half
+        for token_logps in (logps, REF)
+        for half in losses.sequence_logps(token_logps, MASK, **options).chunk(2)
+    ]
+    ours = losses.preference_loss(*pairs, beta=0.3).mean()
+    trl = trl_code.dpo_loss(logps, REF, MASK, beta=0.3, loss_types=["sigmoid"], ld_alpha=0.25)
+    assert_same(ours, trl, logps)
 
 
 WITHOUT_REFERENCE = [
