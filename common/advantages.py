@@ -24,6 +24,7 @@ def group_advantages(
     *,
     scale: str = "group",
     baseline: str = "mean",
+    counted: Tensor | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Rewards relative to the other completions of the same prompt.
@@ -35,6 +36,7 @@ def group_advantages(
             (Dr. GRPO, Liu et al. 2025).
         baseline: What is subtracted. `mean`: the group's mean. `leave_one_out`: the mean of the
             other completions (RLOO, Ahmadian et al. 2024), G / (G - 1) times as far away.
+        counted: (N,) bool, True = the group is part of the batch, for `batch`; default all.
         all_reduce: Sums a tensor over the ranks, for `batch`, which otherwise sees this rank's
             prompts only. Then every rank has to call this function.
 
@@ -56,7 +58,8 @@ def group_advantages(
     if scale == "group":
         advantages = advantages / (deviations.std(dim=1, keepdim=True) + EPSILON)
     elif scale == "batch":
-        _, std = _global_moments(rewards.double(), all_reduce)
+        in_batch = rewards if counted is None else rewards[counted]
+        _, std = _global_moments(in_batch.double(), all_reduce)
         advantages = advantages / (std + EPSILON)
     return advantages.float()
 
@@ -181,10 +184,36 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return (weights.sum(dim=-1) ** 2 / (weights**2).sum(dim=-1)).float()
 
 
+def num_candidates_seen(
+    rewards: Tensor, *, num_keep: int, temperature: float, method: str, seed: Tensor
+) -> Tensor:
+    """How many candidates `rejection_sample` looks at, (N,) int64; its arguments.
+
+    All K, but for `rso`, which stops in its first pass as soon as it has accepted enough.
+    """
+    num_prompts, num_candidates = rewards.shape
+    everyone = torch.full((num_prompts,), num_candidates, device=rewards.device)
+    if method != "rso":
+        return everyone
+    left = torch.ones_like(rewards, dtype=torch.bool)
+    seeds = seed.to(rewards.device)[:, None]
+    accepted = _rso_accepts(rewards.double() / temperature, left, seeds, 0)  # (N, K)
+    not_enough = accepted.long().cumsum(dim=1) < num_keep  # (N, K), after each candidate
+    return torch.minimum(not_enough.sum(dim=1) + 1, everyone)
+
+
+def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Tensor:
+    """Which of the candidates left (N, K) a whole pass of RSO's algorithm 1 would accept."""
+    salt = derive_seed(0, "rejection_sample", "rso")
+    candidates = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)  # (N, K)
+    scores_left = scores.masked_fill(~left, -torch.inf)
+    probabilities = (scores_left - scores_left.max(dim=1, keepdim=True).values).exp()
+    return uniform(salt, seeds, number, candidates) < probabilities
+
+
 def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
     """RSO's algorithm 1 for all prompts at once; scores (N, K) are rewards / temperature."""
     num_prompts, num_candidates = scores.shape
-    salt = derive_seed(0, "rejection_sample", "rso")
     candidates = torch.arange(num_candidates, device=scores.device).expand_as(scores)  # (N, K)
     # One column more than is kept: what comes too late is written there.
     kept = torch.zeros((num_prompts, num_keep + 1), dtype=torch.long, device=scores.device)
@@ -192,9 +221,7 @@ def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
     left = torch.ones_like(scores, dtype=torch.bool)
     # Every pass accepts at least the best candidate left, so num_keep passes are enough.
     for number in range(num_keep):
-        scores_left = scores.masked_fill(~left, -torch.inf)
-        probabilities = (scores_left - scores_left.max(dim=1, keepdim=True).values).exp()
-        accepted = uniform(salt, seeds, number, candidates) < probabilities  # (N, K)
+        accepted = _rso_accepts(scores, left, seeds, number)  # (N, K)
         slots = num_kept + accepted.long().cumsum(dim=1) - 1
         slots = torch.where(accepted, slots, num_keep).clamp(max=num_keep)
         kept.scatter_(1, slots, candidates)

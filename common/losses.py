@@ -16,6 +16,14 @@ PER_TOKEN_LOSSES = ("ipo_mean", "simpo")  # those of log-probs divided by the co
 REFERENCE_FREE_LOSSES = ("simpo",)
 KL_ESTIMATORS = ("k1", "k2", "k3")
 RATIO_LEVELS = ("token", "sequence")
+POLICY_OBJECTIVES = ("clip", "cispo")
+SAMPLER_CORRECTIONS = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+)
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 
 
@@ -184,10 +192,13 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
 
     With d = log ref - log pi, and expectations over tokens drawn from pi:
 
-    - `k1` = -d: unbiased, of either sign; as a loss its expected gradient is 0: for rewards only.
+    - `k1` = -d: unbiased, of either sign; as a loss its expected gradient is 0: for rewards.
     - `k2` = d^2 / 2: biased; as a loss its expected gradient is that of KL(pi || ref).
     - `k3` = exp(d) - d - 1: unbiased, never negative (DeepSeekMath eq. 4); as a loss its expected
       gradient is that of KL(ref || pi).
+
+    Times `probability_ratio` at token level, `k1` and `k3` as a loss have the expected gradient of
+    KL(pi || ref), also when the tokens were drawn from an older policy (DeepSeek-V3.2, 2025).
 
     Args:
         token_logps: (B, C), log pi of the sampled tokens.
@@ -209,60 +220,99 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     return torch.expm1(difference) - difference  # expm1: near 0, exp(d) - 1 keeps no digits
 
 
-def policy_loss(
+def probability_ratio(
     token_logps: Tensor,
     old_token_logps: Tensor,
-    advantages: Tensor,
     completion_mask: Tensor,
     *,
-    epsilon_low: float = 0.2,
-    epsilon_high: float = 0.2,
-    delta: float | None = None,
     ratio_level: str = "token",
 ) -> Tensor:
-    """Clipped policy objective at each token, negated: -min(rho A, clip(rho) A).
+    """How much likelier the policy makes what was sampled than the policy that sampled it.
 
-    PPO (Schulman et al. 2017, eq. 7) as used by GRPO (DeepSeekMath eq. 3), with DAPO's two bounds
-    (Yu et al. 2025, eq. 8) and the dual clip max(., delta A) where A < 0 (Ye et al. 2020). With one
-    update per rollout, pass the log-probs as their own old ones: rho is then exactly 1 and its
-    gradient is that of the log-prob, so the loss's gradient is REINFORCE's.
+    - `token`: pi / old of each token.
+    - `sequence`: the geometric mean of these over the completion (GSPO, Zheng et al. 2025, eq. 7),
+      at each token with the gradient of that token's log-prob (eq. 14).
+
+    With the log-probs as their own old ones it is exactly 1 and its gradient is theirs.
 
     Args:
         token_logps: (B, C), log pi with gradient.
-        old_token_logps: (B, C), log-probs of the policy that sampled; no gradient goes into them.
-        advantages: (B, C), or (B,) for one per completion.
+        old_token_logps: (B, C), of the policy that sampled; no gradient goes into them.
         completion_mask: (B, C) bool, True = the token counts.
-        epsilon_low: The ratio is clipped below at 1 - epsilon_low.
-        epsilon_high: The ratio is clipped above at 1 + epsilon_high.
-        delta: Bound, above 1 + epsilon_high, on the ratio of a token with negative advantage, which
-            the clip alone leaves unbounded; None = no bound.
-        ratio_level: `token`: rho = pi / old of the token. `sequence`: its geometric mean over the
-            completion (GSPO, Zheng et al. 2025, eq. 7) in the paper's token variant (eq. 14), whose
-            gradient is the same when a completion has one advantage.
+        ratio_level: One of `RATIO_LEVELS`.
 
     Returns:
-        (B, C), to be minimised; 0 where the mask is False.
+        (B, C); 1 where the mask is False, at sequence level the completion's ratio.
 
     Raises:
-        ValueError: An unknown ratio level, or a delta that the clip makes meaningless.
+        ValueError: An unknown ratio level.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    if delta is not None and delta <= 1 + epsilon_high:
-        raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     log_ratio = _precise(token_logps) - _precise(old_token_logps).detach()
     # Masked before exp: an infinity there would turn the zero gradient of padding into NaN.
     log_ratio = torch.where(completion_mask, log_ratio, torch.zeros_like(log_ratio))  # (B, C)
     if ratio_level == "sequence":
         mean = _mean(log_ratio.sum(dim=1), completion_mask.sum(dim=1))[:, None]  # (B, 1)
         log_ratio = mean.detach() + (log_ratio - log_ratio.detach())
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)  # (B, C)
+    return log_ratio.exp()
+
+
+def policy_loss(
+    token_logps: Tensor,
+    old_token_logps: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    *,
+    objective: str = "clip",
+    epsilon_low: float = 0.2,
+    epsilon_high: float = 0.2,
+    delta: float | None = None,
+    ratio_level: str = "token",
+) -> Tensor:
+    """Policy objective at each token, negated; rho is the `probability_ratio`.
+
+    - `clip`: -min(rho A, clip(rho) A), PPO (Schulman et al. 2017, eq. 7) as used by GRPO
+      (DeepSeekMath eq. 3), with DAPO's two bounds (Yu et al. 2025, eq. 8) and the dual clip
+      max(., delta A) where A < 0 (Ye et al. 2020).
+    - `cispo`: -sg(min(rho, 1 + epsilon_high)) A log pi, where sg stops the gradient: no token
+      loses its gradient, only its weight is bounded (MiniMax-M1 2025, eq. 4-5).
+
+    With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
+    and the loss's gradient is REINFORCE's.
+
+    Args:
+        token_logps: (B, C), log pi with gradient.
+        old_token_logps: (B, C), log-probs of the policy that sampled; no gradient goes into them.
+        advantages: (B, C), or (B,) for one per completion.
+        completion_mask: (B, C) bool, True = the token counts.
+        objective: One of `POLICY_OBJECTIVES`.
+        epsilon_low: `clip` bounds the ratio below at 1 - epsilon_low.
+        epsilon_high: The ratio is bounded above at 1 + epsilon_high.
+        delta: Bound of `clip`, above 1 + epsilon_high, on the ratio of a token with negative
+            advantage, which the two bounds leave unlimited; None = no bound.
+        ratio_level: See `probability_ratio`. At sequence level the gradient of `clip` is that of
+            GSPO's eq. 5 when a completion has one advantage.
+
+    Returns:
+        (B, C), to be minimised; 0 where the mask is False.
+
+    Raises:
+        ValueError: An unknown objective or ratio level, or a delta that has no meaning.
+    """
+    _check_policy_options(objective, epsilon_high, delta)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    ratio = probability_ratio(
+        token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
+    )
+    if objective == "cispo":
+        logps = torch.where(completion_mask, _precise(token_logps), torch.zeros_like(ratio))
+        gain = ratio.detach().clamp(max=1 + epsilon_high) * advantages * logps  # (B, C)
+    else:
+        clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+        gain = torch.minimum(ratio * advantages, clipped * advantages)  # (B, C)
     if delta is not None:
-        bounded = torch.maximum(objective, delta * advantages)
-        objective = torch.where(advantages < 0, bounded, objective)
-    return torch.where(completion_mask, -objective, torch.zeros_like(objective))
+        gain = torch.where(advantages < 0, torch.maximum(gain, delta * advantages), gain)
+    return torch.where(completion_mask, -gain, torch.zeros_like(gain))
 
 
 def clipped_tokens(
@@ -271,27 +321,84 @@ def clipped_tokens(
     advantages: Tensor,
     completion_mask: Tensor,
     *,
+    objective: str = "clip",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
+    delta: float | None = None,
+    ratio_level: str = "token",
 ) -> Tensor:
-    """Which tokens `policy_loss` clips at token level, so that they give no gradient.
+    """Where a bound of `policy_loss` is active: no gradient in `clip`, a smaller one in `cispo`.
 
     Args:
-        token_logps: As in `policy_loss`.
+        token_logps: As in `policy_loss`, and so the other arguments.
         old_token_logps: As in `policy_loss`.
-        advantages: (B,), one per completion.
-        completion_mask: (B, C) bool, True = the token counts.
+        advantages: As in `policy_loss`.
+        completion_mask: As in `policy_loss`.
+        objective: As in `policy_loss`.
         epsilon_low: As in `policy_loss`.
         epsilon_high: As in `policy_loss`.
+        delta: As in `policy_loss`.
+        ratio_level: As in `policy_loss`.
 
     Returns:
         (B, C) bool, without gradient.
     """
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     with torch.no_grad():
-        ratio = (_precise(token_logps) - _precise(old_token_logps)).exp()  # (B, C)
-        too_low = (ratio < 1 - epsilon_low) & (advantages[:, None] < 0)
-        too_high = (ratio > 1 + epsilon_high) & (advantages[:, None] > 0)
-    return (too_low | too_high) & completion_mask
+        ratio = probability_ratio(
+            token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
+        )
+        above = ratio > 1 + epsilon_high
+        if objective == "cispo":
+            return above & (advantages != 0) & completion_mask
+        outside = (above & (advantages > 0)) | ((ratio < 1 - epsilon_low) & (advantages < 0))
+        if delta is not None:
+            outside = outside | ((ratio > delta) & (advantages < 0))
+    return outside & completion_mask
+
+
+def sampler_weights(
+    old_token_logps: Tensor,
+    sampled_token_logps: Tensor,
+    completion_mask: Tensor,
+    *,
+    correction: str,
+    cap: float,
+) -> Tensor:
+    """Importance weights of completions that another program drew than the one that trains.
+
+    With w = trainer / sampler, of a token (`token_...`) or as the product over the completion
+    (`sequence_...`):
+
+    - `..._truncate`: min(w, cap), truncated importance sampling (Yao et al. 2025).
+    - `..._mask`: w where 1 / cap <= w <= cap, else 0: a token that both sides see too differently
+      is left out (IcePop, 2025, which has two bounds).
+
+    Args:
+        old_token_logps: (B, C), of the trainer with the weights that sampled.
+        sampled_token_logps: (B, C), recorded while sampling.
+        completion_mask: (B, C) bool, True = the token counts.
+        correction: One of `SAMPLER_CORRECTIONS`.
+        cap: At least 1.
+
+    Returns:
+        (B, C) without gradient; 1 everywhere with `none`, and at padding at token level.
+
+    Raises:
+        ValueError: An unknown correction.
+    """
+    check_choice("correction", correction, SAMPLER_CORRECTIONS)
+    log_weights = (_precise(old_token_logps) - _precise(sampled_token_logps)).detach()
+    log_weights = torch.where(completion_mask, log_weights, torch.zeros_like(log_weights))
+    if correction == "none":
+        return torch.ones_like(log_weights)
+    if correction.startswith("sequence"):
+        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)  # (B, C)
+    weights = log_weights.exp()
+    if correction.endswith("truncate"):
+        return weights.clamp(max=cap)
+    within = (weights >= 1 / cap) & (weights <= cap)
+    return torch.where(within, weights, torch.zeros_like(weights))
 
 
 def aggregate(
@@ -380,3 +487,12 @@ def _check_preference_options(loss_type: str, label_smoothing: float) -> None:
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be 0 with loss_type {loss_type}"
         )
+
+
+def _check_policy_options(objective: str, epsilon_high: float, delta: float | None) -> None:
+    """Raise ValueError for an unknown objective, or a delta without a meaning."""
+    check_choice("objective", objective, POLICY_OBJECTIVES)
+    if delta is not None and objective != "clip":
+        raise ValueError(f"delta is {delta} but must be None with objective {objective}")
+    if delta is not None and delta <= 1 + epsilon_high:
+        raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")

@@ -52,6 +52,23 @@ def test_group_advantages_by_hand(baseline: str, centred: list[list[float]]):
     close(ours("batch"), [[value / (BATCH_STD + EPSILON) for value in row] for row in centred])
 
 
+def test_the_batch_s_deviation_is_that_of_the_groups_in_the_batch():
+    # Of the first group alone: mean 3, squared deviations 14, four rewards.
+    ours = advantages.group_advantages(REWARDS, scale="batch", counted=torch.tensor([True, False]))
+    close(ours[0], [value / (GROUP_STD[0] + EPSILON) for value in CENTRED[0]])
+    summed = []
+
+    def add_other_rank(sums: Tensor) -> Tensor:
+        summed.append(sums)
+        values = REWARDS[1].double()
+        return sums + torch.stack([values.sum(), (values**2).sum(), torch.tensor(4.0).double()])
+
+    options = {"scale": "batch", "all_reduce": add_other_rank}
+    ours = advantages.group_advantages(REWARDS[:1], **options)
+    close(ours, [[value / (BATCH_STD + EPSILON) for value in CENTRED[0]]])
+    assert len(summed) == 1
+
+
 def test_group_advantages_default_to_group_and_mean():
     default = advantages.group_advantages(REWARDS)
     close(default, advantages.group_advantages(REWARDS, scale="group", baseline="mean"))
@@ -255,6 +272,35 @@ def test_rso_is_algorithm_1_draw_by_draw(rewards: list, num_keep: int, beta: flo
     ]
     assert ours.tolist() == expected
     assert ours.dtype == torch.int64
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rewards=st.lists(st.floats(-3, 3, width=16), min_size=6, max_size=6),
+    num_keep=st.integers(1, 6),
+    beta=st.sampled_from([0.5, 2.0, 100.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_candidates_seen_are_those_that_algorithm_1_asks_a_number_for(
+    rewards: list, num_keep: int, beta: float, seed: int
+):
+    generator = random.Random(seed)
+    table = torch.tensor([[[generator.random() for _ in range(6)]] for _ in range(6)])
+    asked = set()
+
+    def uniform(number: int, candidate: int) -> float:
+        asked.add(candidate)
+        return table[number, 0, candidate].item()
+
+    literal_algorithm_1(rewards, num_keep, beta, uniform)
+    options = {"num_keep": num_keep, "temperature": beta, "seed": torch.tensor([0])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advantages, "uniform", lambda salt, seeds, number, candidates: table[number])
+        seen = advantages.num_candidates_seen(torch.tensor([rewards]), method="rso", **options)
+    assert seen.tolist() == [len(asked)]
+    for method in ("gumbel", "max_variance"):
+        seen = advantages.num_candidates_seen(torch.tensor([rewards]), method=method, **options)
+        assert seen.tolist() == [6]
 
 
 def exact_rso(rewards: list[float], num_keep: int, beta: float) -> Counter:

@@ -338,6 +338,62 @@ def test_expected_gradient_of_each_estimator_as_a_loss(estimator: str):
     close(ours, expected[estimator], 1e-10)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_times_the_ratio_an_estimate_has_the_gradient_of_the_kl(estimator: str):
+    """Tokens drawn from an older policy; all enumerated. Without the ratio it is another one."""
+    logits, ref = softmax_table(seed=5).log(), softmax_table(seed=6)
+    old = softmax_table(seed=7)
+    mask = torch.ones(1, VOCABULARY, dtype=torch.bool)
+    leaves = [logits.clone().requires_grad_() for _ in range(3)]
+    logps = [leaf.log_softmax(-1)[None] for leaf in leaves]
+    kl(logps[0][0].exp(), ref).backward()
+    for corrected, values in ((True, logps[1]), (False, logps[2])):
+        per_token = losses.kl_estimate(values, ref.log()[None], estimator=estimator)
+        if corrected:
+            per_token = per_token * losses.probability_ratio(values, old.log()[None], mask)
+        (old * per_token[0]).sum().backward()
+    close(leaves[1].grad, leaves[0].grad, 1e-10)
+    assert (leaves[2].grad - leaves[0].grad).abs().max() > 0.05
+
+
+# ---- sampler and trainer -------------------------------------------------------------------------
+
+
+def test_sampler_weights_by_hand():
+    # Ratios 4, 1, 1/8 and, under the mask, e^5: product 1/2. Then 2 and 1: product 2.
+    log_ratio = torch.tensor([[2 * LN2, 0.0, -3 * LN2, 5.0], [LN2, 0.0, 5.0, 5.0]])
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    sampled = torch.full((2, 4), -2.0)
+    old = (sampled + log_ratio).requires_grad_()
+    expected = {
+        "none": [[1.0, 1.0, 1.0], [1.0, 1.0]],
+        "token_truncate": [[3.0, 1.0, 0.125], [2.0, 1.0]],
+        "token_mask": [[0.0, 1.0, 0.0], [2.0, 1.0]],
+        "sequence_truncate": [[0.5] * 3, [2.0] * 2],
+        "sequence_mask": [[0.5] * 3, [2.0] * 2],
+    }
+    assert set(expected) == set(losses.SAMPLER_CORRECTIONS)
+    for correction, rows in expected.items():
+        weights = losses.sampler_weights(old, sampled, mask, correction=correction, cap=3.0)
+        assert not weights.requires_grad
+        for row, kept, values in zip(weights, mask, rows, strict=True):
+            close(row[kept], values)
+    options = {"cap": 1.5, "correction": "sequence_truncate"}
+    close(losses.sampler_weights(old, sampled, mask, **options)[:, 0], [0.5, 1.5])
+    options["correction"] = "sequence_mask"
+    close(losses.sampler_weights(old, sampled, mask, **options)[:, 0], [0.0, 0.0])
+
+
+def test_importance_weights_make_the_sampler_s_mean_the_trainer_s():
+    """Enumerated over the vocabulary: the sum of q w f is the sum of p f without a cap."""
+    trainer, sampler = softmax_table(seed=8), softmax_table(seed=9)
+    values = torch.arange(VOCABULARY).double()
+    mask = torch.ones(VOCABULARY, 1, dtype=torch.bool)
+    terms = (trainer.log()[:, None], sampler.log()[:, None], mask)
+    weights = losses.sampler_weights(*terms, correction="token_truncate", cap=1e9)[:, 0]
+    close((sampler * weights * values).sum(), (trainer * values).sum(), 1e-12)
+
+
 # ---- policy objective ----------------------------------------------------------------------------
 
 
@@ -355,6 +411,10 @@ def test_policy_gradient_at_ratio_one_is_reinforce():
         for old in (logps, logps.detach()):
             loss = losses.policy_loss(logps, old, advantages, mask, ratio_level=ratio_level)
             close(loss, -advantages[:, None] * mask)
+            cispo = losses.policy_loss(logps, old, advantages, mask, objective="cispo")
+            total = losses.aggregate(cispo, mask, aggregation="token")
+            (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
+            close(gradient, expected, 1e-10)
             total = losses.aggregate(loss, mask, aggregation="token")
             (gradient,) = torch.autograd.grad(total, leaf, retain_graph=True)
             close(gradient, expected, 1e-10)
@@ -395,8 +455,7 @@ def test_clipping_by_hand(ratio: float, advantage: float, options: dict, loss: f
 
 
 def test_clipped_tokens_are_those_without_gradient():
-    plain = [case for case in CLIPPING if "delta" not in case[2]]
-    for ratio, advantage, options, _, slope in plain:
+    for ratio, advantage, options, _, slope in CLIPPING:
         old = torch.full((1, 2), -1.3)
         clipped = losses.clipped_tokens(
             old + math.log(ratio),
@@ -405,7 +464,45 @@ def test_clipped_tokens_are_those_without_gradient():
             torch.tensor([[True, False]]),
             **options,
         )
-        assert clipped.tolist() == [[slope == 0, False]]
+        assert clipped.tolist() == [[slope == 0 and advantage != 0, False]]
+
+
+def test_clipped_tokens_at_sequence_level_are_whole_completions():
+    # Ratios 4 and 1, geometric mean 2: at token level only the first is above 1.2. Then 1 and 1.
+    log_ratio = torch.tensor([[2 * LN2, 0.0, 5.0], [0.0, 0.0, 5.0]])
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    old, ones = torch.full((2, 3), -6.0), torch.ones(2)
+    terms = (old + log_ratio, old)
+    token = losses.clipped_tokens(*terms, ones, mask)
+    assert token.tolist() == [[True, False, False], [False, False, False]]
+    sequence = losses.clipped_tokens(*terms, ones, mask, ratio_level="sequence")
+    assert sequence.tolist() == [[True, True, False], [False, False, False]]
+    for delta, expected in ((None, False), (1.9, True), (2.1, False)):
+        capped = losses.clipped_tokens(*terms, -ones, mask, ratio_level="sequence", delta=delta)
+        assert capped[0].tolist() == [expected, expected, False]
+
+
+# ratio, advantage -> loss, d loss / d log pi, with log pi = -1.3 + log ratio and epsilon_high 0.2
+CISPO = [
+    (1.0, 1.0, 1.3, -1.0),
+    (0.5, -2.0, 2 * 0.5 * (-1.3 - LN2), 2 * 0.5),
+    (0.1, 1.0, -0.1 * (-1.3 + math.log(0.1)), -0.1),  # nothing bounds the ratio from below
+    (4.0, 1.0, -1.2 * (-1.3 + 2 * LN2), -1.2),
+    (4.0, -1.0, 1.2 * (-1.3 + 2 * LN2), 1.2),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), CISPO)
+def test_cispo_by_hand(ratio: float, advantage: float, loss: float, slope: float):
+    old = torch.tensor([[-1.3]])
+    logps = (old + math.log(ratio)).requires_grad_()
+    terms = (logps, old, torch.tensor([advantage]), torch.ones(1, 1, dtype=torch.bool))
+    ours = losses.policy_loss(*terms, objective="cispo")
+    close(ours, [[loss]])
+    ours.sum().backward()
+    close(logps.grad, [[slope]])
+    clipped = losses.clipped_tokens(*terms, objective="cispo")
+    assert clipped.tolist() == [[ratio > 1.2]]
 
 
 def test_clip_acts_on_the_ratio_of_each_level():
@@ -592,6 +689,18 @@ def test_unusable_options_are_refused_with_the_values_allowed():
         (
             lambda: losses.policy_loss(logps, logps, logps, mask, delta=1.1),
             "delta is 1.1.*1 \\+ epsilon_high = 1.2",
+        ),
+        (
+            lambda: losses.policy_loss(logps, logps, logps, mask, delta=3.0, objective="cispo"),
+            "delta is 3.0.*None with objective cispo",
+        ),
+        (
+            lambda: losses.policy_loss(logps, logps, logps, mask, objective="ppo"),
+            "'ppo'.*clip, cispo",
+        ),
+        (
+            lambda: losses.sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
+            "'tis'.*token_truncate",
         ),
         (lambda: losses.aggregate(logps, mask, aggregation="mean"), "'mean'.*grpo"),
     ]
