@@ -1,8 +1,9 @@
 """Checkpoints to resume from, and exported models to use elsewhere.
 
-A checkpoint is sharded (`torch.distributed.checkpoint`) and holds parameters, optimiser state and
-the number of finished steps; row order and noise are functions of the step, so nothing else is
-needed. An exported model is a plain `save_pretrained` folder.
+A checkpoint is sharded (`torch.distributed.checkpoint`) and holds parameters, optimiser state, the
+number of finished steps, and a reference that changes in the course of the run; row order and noise
+are functions of the step, so nothing else is needed. An exported model is a plain `save_pretrained`
+folder.
 """
 
 import json
@@ -13,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import PreTrainedTokenizerBase
@@ -29,8 +35,22 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / "checkpoints" / f"step_{step:08d}"
 
 
-def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the checkpoint after `step` finished steps; only a whole one has the name."""
+def save(
+    output_dir: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: nn.Module | None = None,
+) -> None:
+    """Write the checkpoint after `step` finished steps; only a whole one has the name.
+
+    Args:
+        output_dir: of the run.
+        step: finished steps.
+        model: sharded.
+        optimizer: of the model.
+        reference: a sharded model that is not what the run started with any more.
+    """
     folder = checkpoint_folder(output_dir, step)
     partial = folder.with_name(folder.name + ".partial")
     if distributed.is_rank0():
@@ -39,9 +59,14 @@ def save(output_dir: Path, step: int, model: nn.Module, optimizer: torch.optim.O
     distributed.barrier()
     fsdp.reshard(model)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    save_shards({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if reference is not None:
+        fsdp.reshard(reference)
+        state["reference"] = get_model_state_dict(reference)
+    save_shards(state, checkpoint_id=partial)
     if distributed.is_rank0():
-        (partial / STEP_FILE).write_text(json.dumps({"step": step}))
+        contents = {"step": step, "has_reference": reference is not None}
+        (partial / STEP_FILE).write_text(json.dumps(contents))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     distributed.barrier()
@@ -71,22 +96,46 @@ def find(output_dir: Path, resume_from_checkpoint: str) -> Path | None:
     return folder
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: nn.Module | None = None,
+) -> int:
     """Load parameters and optimiser state in place; returns the finished steps. Collective.
 
     The number of ranks may differ from the one that saved. Learning rate, betas and weight decay
     stay those of this run's config.
+
+    Args:
+        folder: from `find`.
+        model: sharded.
+        optimizer: of the model.
+        reference: as in `save`.
+
+    Raises:
+        UserError: the checkpoint has a reference and this run updates none, or the reverse.
     """
+    contents = json.loads((folder / STEP_FILE).read_text())
+    if contents.get("has_reference", False) != (reference is not None):
+        has = "no updated" if reference is not None else "an updated"
+        raise UserError(
+            f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
+        )
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    if reference is not None:
+        state["reference"] = get_model_state_dict(reference)
     load_shards(state, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
+    if reference is not None:
+        set_model_state_dict(reference, state["reference"])
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
-    return int(json.loads((folder / STEP_FILE).read_text())["step"])
+    return int(contents["step"])
 
 
 def export(

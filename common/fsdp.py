@@ -30,7 +30,7 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from common import attention, distributed
-from common.config import CommonConfig
+from common.config import CommonConfig, UserError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -328,3 +328,29 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
         for leaf, parameter in list(part.named_parameters(recurse=False)):
             if parameter is old:
                 setattr(part, leaf, new)
+
+
+def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
+    """Raise a UserError for a reference that cannot take the policy's weights."""
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            "--ref_update_steps needs a --ref_model_name_or_path with parameters of the shapes of "
+            "--model_name_or_path."
+        )
+
+
+@torch.no_grad()
+def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
+    """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
+
+    Args:
+        target: sharded as the source is, with the same parameters.
+        source: the other model.
+        alpha: 1 makes the target a copy.
+    """
+    reshard(target)
+    reshard(source)
+    for old, new in zip(target.parameters(), source.parameters(), strict=True):
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
+        shards[0].lerp_(shards[1], alpha)

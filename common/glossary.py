@@ -54,12 +54,19 @@ METRICS: dict[str, str] = {
     "none.",
     "effective_sample_size": "Kish's (sum w)^2 / sum w^2 of the rejection-sampling weights in "
     "completions, mean over the groups.",
+    "candidates_seen": "Candidates that rejection sampling looked at before it had enough, mean "
+    "over the groups.",
     "zero_variance_fraction": "Share of groups whose rewards are all equal: they teach nothing.",
-    "kl": "Estimate of KL(policy || reference) in nats per completion: summed over the tokens, "
-    "mean over the completions.",
-    "clip_fraction": "Share of completion tokens whose ratio is clipped, so gives no gradient.",
+    "replaced_groups": "Groups of equal rewards that fresh prompts were put in the place of, per "
+    "step, over all ranks.",
+    "kl": "KL(policy || reference) by `kl_estimator` in nats per completion: summed over the "
+    "tokens, mean over the completions in the loss.",
+    "clip_fraction": "Share of completion tokens at which a bound on the ratio is active: no "
+    "gradient, in CISPO a smaller one.",
     "sampler_kl": "Sampler minus trainer log-probability in nats, mean over the tokens: estimates "
     "KL(sampler || trainer), and 0 means that both compute the same policy.",
+    "sampler_weight_share": "Kish's effective sample size of the weights of `sampler_correction`, "
+    "as a share of the tokens: (sum w)^2 / (n sum w^2).",
     "completion_length": "Tokens per completion, stop token included, mean.",
     "stop_rate": "Share of completions that ended with a stop token within the length limit.",
 }

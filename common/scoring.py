@@ -5,6 +5,7 @@ once per call and the full (B, T, V) logits never exist. They return NamedTuples
 FSDP finds the tensors to hook for backward only inside containers it can flatten.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,16 @@ class CompletionScores(NamedTuple):
 
     token_logps: Tensor  # (B, C) float32, nats
     entropy: Tensor  # (B, C) float32, nats; zeros unless asked for
+    kl: Tensor  # (B, C) float32, nats, exact KL to a reference; zeros unless one is given
+    hidden: Tensor | None = None  # the states that predict the completions, if asked for
+
+
+@dataclass
+class ReferenceStates:
+    """What the exact KL to a reference needs of it; no gradient goes there."""
+
+    hidden: Tensor  # of the same batch: (M, D'), in the padded layout (B, C, D')
+    head: Head  # whole, not a shard
 
 
 class Policy(nn.Module):
@@ -31,7 +42,13 @@ class Policy(nn.Module):
         self.lm = lm
 
     def forward(
-        self, batch: AnyBatch, *, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        batch: AnyBatch,
+        *,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        with_hidden: bool = False,
+        reference: ReferenceStates | None = None,
     ) -> CompletionScores:
         """Log-probability of every completion token given what stands before it.
 
@@ -39,36 +56,51 @@ class Policy(nn.Module):
             batch: B completions with their prompts.
             temperature: divides the logits; the policy that sampled has the same.
             with_entropy: also compute the entropy of each next-token distribution.
+            with_hidden: also return the hidden states, for `ReferenceStates`.
+            reference: of this batch; also compute the KL of each next-token distribution to it.
         """
+        options = (temperature, with_entropy, with_hidden, reference)
         if isinstance(batch, SharedPrefixBatch):
-            return self.score_shared(batch, temperature, with_entropy)
-        return self.score_padded(batch, temperature, with_entropy)
+            return self.score_shared(batch, *options)
+        return self.score_padded(batch, *options)
 
     def score_shared(
-        self, batch: SharedPrefixBatch, temperature: float, with_entropy: bool
+        self,
+        batch: SharedPrefixBatch,
+        temperature: float,
+        with_entropy: bool,
+        with_hidden: bool,
+        reference: ReferenceStates | None,
     ) -> CompletionScores:
         """Every prompt computed once; of all hidden states only M are projected."""
-        hidden = packed_hidden(self.lm, batch)  # (T, D)
+        hidden = packed_hidden(self.lm, batch)[batch.predictors]  # (M, D)
         head = self.lm.get_output_embeddings()
         statistics = token_statistics(
-            hidden[batch.predictors],
+            hidden,
             Head(head.weight, head.bias),
             batch.completion_ids.flatten()[batch.slots],
             temperature=temperature,
             with_entropy=with_entropy,
+            ref_hidden=None if reference is None else reference.hidden,
+            ref_head=None if reference is None else reference.head,
         )
         shape = batch.completion_mask.shape
-        columns = [
+        token_logps, entropy, kl = (
             hidden.new_zeros(shape.numel(), dtype=torch.float32)
             .index_copy(0, batch.slots[: len(values)], values)
             .view(shape)
             * batch.completion_mask
-            for values in statistics[:2]
-        ]
-        return CompletionScores(*columns)
+            for values in statistics
+        )
+        return CompletionScores(token_logps, entropy, kl, hidden if with_hidden else None)
 
     def score_padded(
-        self, batch: Batch, temperature: float, with_entropy: bool
+        self,
+        batch: Batch,
+        temperature: float,
+        with_entropy: bool,
+        with_hidden: bool,
+        reference: ReferenceStates | None,
     ) -> CompletionScores:
         """The reference: every completion with a copy of its prompt, through the model as it is.
 
@@ -76,22 +108,32 @@ class Policy(nn.Module):
         as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
         """
         num_completion_tokens = batch.completion_mask.shape[1]
-        logits = self.lm(
+        output = self.lm(
             input_ids=batch.input_ids,
             attention_mask=batch.attention_mask.long(),
             position_ids=batch.position_ids,
             logits_to_keep=num_completion_tokens + 1,
+            output_hidden_states=with_hidden,
             use_cache=False,
-        ).logits[:, :-1]  # (B, C, V): the logits at position t predict token t + 1
-        logits = logits.float() / temperature
+        )
+        # The logits at position t predict token t + 1.
+        logits = output.logits[:, :-1].float() / temperature  # (B, C, V)
         normaliser = logits.logsumexp(-1)  # (B, C)
         chosen = logits.gather(-1, batch.completion_ids.unsqueeze(-1)).squeeze(-1)  # (B, C)
         token_logps = (chosen - normaliser) * batch.completion_mask
-        entropy = torch.zeros_like(token_logps)
+        entropy, kl = torch.zeros_like(token_logps), torch.zeros_like(token_logps)
         if with_entropy:
             expected = (torch.softmax(logits, -1) * logits).sum(-1)  # (B, C)
             entropy = (normaliser - expected) * batch.completion_mask
-        return CompletionScores(token_logps, entropy)
+        if reference is not None:
+            logps = torch.log_softmax(logits, -1)  # (B, C, V)
+            ref_logits = nn.functional.linear(reference.hidden.float(), *reference.head)
+            ref_logps = torch.log_softmax(ref_logits / temperature, -1)
+            kl = (logps.exp() * (logps - ref_logps)).sum(-1) * batch.completion_mask
+        hidden = None
+        if with_hidden:
+            hidden = output.hidden_states[-1][:, -num_completion_tokens - 1 : -1]  # (B, C, D)
+        return CompletionScores(token_logps, entropy, kl, hidden)
 
 
 class RewardModel(nn.Module):

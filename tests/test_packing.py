@@ -13,7 +13,6 @@ import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from common import distributed
 from common.config import CommonConfig
@@ -28,9 +27,6 @@ from common.data import (
     pack,
 )
 from common.evaluation import share
-from common.generation import Rollouts
-from train_grpo import GRPOConfig
-from train_grpo import collate as collate_grpo
 
 LAYOUTS = ("shared_prefix", "padded")
 CONFIGS = st.builds(
@@ -308,48 +304,3 @@ def test_evaluation_shares_every_row_once(config, world_size):
                 ids = [examples[row].completions[place % 3] for place in piece.places]
                 assert piece.completions == ids
     assert sorted(places) == sorted(3 * row + k for row in chosen for k in range(3))
-
-
-# ---- GRPO ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("limits", [(64, 4096), (3, 4096), (64, 40), (1, 1)])
-def test_kept_completions_bring_their_advantages_and_log_probs(layout, limits):
-    """Three of four candidates for each of four prompts, one of which is filler."""
-    examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4)])
-    lengths = [1 + 7 * i % 6 for i in range(16)]
-    ids = [tiny.random_ids(n, seed=i) for i, n in enumerate(lengths)]
-    logps = [[-i - t / 10 for t in range(n)] for i, n in enumerate(lengths)]
-    rollouts = Rollouts(ids, logps, [True] * 16)
-    kept = torch.tensor([[3, 0, 2], [1, 2, 3], [0, 1, 2], [2, 1, 0]])
-    advantages = torch.arange(12.0).view(4, 3)
-    real = torch.tensor([True, True, False, True])
-    config = GRPOConfig(
-        output_dir="unused",
-        model_name_or_path="unused",
-        reward_funcs=["gold"],
-        num_generations=3,
-        num_candidates=4,
-        layout=layout,
-        micro_batch_size=limits[0],
-        micro_batch_tokens=limits[1],
-    )
-    found = {}
-    for part in collate_grpo(examples, rollouts, kept, advantages, real, config, 7):
-        assert part.ref_logps is part.old_logps is None
-        assert part.sampled_logps.shape == part.batch.completion_mask.shape
-        assert (part.sampled_logps[~part.batch.completion_mask] == 0).all()
-        for row in part.batch.is_real.nonzero().flatten().tolist():
-            mask: Tensor = part.batch.completion_mask[row]
-            place = int(part.batch.places[row])
-            assert place not in found
-            assert part.batch.completion_ids[row][mask].tolist() == ids[place]
-            torch.testing.assert_close(
-                part.sampled_logps[row][mask].cpu(), torch.tensor(logps[place])
-            )
-            found[place] = float(part.advantages[row])
-    expected = {
-        4 * n + int(kept[n, g]): float(advantages[n, g]) for n in (0, 1, 3) for g in range(3)
-    }
-    assert found == expected

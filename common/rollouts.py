@@ -1,0 +1,432 @@
+"""From a step's prompts to the micro-batches that GRPO trains on.
+
+N prompts of this rank, K candidates of each, of which G are kept. A group is *flat* if the rewards
+that its baseline is made of are all equal: its advantages are 0.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from common import data, distributed, fsdp
+from common.advantages import (
+    effective_sample_size,
+    group_advantages,
+    normalise_globally,
+    num_candidates_seen,
+    rejection_sample,
+)
+from common.data import Example
+from common.generation import Rollouts, Sampler
+from common.grpo_config import GRPOConfig
+from common.metrics import Accumulator
+from common.noise import derive_seed, hash_counters, permutation
+from common.padding import AnyBatch
+from common.projection import Head
+from common.reward_scoring import RewardScorer
+from common.rewards import apply_missing_eos_penalty
+from common.scoring import Policy, ReferenceStates
+
+
+@dataclass
+class Groups:
+    """The prompts of a step on this rank, with all candidates."""
+
+    examples: list[Example]  # N
+    real: Tensor  # (N,) bool, False = filler, which counts nowhere
+    rollouts: Rollouts  # N*K completions, prompt-major
+    rewards: Tensor  # (N, K)
+    by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
+
+    @property
+    def has_stop(self) -> Tensor:
+        """(N, K) bool, False = ended by the length limit."""
+        return torch.tensor(self.rollouts.has_stop).view(self.rewards.shape)
+
+    @property
+    def rows(self) -> Tensor:
+        """(N,) int64, the prompts' row numbers."""
+        return torch.tensor([example.row for example in self.examples])
+
+
+@dataclass
+class MicroBatch:
+    """Kept completions that go through one forward pass."""
+
+    batch: AnyBatch  # B completions; their places are n * G + g
+    sampled_logps: Tensor  # (B, C) from the sampler
+    aggregation: dict[str, Any]  # for `losses.aggregate`: by what, and the whole update's counts
+    advantages: Tensor = field(default_factory=lambda: torch.zeros(0))  # (B,)
+    ref_logps: Tensor | None = None  # (B, C); None with beta 0
+    ref_states: ReferenceStates | None = None  # for the exact KL only
+    old_logps: Tensor | None = None  # (B, C); None with one update per rollout: old = current
+    weights: Tensor | None = None  # (B, C) from `losses.sampler_weights`, if it is asked for
+
+
+# ---- sampling and rewards ------------------------------------------------------------------------
+
+
+def draw(
+    examples: list[Example],
+    real: Tensor,
+    *,
+    step: int,
+    sampler: Sampler,
+    scorer: RewardScorer,
+    config: GRPOConfig,
+    metrics: Accumulator,
+    report: Callable[[str], object],
+) -> Groups:
+    """Sample K candidates for each of N prompts, and reward every one. Collective."""
+    with metrics.timed("sample_seconds"):
+        rollouts = sampler.sample(
+            examples,
+            num_samples=config.num_candidates,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            step=step,
+            report=report,
+        )
+    with metrics.timed("score_seconds"):
+        rewards, by_function = reward(scorer, examples, rollouts, config)  # (N, K)
+    return Groups(examples, real, rollouts, rewards, by_function)
+
+
+def reward(
+    scorer: RewardScorer, examples: list[Example], rollouts: Rollouts, config: GRPOConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rewards (N, K) of K completions of N prompts, and each function's own. Collective."""
+    rewards, by_function = scorer(examples, rollouts)
+    if config.overlong_buffer:
+        lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
+        longest = config.max_completion_length
+        rewards = rewards + overlong_penalty(lengths, longest, config.overlong_buffer)
+    has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+    return apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty), by_function
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Soft punishment of long completions, from 0 down to -1 (DAPO, Yu et al. 2025, eq. 13).
+
+    Args:
+        lengths: Tokens, any shape.
+        max_length: The length at which -1 is reached.
+        buffer: Tokens before that over which the penalty grows; above 0.
+
+    Returns:
+        The shape of `lengths`, float32.
+    """
+    return ((max_length - buffer - lengths) / buffer).clamp(min=-1, max=0)
+
+
+# ---- selection -----------------------------------------------------------------------------------
+
+
+def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str, Any]:
+    """What `rejection_sample` is told; the noise belongs to the prompt, not to its place."""
+    return {
+        "num_keep": config.num_generations,
+        "temperature": config.rejection_temperature,
+        "method": config.rejection_method,
+        "seed": hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
+    }
+
+
+def select(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
+    """Which of the candidates (N, K) are kept: indices (N, G)."""
+    num_prompts, num_candidates = groups.rewards.shape
+    if num_candidates == config.num_generations:
+        return torch.arange(num_candidates).expand(num_prompts, -1)
+    return rejection_sample(groups.rewards, **rejection_options(groups, config, step))
+
+
+def is_flat(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
+    """Groups (N,) in which all rewards behind the baseline are equal; False for filler."""
+    rewards = groups.rewards if config.baseline == "all" else groups.rewards.gather(1, kept)
+    return (rewards == rewards[:, :1]).all(1) & groups.real
+
+
+def counted(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
+    """Which kept completions (N, G) are in the loss and in its denominators."""
+    counts = groups.real[:, None].expand_as(kept)
+    if config.zero_variance != "keep":
+        counts = counts & ~is_flat(groups, kept, config)[:, None]
+    if config.mask_truncated_completions:
+        counts = counts & groups.has_stop.gather(1, kept)
+    return counts
+
+
+def replace_flat(
+    groups: Groups,
+    train_set: Sequence[Example],
+    draw_more: Callable[[list[Example], Tensor], Groups],
+    config: GRPOConfig,
+    step: int,
+) -> int:
+    """Put fresh prompts in the place of flat groups, for some rounds (DAPO's dynamic sampling).
+
+    The fresh rows are those of a permutation that belongs to the step, without the rows of the
+    batch: so neither a resumed run nor the number of ranks changes which prompts end in the batch.
+
+    Args:
+        groups: changed in place.
+        train_set: where fresh prompts come from.
+        draw_more: samples and rewards prompts, of which some are filler; collective.
+        config: `max_resamples` rounds at most.
+        step: of the run.
+
+    Returns:
+        How many groups were replaced, over all ranks. Collective.
+    """
+    rank, num_replaced = distributed.rank(), 0
+    used = set(from_all_ranks(torch.where(groups.real, groups.rows, -1)).flatten().tolist())
+    order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
+    fresh = [row for row in order if row not in used]
+    for _ in range(config.max_resamples):
+        flat = is_flat(groups, select(groups, config, step), config)  # (N,)
+        num_flat = from_all_ranks(flat.sum()[None]).flatten()  # of each rank
+        taken, fresh = fresh[: int(num_flat.sum())], fresh[int(num_flat.sum()) :]
+        if not taken:
+            break
+        # The k-th flat group over the ranks gets the k-th fresh row. Ranks draw equally many, since
+        # a reward model is called by all or by none.
+        start = int(num_flat[:rank].sum())
+        mine = taken[start : start + int(num_flat[rank])]
+        filler: list[int | None] = [None] * (int(num_flat.max()) - len(mine))
+        drawn = draw_more(*data.prompts(train_set, [*mine, *filler]))
+        for i, n in enumerate(flat.nonzero().flatten().tolist()[: len(mine)]):
+            replace_group(groups, n, drawn, i)
+        num_replaced += len(taken)
+    return num_replaced
+
+
+def replace_group(groups: Groups, n: int, other: Groups, i: int) -> None:
+    """Put group i of the other in the place of group n."""
+    num_candidates = groups.rewards.shape[1]
+    here, there = (slice(k * num_candidates, (k + 1) * num_candidates) for k in (n, i))
+    for name in ("completion_ids", "token_logps", "has_stop"):
+        getattr(groups.rollouts, name)[here] = getattr(other.rollouts, name)[there]
+    groups.examples[n] = other.examples[i]
+    groups.rewards[n] = other.rewards[i]
+    for name, values in groups.by_function.items():
+        values[n] = other.by_function[name][i]
+
+
+def from_all_ranks(values: Tensor) -> Tensor:
+    """The (N,) values of each rank, (number of ranks, N), on every rank. Collective."""
+    table = torch.zeros(distributed.world_size(), len(values), dtype=torch.int64)
+    table[distributed.rank()] = values
+    return distributed.all_reduce_sum(table)
+
+
+# ---- micro-batches -------------------------------------------------------------------------------
+
+
+def collate(
+    groups: Groups, kept: Tensor, counts: Tensor, config: GRPOConfig, pad_id: int, step: int
+) -> list[list[MicroBatch]]:
+    """The completions that count, per update in micro-batches packed by length. Collective.
+
+    An update has as many micro-batches on every rank, at least one.
+    """
+    chosen = minibatch_of(groups, config, step)  # (N,)
+    return [
+        collate_minibatch(groups, kept, counts & (chosen == m)[:, None], config, pad_id)
+        for m in range(config.num_minibatches)
+    ]
+
+
+def minibatch_of(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
+    """The update (N,) in which a prompt takes part: the same on any number of ranks. Collective.
+
+    The prompts of all ranks are put in an order by chance and dealt out in turn.
+    """
+    if config.num_minibatches == 1:
+        return torch.zeros(len(groups.examples), dtype=torch.int64)
+    keys = hash_counters(derive_seed(config.seed, "minibatches", step), groups.rows)  # (N,)
+    keys = torch.where(groups.real, keys, torch.iinfo(torch.int64).max)  # filler goes last
+    everyone = from_all_ranks(keys).flatten().sort().values
+    return torch.searchsorted(everyone, keys) % config.num_minibatches
+
+
+def collate_minibatch(
+    groups: Groups, kept: Tensor, counts: Tensor, config: GRPOConfig, pad_id: int
+) -> list[MicroBatch]:
+    """The micro-batches of one update, with the denominators of its loss. Collective."""
+    device, num_candidates = distributed.device(), groups.rewards.shape[1]
+    sources = torch.arange(len(kept))[:, None] * num_candidates + kept  # (N, G) of the N*K
+    tokens = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids])[sources] * counts
+    pieces = []
+    for n, example in enumerate(groups.examples):
+        chosen = counts[n].nonzero().flatten()
+        if len(chosen):
+            completions = [groups.rollouts.completion_ids[i] for i in sources[n, chosen].tolist()]
+            places = (n * kept.shape[1] + chosen).tolist()
+            pieces += data.cut_group(example.prompt_ids, completions, places, config)
+    packs = data.pack(pieces, config) or [[data.Piece([0], [[0]], [])]]
+    totals = torch.stack([counts.sum(), tokens.sum(), counts.any(1).sum()])
+    totals = distributed.all_reduce_sum(totals).float().to(device)
+    micro_batches = []
+    for part in packs:
+        batch = data.collate(part, config.layout, pad_id)
+        sampled_logps = torch.zeros(batch.completion_mask.shape)  # (B, C)
+        for row, i in enumerate(sources.flatten()[batch.places].tolist()):
+            if batch.is_real[row]:
+                logps = torch.tensor(groups.rollouts.token_logps[i])
+                sampled_logps[row, : len(logps)] = logps
+        aggregation = {
+            "aggregation": config.aggregation,
+            "num_sequences": totals[0],
+            "num_tokens": totals[1],
+            "num_prompts": totals[2],
+            "max_length": config.max_completion_length,
+            "num_generations": config.num_generations,
+        }
+        if config.aggregation == "prompt":
+            tokens_of_prompt = tokens.sum(1).repeat_interleave(kept.shape[1])  # (N*G,)
+            aggregation["num_tokens"] = tokens_of_prompt[batch.places].to(device)  # (B,)
+        micro_batches.append(MicroBatch(batch.to(device), sampled_logps.to(device), aggregation))
+    return micro_batches
+
+
+def reference_head(reference: Policy, config: GRPOConfig) -> Head:
+    """The reference's projection onto the vocabulary, whole, as it computes. Collective."""
+    fsdp.reshard(reference)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+
+    def whole(parameter: Tensor) -> Tensor:
+        value = parameter.detach().to(distributed.device(), dtype)
+        return (value.full_tensor() if isinstance(value, DTensor) else value).float()
+
+    head = reference.lm.get_output_embeddings()
+    return Head(whole(head.weight), None if head.bias is None else whole(head.bias))
+
+
+# ---- advantages ----------------------------------------------------------------------------------
+
+
+def kept_advantages(
+    groups: Groups,
+    kept: Tensor,
+    counts: Tensor,
+    micro_batches: Iterable[MicroBatch],
+    config: GRPOConfig,
+) -> Tensor:
+    """Advantages (N, G) of the kept candidates. Collective if the batch takes part.
+
+    What rejection sampling keeps is better than the group it comes from: against the mean of all
+    candidates the kept advantages are positive on average, against their own mean they are not.
+    """
+    options: dict[str, Any] = {
+        "scale": config.scale_rewards,
+        "baseline": config.advantage_baseline,
+        "counted": counts.any(1),
+        "all_reduce": distributed.all_reduce_sum,
+    }
+    kept_rewards = groups.rewards.gather(1, kept)  # (N, G)
+    if config.beta > 0 and config.kl_in == "reward":
+        kept_rewards = kept_rewards - config.beta * sampled_kl(micro_batches, kept)
+        advantages = group_advantages(kept_rewards, **options)
+    elif config.baseline == "kept":
+        advantages = group_advantages(kept_rewards, **options)
+    else:
+        advantages = group_advantages(groups.rewards, **options).gather(1, kept)
+    if config.normalize_globally:
+        advantages = normalise_globally(advantages, counts, distributed.all_reduce_sum)
+    return advantages
+
+
+def sampled_kl(micro_batches: Iterable[MicroBatch], kept: Tensor) -> Tensor:
+    """Log-probability under the sampler minus that under the reference, (N, G) nats.
+
+    The estimate k1 of the KL of whole completions, which PPO's reward has (Ziegler et al. 2019,
+    eq. 2). 0 for completions that do not count.
+    """
+    kl = torch.zeros(kept.numel())
+    for part in micro_batches:
+        assert part.ref_logps is not None, "the reference comes first"
+        gaps = (part.sampled_logps - part.ref_logps) * part.batch.completion_mask  # (B, C)
+        kl.index_add_(0, part.batch.places.cpu(), gaps.sum(1).cpu())
+    return kl.view(kept.shape)
+
+
+# ---- what is recorded ----------------------------------------------------------------------------
+
+
+def sample_table(
+    sampler: Sampler, scorer: RewardScorer, examples: list[Example], config: GRPOConfig
+) -> list[dict[str, object]]:
+    """Some completions of fixed prompts with fixed noise, their rewards and advantages. Collective.
+
+    Every rank samples the same prompts, so that reward models are called equally often.
+    """
+    if not examples:
+        return []
+    rollouts = sampler.sample(
+        examples,
+        num_samples=config.num_generations,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+    )
+    rewards, _ = reward(scorer, examples, rollouts, config)  # (N, G)
+    advantages = group_advantages(rewards)
+    columns = {"reward": rewards.flatten().tolist(), "advantage": advantages.flatten().tolist()}
+    return sampler.table(examples, rollouts, **columns)
+
+
+def add_metrics(
+    metrics: Accumulator,
+    groups: Groups,
+    kept: Tensor,
+    advantages: Tensor,
+    micro_batches: Iterable[MicroBatch],
+    config: GRPOConfig,
+    step: int,
+) -> None:
+    """Record what was sampled, as means over the completions or groups of real prompts."""
+    rewards, rollouts = groups.rewards, groups.rollouts
+    lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
+    weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
+    per_group = {
+        "reward_std": rewards.std(1),
+        "zero_variance_fraction": (rewards == rewards[:, :1]).all(1),
+        "effective_sample_size": effective_sample_size(weights),
+    }
+    if config.num_candidates > config.num_generations:
+        options = rejection_options(groups, config, step)
+        per_group["candidates_seen"] = num_candidates_seen(rewards, **options)
+    per_completion = {
+        "reward": rewards,
+        "completion_length": lengths,
+        "stop_rate": groups.has_stop,
+        "kept_reward": rewards.gather(1, kept),
+        "advantage_mean_kept": advantages,
+        **{f"reward/{name}": values for name, values in groups.by_function.items()},
+    }
+    for name, values in (per_group | per_completion).items():
+        in_batch = values[groups.real].double()
+        in_batch = in_batch[~in_batch.isnan()]  # a function that does not apply to a row says nan
+        metrics.add(name, in_batch.sum(), in_batch.numel())
+    if config.sampler_correction != "none":
+        metrics.add_values(sampler_weight_share=effective_share(micro_batches))
+
+
+def effective_share(micro_batches: Iterable[MicroBatch]) -> Tensor:
+    """Effective sample size of the sampler weights over the number of tokens. Collective.
+
+    Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in micro_batches:
+        assert part.weights is not None, "the update comes first"
+        weights = part.weights[part.batch.completion_mask].double().cpu()
+        number = torch.tensor(float(len(weights)), dtype=torch.float64)
+        sums += torch.stack([weights.sum(), weights.square().sum(), number])
+    total, squares, number = distributed.all_reduce_sum(sums).unbind()
+    return total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)

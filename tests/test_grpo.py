@@ -1,0 +1,459 @@
+"""Claim: GRPO's variants are what their papers say, in the run as in the formula.
+
+- What is collated are the completions that count, with their own advantages and denominators.
+- With one update the gradient is REINFORCE's; for every aggregation it is the same however the
+  completions are cut into micro-batches; dropped groups leave that of the others as if alone.
+- The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
+- Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
+- A run whose reference moves is resumed to the bit.
+"""
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from common import distributed, fsdp, rollouts
+from common.config import UserError
+from common.generation import Rollouts
+from common.grpo_config import GRPOConfig
+from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
+from common.padding import make_batch
+from common.rollouts import Groups, MicroBatch
+from common.scoring import Policy, ReferenceStates
+
+LAYOUTS = ("shared_prefix", "padded")
+PAD = 7
+NEEDED: dict[str, Any] = {
+    "output_dir": "unused",
+    "model_name_or_path": "unused",
+    "reward_funcs": ["gold"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+def new_config(**flags: Any) -> GRPOConfig:
+    return GRPOConfig(**(NEEDED | {"num_generations": 3, "max_completion_length": 8} | flags))
+
+
+def new_groups(rewards: list[list[float]], **changes: Any) -> Groups:
+    """Prompts with K completions of 1 to 7 tokens each; the log-probs tell which is which."""
+    num_prompts, num_candidates = len(rewards), len(rewards[0])
+    examples = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4)[:num_prompts]])
+    lengths = [1 + 5 * i % 7 for i in range(num_prompts * num_candidates)]
+    ids = [tiny.random_ids(n, seed=i) for i, n in enumerate(lengths)]
+    logps = [[-i - t / 10 for t in range(n)] for i, n in enumerate(lengths)]
+    values: dict[str, Any] = {
+        "examples": examples,
+        "real": torch.ones(num_prompts, dtype=torch.bool),
+        "rollouts": Rollouts(ids, logps, [True] * len(ids)),
+        "rewards": torch.tensor(rewards),
+        "by_function": {"f": torch.tensor(rewards)},
+    }
+    return Groups(**(values | changes))
+
+
+def part_of(groups: Groups, indices: list[int]) -> Groups:
+    """Some of the groups."""
+    num_candidates = groups.rewards.shape[1]
+    places = [n * num_candidates + k for n in indices for k in range(num_candidates)]
+    drawn = groups.rollouts
+    return Groups(
+        [groups.examples[n] for n in indices],
+        groups.real[indices],
+        Rollouts(
+            [drawn.completion_ids[i] for i in places],
+            [drawn.token_logps[i] for i in places],
+            [drawn.has_stop[i] for i in places],
+        ),
+        groups.rewards[indices],
+        {},
+    )
+
+
+def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
+    """The only update's micro-batches with their advantages, and which completions count."""
+    kept = rollouts.select(groups, config, 0)
+    counts = rollouts.counted(groups, kept, config)
+    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
+    advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
+    for part in micro_batches:
+        part.advantages = advantages.flatten()[part.batch.places]
+    return micro_batches, counts
+
+
+def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
+    """Of a step's loss with respect to all parameters, with a KL to what the sampler recorded."""
+    policy.zero_grad()
+    for part in prepared(groups, config)[0]:
+        logps, mask = policy(part.batch).token_logps, part.batch.completion_mask
+        per_token = policy_loss(logps, logps.detach(), part.advantages, mask)
+        if config.beta > 0:
+            nearby = logps.detach() + 0.02 * part.sampled_logps
+            per_token = per_token + config.beta * kl_estimate(logps, nearby)
+        aggregate(per_token, mask, **part.aggregation).backward()
+    return flat_gradient(policy)
+
+
+def flat_gradient(policy: Policy) -> Tensor:
+    return torch.cat([p.grad.flatten().double() for p in policy.parameters() if p.grad is not None])
+
+
+def plain_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    """Logits (C, V) that predict the completion: transformers alone, one sequence, no padding."""
+    logits = lm(input_ids=torch.tensor([prompt + completion])).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+# ---- what is collated ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("limits", [(64, 4096), (3, 4096), (64, 40), (1, 1)])
+def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
+    """Three of four candidates for each of four prompts, one of which is filler."""
+    real = torch.tensor([True, True, False, True])
+    groups = new_groups([[0.0, 1.0, 2.0, 3.0]] * 4, real=real)
+    kept = torch.tensor([[3, 0, 2], [1, 2, 3], [0, 1, 2], [2, 1, 0]])
+    config = new_config(
+        num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
+    )
+    counts = rollouts.counted(groups, kept, config).clone()
+    counts[1, 2] = False
+    ids, logps = groups.rollouts.completion_ids, groups.rollouts.token_logps
+    found = set()
+    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
+    for part in micro_batches:
+        assert part.ref_logps is part.old_logps is part.ref_states is None
+        assert part.sampled_logps.shape == part.batch.completion_mask.shape
+        assert (part.sampled_logps[~part.batch.completion_mask] == 0).all()
+        for row in part.batch.is_real.nonzero().flatten().tolist():
+            mask: Tensor = part.batch.completion_mask[row]
+            n, g = divmod(int(part.batch.places[row]), 3)
+            source = 4 * n + int(kept[n, g])
+            assert (n, g) not in found
+            assert part.batch.completion_ids[row][mask].tolist() == ids[source]
+            torch.testing.assert_close(part.sampled_logps[row][mask], torch.tensor(logps[source]))
+            found.add((n, g))
+    assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
+
+
+def test_denominators_count_what_is_in_the_loss():
+    real = torch.tensor([True, True, False, True])
+    groups = new_groups([[0.0, 1.0, 2.0], [5.0] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], real=real)
+    groups.rollouts.has_stop[0] = groups.rollouts.has_stop[5] = False
+    lengths = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids]).view(4, 3)
+    every = torch.ones(4, 3, dtype=torch.bool) & real[:, None]
+    without_flat = every.clone()
+    without_flat[1] = False
+    without_truncated = every.clone()
+    without_truncated[0, 0] = without_truncated[1, 2] = False
+    for flags, expected in (
+        ({}, every),
+        ({"zero_variance": "drop"}, without_flat),
+        ({"mask_truncated_completions": True}, without_truncated),
+        (
+            {"mask_truncated_completions": True, "zero_variance": "drop"},
+            without_truncated & without_flat,
+        ),
+    ):
+        micro_batches, counts = prepared(groups, new_config(**flags, micro_batch_size=2))
+        assert torch.equal(counts, expected)
+        rows = sum(int(part.batch.is_real.sum()) for part in micro_batches)
+        assert rows == expected.sum()
+        for part in micro_batches:
+            assert part.aggregation["num_sequences"] == expected.sum()
+            assert part.aggregation["num_tokens"] == (lengths * expected).sum()
+            assert part.aggregation["num_prompts"] == expected.any(1).sum()
+
+
+def test_a_step_in_which_nothing_counts_has_one_empty_micro_batch():
+    micro_batches, _ = prepared(new_groups([[1.0] * 3] * 2), new_config(zero_variance="drop"))
+    assert [bool(part.batch.completion_mask.any()) for part in micro_batches] == [False]
+
+
+def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
+    groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
+    config = new_config(num_generations=2, num_minibatches=3)
+    chosen = [tuple(rollouts.minibatch_of(groups, config, step)[:3].tolist()) for step in range(9)]
+    assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
+    assert len(set(chosen)) > 2
+    kept = rollouts.select(groups, config, 0)
+    counts = rollouts.counted(groups, kept, config)
+    minibatches = rollouts.collate(groups, kept, counts, config, PAD, 0)
+    places = [sorted(p for part in m for p in part.batch.places.tolist()) for m in minibatches]
+    assert places == [[2 * chosen[0].index(m), 2 * chosen[0].index(m) + 1] for m in range(3)]
+    assert [float(m[0].aggregation["num_sequences"]) for m in minibatches] == [2.0] * 3
+
+
+# ---- rewards and advantages ----------------------------------------------------------------------
+
+
+def test_overlong_penalty_by_hand():
+    """DAPO eq. 13 with at most 10 tokens and a buffer of 4."""
+    lengths = torch.tensor([[1, 6, 7], [8, 9, 10]])
+    expected = torch.tensor([[0.0, 0.0, -0.25], [-0.5, -0.75, -1.0]])
+    assert torch.equal(rollouts.overlong_penalty(lengths, 10, 4), expected)
+
+
+def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
+    groups = new_groups([[1.0, 2.0, 4.0], [0.0, 0.0, 3.0]])
+    config = new_config(
+        beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards="none", micro_batch_size=2
+    )
+    kept = rollouts.select(groups, config, 0)
+    counts = rollouts.counted(groups, kept, config)
+    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
+    for part in micro_batches:  # 0.25 nats more per token than the sampler's
+        part.ref_logps = part.sampled_logps + 0.25
+    advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
+    lengths = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids]).view(2, 3)
+    rewards = groups.rewards + 0.5 * 0.25 * lengths
+    torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
+
+
+def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
+    """Groups whose rewards are equal in the rows named, and else the row number and 0."""
+
+    def draw(examples: list[Any], real: Tensor) -> Groups:
+        rows = [example.row for example in examples]
+        drawn.extend(row for row, is_real in zip(rows, real.tolist(), strict=True) if is_real)
+        rewards = torch.tensor([[float(row), 0.0 if row not in flat_rows else row] for row in rows])
+        count = 2 * len(rows)
+        ids = [[row] for row in rows for _ in range(2)]
+        texts = Rollouts(ids, [[-1.0]] * count, [True] * count)
+        return Groups(list(examples), real, texts, rewards, {"f": rewards.clone()})
+
+    return draw
+
+
+def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left():
+    train_set = tiny.ragged_examples([(3,)] * 12)
+    config = new_config(num_generations=2, zero_variance="resample", max_resamples=20)
+    flat_rows = {1, 3, 5, 7, 9}
+    first = [train_set[row] for row in (1, 2, 3, 0)]
+    drawn: list[int] = []
+    draw = fake_draw(flat_rows, drawn)
+    groups = draw(first, torch.tensor([True, True, True, False]))
+    drawn.clear()
+    replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
+    rows = groups.rows.tolist()
+    assert replaced == len(drawn) >= 2
+    assert len(set(drawn)) == len(drawn)
+    assert not set(drawn) & {1, 2, 3}
+    assert rows[1] == 2
+    assert rows[3] == 0  # filler stays as it is
+    assert not {rows[0], rows[2]} & flat_rows
+    for n, row in enumerate(rows):
+        assert groups.rewards[n].tolist() == groups.by_function["f"][n].tolist() == [row, 0.0]
+        assert groups.rollouts.completion_ids[2 * n : 2 * n + 2] == [[row], [row]]
+
+
+def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
+    train_set = tiny.ragged_examples([(3,)] * 7)
+    for rounds, expected in ((2, 4), (50, 5)):
+        config = new_config(num_generations=2, zero_variance="resample", max_resamples=rounds)
+        drawn: list[int] = []
+        draw = fake_draw(set(range(7)), drawn)
+        groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
+        assert rollouts.replace_flat(groups, train_set, draw, config, 0) == expected
+        assert not rollouts.counted(groups, rollouts.select(groups, config, 0), config).any()
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+REWARDS = [[0.0, 1.0, 5.0], [2.0, 2.5, 2.0], [1.0, -1.0, 0.5], [3.0, 3.0, 1.0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_update_is_reinforce(layout):
+    """Minus A times the gradient of log pi, token by token, by transformers alone."""
+    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
+    ours = gradient(policy, groups, new_config(beta=0.0, layout=layout))
+    policy.zero_grad()
+    total = torch.zeros(())
+    for n, example in enumerate(groups.examples):
+        rewards = groups.rewards[n]
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        for advantage, ids in zip(
+            advantages, groups.rollouts.completion_ids[3 * n : 3 * n + 3], strict=True
+        ):
+            logps = plain_logits(policy.lm, example.prompt_ids, ids).log_softmax(-1)
+            chosen = logps[torch.arange(len(ids)), torch.tensor(ids)]
+            total = total - advantage * chosen.mean() / 12
+    total.backward()
+    expected = flat_gradient(policy)
+    assert expected.norm() > 0.1
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_gradient_does_not_depend_on_the_micro_batches(aggregation: str):
+    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
+    groups.rollouts.has_stop[4] = False
+    flags = {"aggregation": aggregation, "mask_truncated_completions": True}
+    whole = gradient(policy, groups, new_config(**flags))
+    assert whole.norm() > 0.1
+    for limits in ({"micro_batch_size": 2}, {"micro_batch_tokens": 25}, {"micro_batch_size": 1}):
+        config = new_config(**flags, **limits)
+        assert len(prepared(groups, config)[0]) > 2
+        ours = gradient(policy, groups, config)
+        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-6 * float(whole.norm()))
+
+
+def test_aggregations_weigh_completions_differently():
+    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
+    all_of_them = [gradient(policy, groups, new_config(aggregation=name)) for name in AGGREGATIONS]
+    for i, one in enumerate(all_of_them):
+        for other in all_of_them[:i]:
+            assert (one - other).norm() > 0.05 * other.norm()
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    "flags", [{}, {"scale_rewards": "batch"}, {"normalize_globally": True}], ids=str
+)
+def test_dropped_groups_leave_the_gradient_of_the_others(aggregation: str, flags: dict[str, Any]):
+    """As if the batch held only those; kept ones add their KL and fill the denominators."""
+    policy = Policy(tiny.causal_lm("gpt2"))
+    groups = new_groups([REWARDS[0], [2.0] * 3, REWARDS[2], [-1.0] * 3])
+    flags = {"aggregation": aggregation, "micro_batch_size": 4} | flags
+    alone = gradient(policy, part_of(groups, [0, 2]), new_config(**flags))
+    dropped = gradient(policy, groups, new_config(**flags, zero_variance="drop"))
+    kept = gradient(policy, groups, new_config(**flags))
+    torch.testing.assert_close(dropped, alone, rtol=1e-4, atol=1e-6 * float(alone.norm()))
+    assert (kept - alone).norm() > 0.05 * alone.norm()
+
+
+# ---- exact KL ------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.7
+
+
+def enumerated_kl(lm: Any, reference: Any, prompt: list[int], completion: list[int]) -> Tensor:
+    """KL(pi || ref) (C,) of the next-token distributions, summed over the vocabulary."""
+    logps, ref_logps = (
+        (plain_logits(model, prompt, completion) / TEMPERATURE).log_softmax(-1)
+        for model in (lm, reference)
+    )
+    return (logps.exp() * (logps - ref_logps)).sum(-1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, family: str):
+    policy = Policy(tiny.causal_lm(family, seed=1))
+    reference = Policy(tiny.causal_lm(family, seed=2)).requires_grad_(False)
+    prompts = [tiny.random_ids(n, seed=n) for n in (5, 3)]
+    completions = [[tiny.random_ids(n, seed=n) for n in lengths] for lengths in ((4, 2), (1, 6))]
+    batch = make_batch(layout, prompts, completions, PAD)
+    ref_scores = reference(batch, temperature=TEMPERATURE, with_hidden=True)
+    config = new_config(layout=layout)
+    states = ReferenceStates(ref_scores.hidden, rollouts.reference_head(reference, config))
+    scores = policy(batch, temperature=TEMPERATURE, reference=states)
+    assert scores.hidden is None
+    (policy(batch, temperature=TEMPERATURE).kl == 0).all()
+
+    rows = [(p, ids) for p, group in zip(prompts, completions, strict=True) for ids in group]
+    for row, (prompt, ids) in enumerate(rows):
+        with torch.no_grad():
+            expected = enumerated_kl(policy.lm, reference.lm, prompt, ids)
+        assert expected.max() > 0.1
+        torch.testing.assert_close(scores.kl[row, : len(ids)], expected, rtol=1e-4, atol=1e-4)
+        assert (scores.kl[row, len(ids) :] == 0).all()
+
+    scores.kl.sum().backward()
+    ours = flat_gradient(policy)
+    policy.zero_grad()
+    torch.stack(
+        [enumerated_kl(policy.lm, reference.lm, *row).sum() for row in rows]
+    ).sum().backward()
+    expected = flat_gradient(policy)
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5 * float(expected.norm()))
+    if family == "gpt2":  # the others compute their norms in float32 whatever they are given
+        finite_difference_agrees(policy, reference, rows)
+
+
+def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any]) -> None:
+    """The gradient of the enumerated KL, in any one direction, is how it changes that way."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [p for p in policy.parameters() if p.grad is not None]
+    directions = [torch.randn(p.shape, generator=generator).double() for p in parameters]
+    slope = torch.stack(
+        [(p.grad * d).sum() for p, d in zip(parameters, directions, strict=True)]
+    ).sum()
+    policy.double(), reference.double()
+    values = []
+    for sign in (1, -2):  # forward, and from there backward
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p += sign * 1e-6 * d
+            values.append(sum(enumerated_kl(policy.lm, reference.lm, *row).sum() for row in rows))
+    torch.testing.assert_close(slope, (values[0] - values[1]) / 2e-6, rtol=1e-3, atol=1e-3)
+
+
+# ---- the reference that moves --------------------------------------------------------------------
+
+
+def test_mixing_moves_the_reference_by_its_share():
+    policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (1, 2))
+    before = [p.detach().clone() for p in reference.parameters()]
+    fsdp.mix_into(reference, policy, 0.25)
+    for p, old, new in zip(reference.parameters(), before, policy.parameters(), strict=True):
+        torch.testing.assert_close(p, 0.25 * new + 0.75 * old)
+    fsdp.mix_into(reference, policy, 1.0)
+    assert all(map(torch.equal, reference.parameters(), policy.parameters()))
+
+
+def test_a_reference_of_another_shape_cannot_be_updated():
+    models = [Policy(tiny.causal_lm("gpt2", width=width)) for width in (32, 16)]
+    fsdp.require_same_shapes(models[0], models[0])
+    with pytest.raises(UserError, match="--ref_update_steps"):
+        fsdp.require_same_shapes(*models)
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"delta": 1.1}, ["--delta is 1.1", "above 1 + epsilon_high, 1.2"]),
+    ({"delta": 2.0, "policy_objective": "cispo"}, ["--delta is 2.0", "must be 0"]),
+    ({"policy_objective": "ppo"}, ["'ppo'", "clip", "cispo"]),
+    ({"num_minibatches": 65}, ["--num_minibatches is 65", "--batch_size, 64"]),
+    ({"kl_estimator": "k1"}, ["--kl_estimator is k1", "gradient is 0", "--kl_in reward"]),
+    ({"kl_estimator": "full", "kl_correction": True}, ["--kl_correction is true", "false"]),
+    ({"kl_estimator": "k2", "kl_correction": True}, ["--kl_correction is true", "k2"]),
+    ({"kl_in": "reward"}, ["--kl_estimator is k3", "must be k1"]),
+    (
+        {"kl_in": "reward", "kl_estimator": "k1", "num_candidates": 9},
+        ["--baseline is all", "must be kept"],
+    ),
+    (
+        {"kl_in": "reward", "kl_estimator": "k1", "mask_truncated_completions": True},
+        ["--mask_truncated_completions is true", "must be false"],
+    ),
+    ({"sampler_correction": "token_mask", "top_p": 0.9}, ["--sampler_correction", "supports"]),
+    ({"sampler_correction": "token_mask", "top_k": 3}, ["--sampler_correction", "must be none"]),
+    ({"sampler_correction_cap": 0.5}, ["--sampler_correction_cap is 0.5", "1 or more"]),
+    ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
+    ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
+    ({"ref_update_steps": 5, "beta": 0.0}, ["--ref_update_steps is 5", "no reference"]),
+    ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "0 or more"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=str)
+def test_what_contradicts_itself_is_refused_in_one_sentence(
+    flags: dict[str, Any], words: list[str]
+):
+    with pytest.raises(UserError) as caught:
+        new_config(**flags)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert message.endswith(".")
+    assert "\n" not in message
