@@ -8,17 +8,23 @@
 - A run whose reference moves is resumed to the bit.
 """
 
+import json
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from ranks import launch, run_stages
 from torch import Tensor
 
-from common import distributed, fsdp, rollouts
+from common import checkpoint, distributed, fsdp, rollouts, synthetic
 from common.config import UserError
 from common.generation import Rollouts
+from common.glossary import SPANS
 from common.grpo_config import GRPOConfig
+from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
@@ -416,6 +422,159 @@ def test_a_reference_of_another_shape_cannot_be_updated():
     fsdp.require_same_shapes(models[0], models[0])
     with pytest.raises(UserError, match="--ref_update_steps"):
         fsdp.require_same_shapes(*models)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+# Equal rewards in a third of the prompts, if all of a prompt's completions stop.
+REWARD_FILE = """
+def letters(prompts, completions, completion_ids, **columns):
+    pairs = zip(prompts, completions)
+    return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
+"""
+RUN = {
+    "dataset_name": "synthetic",
+    "dataset_test_split": "",
+    "num_sample_prompts": 0,
+    "num_train_rows": 10,
+    "max_prompt_length": 128,
+    "max_completion_length": 8,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "max_steps": 3,  # the last one has two rows of four
+    "num_generations": 3,
+    "missing_eos_penalty": -0.2,
+}
+OFF_POLICY = {"num_iterations": 2, "learning_rate": 3e-3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "sequence ratio": OFF_POLICY
+    | {"ratio_level": "sequence", "epsilon_low": 0.01, "delta": 1.3, "aggregation": "token"},
+    "cispo in minibatches": OFF_POLICY
+    | {"policy_objective": "cispo", "epsilon_high": 0.01, "num_minibatches": 2}
+    | {"aggregation": "prompt", "advantage_baseline": "leave_one_out"},
+    "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1", "kl_correction": True},
+    "exact KL": {"kl_estimator": "full", "entropy_coef": 0.05},
+    "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
+    "KL in the reward": {"kl_estimator": "k1", "kl_in": "reward", "overlong_buffer": 6},
+    "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
+    | {"aggregation": "constant", "scale_rewards": "batch"},
+    "resample": {"zero_variance": "resample", "max_resamples": 2, "scale_rewards": "none"},
+    "sampler weights": {"sampler_correction": "sequence_mask", "num_candidates": 5},
+    "moving reference": {"ref_update_steps": 2, "ref_mixup_alpha": 0.6}
+    | {"num_candidates": 5, "rejection_method": "max_variance"},
+}
+TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+
+
+def run_and_listen(jobs: list[dict[str, Any]]) -> list[str]:
+    """Run stages on this rank; the warnings that they gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_stages(jobs)
+    return [str(warning.message) for warning in caught]
+
+
+def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
+    paths = {
+        "model_name_or_path": str(folder / "base" / "model"),
+        "reward_funcs": f"{folder}/rewards.py:letters",
+        "output_dir": str(output_dir),
+    }
+    return {"stage": "grpo", "flags": RUN | paths | flags}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> Path:
+    """A folder with a tiny model that has learned to stop after some words."""
+    folder = tmp_path_factory.mktemp("grpo")
+    (folder / "rewards.py").write_text(REWARD_FILE)
+    rows = synthetic.make_rows("sft", "train", 64)
+    with (folder / "short.jsonl").open("w") as file:
+        for i, row in enumerate(rows):
+            words = row["completion"].split()[: 1 + i % 4]
+            file.write(json.dumps({"prompt": row["prompt"], "completion": " ".join(words)}) + "\n")
+    flags = {name: RUN[name] for name in list(RUN)[:6]} | {
+        "dataset_name": str(folder / "short.jsonl"),
+        "num_train_rows": 64,
+        "model_name_or_path": str(tiny_gpt2),
+        "tokenizer_name_or_path": str(tokenizer_folder),
+        "output_dir": str(folder / "base"),
+        "batch_size": 16,
+        "learning_rate": 1e-2,
+        "max_steps": 40,
+    }
+    launch(run_stages, 1, folder, jobs=[{"stage": "sft", "flags": flags}])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heard(base: Path) -> list[str]:
+    """The warnings of all variants, run on one rank and, cut smaller, on two."""
+    caught = []
+    for num_ranks, limits in ((1, {}), (2, {"micro_batch_size": 2})):
+        jobs = [
+            grpo_job(base, base / str(num_ranks) / name, **(limits | flags))
+            for name, flags in VARIANTS.items()
+        ]
+        caught += launch(run_and_listen, num_ranks, base, jobs=jobs)
+    return [message for messages in caught for message in messages]
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without timings."""
+    return [
+        {name: value for name, value in line.items() if name not in TIMINGS}
+        for line in read_jsonl(run / "metrics.jsonl")
+    ]
+
+
+def test_no_variant_warns(heard: list[str]):
+    assert heard == []
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_ranks_train_as_one_does(base: Path, heard: list[str], name: str):
+    one, two = (lines(base / str(num_ranks) / name) for num_ranks in (1, 2))
+    assert len(one) == RUN["max_steps"]
+    for expected, line in zip(one, two, strict=True):
+        assert line.keys() == expected.keys()
+        for metric in line.keys() - {"sampler_kl"}:  # 0 up to rounding
+            assert line[metric] == pytest.approx(expected[metric], rel=2e-5, abs=2e-5), metric
+
+
+def test_what_the_variants_record(base: Path, heard: list[str]):
+    runs = {name: lines(base / "1" / name) for name in VARIANTS}
+    norms = {name: [line["grad_norm"] for line in run] for name, run in runs.items()}
+    assert norms["exact KL"] == pytest.approx(norms["exact KL, padded"], rel=1e-3)
+    assert len({tuple(values) for values in norms.values()}) == len(VARIANTS)
+    assert runs["default"][0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert all(line["clip_fraction"] == 0 for line in runs["default"])
+    for name in ("sequence ratio", "cispo in minibatches"):
+        assert any(line["clip_fraction"] > 0 for line in runs[name])
+    assert any(line["replaced_groups"] > 0 for line in runs["resample"])
+    assert all(3 <= line["candidates_seen"] <= 5 for line in runs["sampler weights"])
+    assert all(line["candidates_seen"] == 5 for line in runs["moving reference"])
+    for line in runs["sampler weights"]:  # sampler and trainer agree
+        assert line["sampler_weight_share"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ranks: int):
+    flags = {"ref_update_steps": 1, "ref_mixup_alpha": 0.5, "save_steps": 2, "beta": 0.5}
+    folder = base / f"resume_{num_ranks}"
+    whole = grpo_job(base, folder / "whole", **flags)
+    saved = checkpoint.checkpoint_folder(folder / "whole", 2)
+    resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
+    launch(run_stages, num_ranks, base, jobs=[whole, resumed])
+    assert lines(folder / "again") == lines(folder / "whole")[2:]
+    files = [folder / name / "model" / "model.safetensors" for name in ("whole", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    model: Any = None  # refused before a parameter is looked at
+    with pytest.raises(UserError, match="has an updated reference; give the --ref_update_steps"):
+        checkpoint.load(saved, model, model)
 
 
 # ---- refusals ------------------------------------------------------------------------------------
