@@ -60,9 +60,6 @@ def lengths(prompts, completions, completion_ids, **columns):
 def strict(prompts, completions, completion_ids, *, grade, **columns):
     return grade
 
-def narrow(completions):
-    return [0.0]
-
 constant = 3
 """
 
@@ -209,7 +206,10 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
     ("train_grpo", {"reward_funcs": "rewards.py:best"}, ["'rewards.py:best'", "no function"]),
     ("train_grpo", {"reward_funcs": "rewards.py:constant"}, ["no function of that name"]),
-    ("train_grpo", {"reward_funcs": "rewards.py:narrow"}, ["every column", "**columns"]),
+    ("train_grpo", {"reward_funcs": "count"}, ["'count'", "count:<argument>"]),
+    ("train_grpo", {"reward_funcs": "regex:(a"}, ["regex:(a", "no pattern", "unterminated"]),
+    ("train_grpo", {"reward_funcs": "gsm8k"}, ["'gsm8k' needs the column 'answer'"]),
+    ("train_grpo", {"reward_funcs": "rouge_l:short"}, ["needs the column 'short'"]),
     ("train_grpo", {"reward_funcs": "rewards.py:strict"}, ["'rewards.py:strict'", "'grade'"]),
     ("train_grpo", {"reward_funcs": "raises.py:f"}, ["OSError", "no disk"]),
     ("train_grpo", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
