@@ -54,7 +54,6 @@ from common import (
     self_checks,
 )
 from common.config import (
-    TrainConfig,
     UserError,
     is_due,
     knob,
@@ -65,6 +64,7 @@ from common.config import (
 )
 from common.data import Example
 from common.generation import Sampler
+from common.lora import AdapterReference, LoraTrainConfig
 from common.losses import (
     PER_TOKEN_LOSSES,
     PREFERENCE_LOSSES,
@@ -83,7 +83,7 @@ from common.terminal import progress_bar, show_status
 
 
 @dataclass
-class DPOConfig(TrainConfig):
+class DPOConfig(LoraTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
 
     # --- objective ---
@@ -224,13 +224,20 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     shared_lengths = shorter_lengths(train_set)  # (rows,)
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
-    reference: Policy | None = None
+    policy: Policy | None = None
+    reference: Policy | AdapterReference | None = None
     ref_train_logps = ref_eval_logps = None
     score, rest = evaluation.score_examples, (config, pad_id, "reference")
     if config.needs_reference:
-        lm = models.load_policy(paths[1], configs[1], config)
+        is_policy = config.lora_r > 0 and paths[0] == paths[1]  # with its adapters off
+        load = models.load_trained_policy if is_policy else models.load_policy
+        lm = load(paths[1], configs[1], config)
         weights = reference_cache.weights_digest(lm) if config.ref_cache_dir else ""
-        reference = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
+        if is_policy:
+            policy = fsdp.shard(Policy(lm), config, mesh)
+            reference = AdapterReference(policy)
+        else:
+            reference = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.layouts_agree(reference, config)
         ref_pair_logps = score(reference, train_set[:1], *rest)  # (1, 2), for the self-check
         score_all = partial(reference_logps, reference, weights, tokenizer, config)
@@ -245,8 +252,9 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             reference = None
 
     # Policy, FSDP, optimiser
-    policy = Policy(models.load_policy(paths[0], configs[0], config))
-    policy = fsdp.shard(policy, config, mesh)
+    if policy is None:
+        policy = Policy(models.load_trained_policy(paths[0], configs[0], config))
+        policy = fsdp.shard(policy, config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
@@ -355,7 +363,7 @@ def desensitised(
 
 
 def reference_logps(
-    reference: Policy,
+    reference: Policy | AdapterReference,
     weights: str,
     tokenizer: Any,
     config: DPOConfig,

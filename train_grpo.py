@@ -40,6 +40,7 @@ from common import checkpoint, data, distributed, fsdp, models, optim, plots, ro
 from common.config import is_due
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
+from common.lora import AdapterReference
 from common.losses import (
     aggregate,
     clipped_tokens,
@@ -75,10 +76,14 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    policy = Policy(models.load_policy(paths[0], configs[0], config))
+    updates_reference = config.ref_update_steps > 0
+    lm = models.load_trained_policy(paths[0], configs[0], config, with_copy=updates_reference)
+    policy = Policy(lm)
     policy = fsdp.shard(policy, config, mesh)  # before the next model is read: one whole at a time
-    reference = None
-    if config.beta > 0:
+    reference: Policy | AdapterReference | None = None
+    if config.beta > 0 and config.lora_r and paths[0] == paths[1]:
+        reference = AdapterReference(policy)
+    elif config.beta > 0:
         frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
         reference = fsdp.shard(frozen, config, mesh)
         self_checks.layouts_agree(reference, config)
@@ -90,7 +95,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-    updated = reference if config.ref_update_steps else None  # else it is read again on resuming
+    updated = reference if updates_reference else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
     start_step = checkpoint.load(resume_from, policy, optimizer, updated) if resume_from else 0
@@ -196,7 +201,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
 def score_before_updates(
     policy: Policy,
-    reference: Policy | None,
+    reference: Policy | AdapterReference | None,
     minibatches: list[list[MicroBatch]],
     config: GRPOConfig,
 ) -> None:

@@ -34,8 +34,9 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due
+from common.config import is_due
 from common.generation import Sampler
+from common.lora import LoraTrainConfig
 from common.losses import sft_loss
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -43,7 +44,7 @@ from common.scoring import Policy
 
 
 @dataclass
-class SFTConfig(TrainConfig):
+class SFTConfig(LoraTrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
 
@@ -64,7 +65,7 @@ def main(config: SFTConfig) -> None:
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = models.load_policy(config.model_name_or_path, model_config, config)
+    lm = models.load_trained_policy(config.model_name_or_path, model_config, config)
     policy = fsdp.shard(Policy(lm), config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)

@@ -1,20 +1,22 @@
 """Checkpoints to resume from, and exported models to use elsewhere.
 
-A checkpoint is sharded (`torch.distributed.checkpoint`) and holds parameters, optimiser state, the
-number of finished steps, and a reference that changes in the course of the run; row order and noise
-are functions of the step, so nothing else is needed. An exported model is a plain `save_pretrained`
-folder.
+A checkpoint is sharded (`torch.distributed.checkpoint`) and holds the trained parameters (under
+LoRA: the adapters), optimiser state, the number of finished steps, and a reference that changes in
+the course of the run; row order and noise are functions of the step, so nothing else is needed. An
+exported model is a plain `save_pretrained` folder; of adapters there is peft's folder as well.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import PreTrainedTokenizerBase
 
-from common import distributed, fsdp
+from common import distributed, fsdp, lora
 from common.config import UserError
 
 STEP_FILE = "step.json"
@@ -58,11 +60,10 @@ def save(
         partial.mkdir(parents=True)
     distributed.barrier()
     fsdp.reshard(model)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = trained_state(model, optimizer)
     if reference is not None:
         fsdp.reshard(reference)
-        state["reference"] = get_model_state_dict(reference)
+        state["reference"] = reference_state(reference)
     save_shards(state, checkpoint_id=partial)
     if distributed.is_rank0():
         contents = {"step": step, "has_reference": reference is not None}
@@ -70,6 +71,23 @@ def save(
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     distributed.barrier()
+
+
+def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What training changes: the shards of model and optimiser, but for frozen parameters."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    parameters = model.named_parameters(remove_duplicate=False)  # a tied one by both of its names
+    frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+    trained = {name: value for name, value in model_state.items() if name not in frozen}
+    return {"model": trained, "optimizer": optimizer_state}
+
+
+def reference_state(reference: nn.Module) -> dict[str, Any]:
+    """The shards of a reference; of one that is the policy with other adapters, those adapters."""
+    state = get_model_state_dict(reference)
+    if not isinstance(reference, lora.AdapterReference):
+        return state
+    return {k: value for k, value in state.items() if lora.belongs_to(k, lora.REFERENCE)}
 
 
 def find(output_dir: Path, resume_from_checkpoint: str) -> Path | None:
@@ -123,16 +141,20 @@ def load(
             f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
         )
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    state = trained_state(model, optimizer)
     if reference is not None:
-        state["reference"] = get_model_state_dict(reference)
+        state["reference"] = reference_state(reference)
     load_shards(state, checkpoint_id=folder)
     set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # frozen parameters are as they were read
     )
     if reference is not None:
-        set_model_state_dict(reference, state["reference"])
+        partial = StateDictOptions(strict=False)
+        set_model_state_dict(reference, state["reference"], options=partial)
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
     return int(contents["step"])
@@ -148,6 +170,8 @@ def export(
 ) -> None:
     """Write a plain `save_pretrained` folder with tokenizer, float32 safetensors. Collective.
 
+    Adapters are merged into its weights, and also written as peft's folder `adapter` beside it.
+
     Args:
         module: sharded; its submodule `lm` is the Hugging Face model.
         tokenizer: saved beside the weights.
@@ -160,19 +184,32 @@ def export(
         wrapper: Any = module
         lm = wrapper.lm
         state = {name.removeprefix("lm."): tensor for name, tensor in state.items()}
+        if lora.adapted_layers(lm):
+            with replacing(folder.with_name("adapter")) as partial:
+                lora.save_adapter(lm, state, partial)
+                tokenizer.save_pretrained(partial)
+            state = lora.merged_state(lm, state)
         if reward_shift and not fold_reward_shift(lm, state, reward_shift):
             lm.config.reward_shift = wrapper.shift + reward_shift  # it may have come with one
         if stop_ids and getattr(lm, "generation_config", None) is not None:
             lm.generation_config.eos_token_id = list(stop_ids)
             lm.generation_config.pad_token_id = tokenizer.pad_token_id
         lm.config.use_cache = True
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        lm.save_pretrained(partial, state_dict=state)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        with replacing(folder) as partial:
+            lm.save_pretrained(partial, state_dict=state)
+            tokenizer.save_pretrained(partial)
     distributed.barrier()
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` once it is whole."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def fold_reward_shift(lm: Any, state: dict[str, torch.Tensor], shift: float) -> bool:

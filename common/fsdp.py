@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from common import attention, distributed
+from common import attention, distributed, lora
 from common.config import CommonConfig, UserError
 
 M = TypeVar("M", bound=nn.Module)
@@ -285,7 +285,8 @@ class RolloutCopy:
 
     Sampling from the sharded model would gather every unit once per token and tie the ranks to
     the same number of tokens. The replica costs one gather, holds the compute dtype, lets each
-    rank stop when its own samples have stopped, and is freed before training goes on.
+    rank stop when its own samples have stopped, and is freed before training goes on. Adapters are
+    merged into its weights.
     """
 
     def __init__(self, lm: Any, config: CommonConfig) -> None:
@@ -303,11 +304,16 @@ class RolloutCopy:
     def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Fill the replica from `policy`, whose submodule the source is. Collective on entry."""
         reshard(policy)
-        weights = dict(self.source.named_parameters())
-        device = distributed.device()
+        weights = {lora.plain_name(name): p for name, p in self.source.named_parameters()}
+        adapted = lora.adapted_layers(self.source)
         for name, target in list(self.replica.named_parameters()):
-            weight = weights[name].data.to(device, target.dtype)  # cast first: half the traffic
-            full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            layer = adapted.get(name.removesuffix(".weight"))
+            if layer is None:
+                full = gather(weights[name], target.dtype)
+            else:
+                matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
+                parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
+                full = lora.merged_weight(layer, *parts).to(target.dtype)
             set_parameter(self.replica, name, full)
         head = self.replica.get_output_embeddings()
         shared = head.weight
@@ -318,6 +324,12 @@ class RolloutCopy:
             head.weight = shared
             for name, target in list(self.replica.named_parameters()):
                 set_parameter(self.replica, name, torch.empty_like(target, device="meta"))
+
+
+def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter in a dtype, whole on every rank. Collective."""
+    weight = parameter.data.to(distributed.device(), dtype)  # cast first: half the traffic
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -332,6 +344,8 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
     """Raise a UserError for a reference that cannot take the policy's weights."""
+    if isinstance(reference, lora.AdapterReference):
+        return
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -345,12 +359,16 @@ def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
     """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
 
     Args:
-        target: sharded as the source is, with the same parameters.
+        target: sharded as the source is, with the same parameters; or what the source was before
+            its adapters were trained, with a frozen copy of them.
         source: the other model.
         alpha: 1 makes the target a copy.
     """
     reshard(target)
     reshard(source)
-    for old, new in zip(target.parameters(), source.parameters(), strict=True):
+    both: Any = target.parameters(), source.parameters()
+    if isinstance(target, lora.AdapterReference):
+        both = lora.reference_and_trained(source)
+    for old, new in zip(*both, strict=True):
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
         shards[0].lerp_(shards[1], alpha)

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
 from common.config import (
-    TrainConfig,
     UserError,
     knob,
     require_finite,
     require_not_negative,
     require_positive,
 )
+from common.lora import LoraTrainConfig
 from common.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -21,7 +21,7 @@ from common.losses import (
 
 
 @dataclass
-class GRPOConfig(TrainConfig):
+class GRPOConfig(LoraTrainConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     # --- rollouts: batch_size prompts per step ---
@@ -187,6 +187,8 @@ def refuse_sampling(config: GRPOConfig) -> None:
 
 def refuse_reference(config: GRPOConfig) -> None:
     """Raise a UserError for a KL term or an update of the reference that does not fit."""
+    if config.ref_update_steps and config.lora_r:
+        refuse_unlike_adapters(config)
     if config.ref_mixup_alpha > 1:
         raise UserError(f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be at most 1.")
     if config.beta == 0:
@@ -226,4 +228,18 @@ def refuse_kl_in_reward(config: GRPOConfig) -> None:
         raise UserError(
             "--mask_truncated_completions is true; it must be false with --kl_in reward, since "
             "masked completions are not scored by the reference."
+        )
+
+
+def refuse_unlike_adapters(config: GRPOConfig) -> None:
+    """Raise a UserError for updates of a reference that are none of an adapter."""
+    if config.ref_mixup_alpha < 1:
+        raise UserError(
+            f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be 1 with --lora_r, since a "
+            "mix of two adapters' matrices is no mix of the models."
+        )
+    if config.ref_model_name_or_path != config.model_name_or_path:
+        raise UserError(
+            "--ref_update_steps with --lora_r replaces the policy's own adapter in the reference; "
+            "leave --ref_model_name_or_path empty."
         )

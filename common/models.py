@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common import distributed, hub, synthetic
+from common import distributed, fsdp, hub, lora, synthetic
 from common.config import CommonConfig, UserError, gist
 from common.noise import derive_seed
 
@@ -43,6 +43,8 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
         raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
+    if lora.is_adapter(path) and not any(Path(path).glob("tokenizer*")):
+        path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -88,6 +90,7 @@ def read_model_config(
         UserError: nothing there, the wrong kind of model, more tokens than embeddings, or prompt
             and completion longer than the model's positions.
     """
+    path = lora.base_path(path)
     check_location(path, "model")
     try:
         if path.endswith(".json"):
@@ -177,8 +180,30 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
 
 def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig) -> PreTrainedModel:
-    """A causal language model in float32: real on rank 0, on the meta device elsewhere."""
-    return load(AutoModelForCausalLM, path, model_config, config)
+    """A causal language model in float32: real on rank 0, on the meta device elsewhere.
+
+    An adapter is merged into its base.
+    """
+    lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+    lora.merge_folder(lm, path)
+    return lm
+
+
+def load_trained_policy(
+    path: str,
+    model_config: PretrainedConfig,
+    config: lora.LoraTrainConfig,
+    with_copy: bool = False,
+) -> PreTrainedModel:
+    """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
+
+    With it an adapter is not merged: training goes on with it. See `lora.add_adapters`.
+    """
+    if config.lora_r == 0:
+        return load_policy(path, model_config, config)
+    lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+    lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy)
+    return lm
 
 
 def load_reward_model(
@@ -195,7 +220,9 @@ def load_reward_model(
     fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
     model_config.num_labels = 1
     new = {"score.weight"} if fresh else set()
-    lm = load(AutoModelForSequenceClassification, path, model_config, config, new)
+    base = lora.base_path(path)
+    lm = load(AutoModelForSequenceClassification, base, model_config, config, new)
+    lora.merge_folder(lm, path)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     if len(tokenizer) > lm.config.vocab_size:

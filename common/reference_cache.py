@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common import checked_file, distributed
+from common import checked_file, distributed, lora
 from common.config import CommonConfig, gist, package_version
 from common.data import Example
 
@@ -31,6 +31,7 @@ CODE = (
     "attention.py",
     "evaluation.py",
     "fsdp.py",
+    "lora.py",
     "losses.py",
     "models.py",
     "padding.py",
@@ -46,14 +47,17 @@ ORIGIN = ("_name_or_path", "transformers_version")
 def weights_digest(lm: Any) -> str:
     """SHA-256 of a Hugging Face model's configuration, weights and buffers. Collective.
 
+    Of a model with adapters it is that of the model before they were trained.
+
     Call it before the model is sharded, while rank 0 has all of it: rank 0's digest is returned on
     every rank.
     """
     digest = hashlib.sha256()
     if distributed.is_rank0():
         fields = {k: v for k, v in lm.config.to_dict().items() if k not in ORIGIN}
+        fields["adapter_scales"] = lora.reference_scales(lm)
         digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(lm.state_dict().items()):
+        for name, tensor in sorted(lora.reference_state(lm).items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     result: str = distributed.from_rank0(digest.hexdigest())

@@ -23,6 +23,7 @@ from common.advantages import (
 from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.grpo_config import GRPOConfig
+from common.lora import AdapterReference
 from common.metrics import Accumulator
 from common.noise import derive_seed, hash_counters, permutation
 from common.padding import AnyBatch
@@ -294,7 +295,7 @@ def collate_minibatch(
     return micro_batches
 
 
-def reference_head(reference: Policy, config: GRPOConfig) -> Head:
+def reference_head(reference: Policy | AdapterReference, config: GRPOConfig) -> Head:
     """The reference's projection onto the vocabulary, whole, as it computes. Collective."""
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32

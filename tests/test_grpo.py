@@ -562,9 +562,12 @@ def test_what_the_variants_record(base: Path, heard: list[str]):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ranks: int):
-    flags = {"ref_update_steps": 1, "ref_mixup_alpha": 0.5, "save_steps": 2, "beta": 0.5}
-    folder = base / f"resume_{num_ranks}"
+@pytest.mark.parametrize("kind", [{"ref_mixup_alpha": 0.5}, {"lora_r": 2}], ids=["full", "lora"])
+def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
+    base: Path, num_ranks: int, kind: dict[str, Any]
+):
+    flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **kind}
+    folder = base / f"resume_{num_ranks}_{next(iter(kind))}"
     whole = grpo_job(base, folder / "whole", **flags)
     saved = checkpoint.checkpoint_folder(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
@@ -575,6 +578,20 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(base: Path, num_ran
     model: Any = None  # refused before a parameter is looked at
     with pytest.raises(UserError, match="has an updated reference; give the --ref_update_steps"):
         checkpoint.load(saved, model, model)
+
+
+@pytest.mark.parametrize("kind", [{}, {"lora_r": 2}], ids=["full", "lora"])
+def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict[str, Any]):
+    """The KL is measured before the update of the step: 0 after each replacement, else not."""
+    folder = base / f"replaced_{len(kind)}"
+    flags = {"beta": 0.5, "learning_rate": 1e-2, **kind}
+    moving = grpo_job(base, folder / "moving", **flags, ref_update_steps=1)
+    fixed = grpo_job(base, folder / "fixed", **flags)
+    launch(run_stages, 2, base, jobs=[moving, fixed])
+    moving_kl, fixed_kl = ([r["kl"] for r in lines(folder / n)] for n in ("moving", "fixed"))
+    assert max(moving_kl) < 1e-9
+    assert fixed_kl[0] < 1e-9
+    assert min(fixed_kl[1:]) > 1e-6
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -602,6 +619,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
     ({"ref_update_steps": 5, "beta": 0.0}, ["--ref_update_steps is 5", "no reference"]),
+    ({"ref_update_steps": 5, "lora_r": 2, "ref_mixup_alpha": 0.5}, ["ref_mixup_alpha is 0.5"]),
+    (
+        {"ref_update_steps": 5, "lora_r": 2, "ref_model_name_or_path": "other"},
+        ["leave --ref_model_name_or_path empty"],
+    ),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "0 or more"]),
 ]
 

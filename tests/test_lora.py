@@ -1,0 +1,573 @@
+"""Claim: LoRA trains adapters and nothing else, and everyone sees the model that they make.
+
+- Adapters sit on the linear layers of the blocks. A new one changes nothing, to the bit.
+- Their gradients are those of the merged weights by the chain rule; nothing else has one or moves.
+- Both layouts, recomputed activations, bfloat16, 1 and 2 ranks, and a resumed run agree as they do
+  without LoRA.
+- The sampler, the exported model and the exported adapter are the trained policy.
+- The reference is the policy as it started: the base, or the base with the adapter that training
+  goes on with. A second model loaded from the same weights gives the same run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import Job, launch, run_stages
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common import checkpoint, distributed, fsdp, lora, models, optim, reference_cache
+from common.config import UserError
+from common.generation import Sampler
+from common.glossary import SPANS
+from common.jsonl import read_jsonl
+from common.lora import AdapterReference, LoraTrainConfig
+from common.padding import AnyBatch, padded_batch, shared_prefix_batch
+from common.scoring import Policy
+
+FAMILIES = ("gpt2", "llama")  # `Conv1D`, whose weight is (in, out), and `nn.Linear`
+LAYERS = {
+    "gpt2": {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"},
+    "llama": {f"self_attn.{x}_proj" for x in "qkvo"}
+    | {f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
+PAD_ID = 1
+EXAMPLES = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3)], vocab_size=300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group():
+    distributed.start()
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A folder with weights and tokenizer for each family."""
+    folders = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        tiny.causal_lm(family, vocab_size=300, is_plain=True).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
+        folders[family] = str(folder)
+    return folders
+
+
+def lora_config(path: str, **fields: Any) -> LoraTrainConfig:
+    """Rank 4, scale 2."""
+    lengths = {"max_prompt_length": 40, "max_completion_length": 20}
+    needed = {"output_dir": "unused", "micro_batch_size": 4, "lora_r": 4, "lora_alpha": 8}
+    return LoraTrainConfig(**(needed | lengths | {"model_name_or_path": path} | fields))
+
+
+def new_policy(path: str, **fields: Any) -> Policy:
+    """The policy that a stage would train."""
+    config = lora_config(path, **fields)
+    tokenizer = models.load_tokenizer(path, config)
+    model_config = models.read_model_config(path, "policy", tokenizer, config)
+    lm = models.load_trained_policy(path, model_config, config)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def batch_of(layout: str = "padded") -> AnyBatch:
+    make = padded_batch if layout == "padded" else shared_prefix_batch
+    prompts = [example.prompt_ids for example in EXAMPLES]
+    completions = [example.completions for example in EXAMPLES]
+    return make(prompts, completions, PAD_ID).to(distributed.device())
+
+
+def loss_of(policy: Policy, batch: AnyBatch) -> Tensor:
+    return -policy(batch).token_logps.sum()
+
+
+def logps_of(model: Any, batch: AnyBatch | None = None) -> Tensor:
+    with torch.no_grad():
+        logps: Tensor = model(batch or batch_of()).token_logps
+    fsdp.reshard(model)
+    return logps
+
+
+def train(policy: Policy, num_steps: int = 3, **fields: Any) -> Policy:
+    """Visible optimiser steps."""
+    config = lora_config("unused", learning_rate=0.02, max_grad_norm=0.0, **fields)
+    optimizer = optim.build_optimizer(policy, config)
+    for step in range(num_steps):
+        loss_of(policy, batch_of()).backward()
+        optim.clip_and_step(policy, optimizer, config, step, 100)
+    return policy
+
+
+def plain_policy(path: str) -> Policy:
+    """A folder as transformers alone reads it."""
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return Policy(lm.to(distributed.device()).eval())
+
+
+# ---- what has adapters, and what they are --------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_of_the_blocks_has_an_adapter_and_nothing_else(bases, family):
+    lm = new_policy(bases[family]).lm
+    parents = ("transformer.h", "model.layers")
+    expected = {
+        f"{parents[family == 'llama']}.{i}.{name}" for i in (0, 1) for name in LAYERS[family]
+    }
+    assert set(lora.adapted_layers(lm)) == expected
+    trained = {name for name, p in lm.named_parameters() if p.requires_grad}
+    assert trained == {
+        f"{name}.lora_{matrix}.default.weight" for name in expected for matrix in "AB"
+    }
+    assert type(lm) is type(tiny.causal_lm(family))
+
+
+def test_adapters_are_put_where_they_are_asked_for(bases):
+    lm = new_policy(bases["gpt2"], lora_target_modules=["attn.c_proj", "c_fc"]).lm
+    names = {name.removeprefix("transformer.h.") for name in lora.adapted_layers(lm)}
+    assert names == {"0.attn.c_proj", "1.attn.c_proj", "0.mlp.c_fc", "1.mlp.c_fc"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_a_new_adapter_changes_nothing(bases, family, layout):
+    policy, base = new_policy(bases[family]), new_policy(bases[family], lora_r=0)
+    batch = batch_of(layout)
+    assert torch.equal(logps_of(policy, batch), logps_of(base, batch))
+
+
+def test_the_seed_draws_the_adapter(bases):
+    def drawn(seed: int) -> Tensor:
+        lm = new_policy(bases["gpt2"], seed=seed).lm
+        return lm.transformer.h[0].attn.c_attn.lora_A["default"].weight.detach()
+
+    assert torch.equal(drawn(3), drawn(3))
+    assert not torch.equal(drawn(3), drawn(4))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_is_that_of_the_merged_weight_by_the_chain_rule(bases, family):
+    """With G the gradient of W' = W + s B A, (out, in): dB = s G A^T and dA = s B^T G."""
+    policy = train(new_policy(bases[family]))
+    merged = new_policy(bases[family], lora_r=0)
+    merged.lm.load_state_dict(lora.merged_state(policy.lm, policy.lm.state_dict()), strict=False)
+    loss_of(policy, batch_of()).backward()
+    loss_of(merged, batch_of()).backward()
+    for name, layer in lora.adapted_layers(policy.lm).items():
+        full = merged.lm.get_submodule(name).weight.grad
+        full = full.t() if family == "gpt2" else full  # (out, in)
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        assert float(b.detach().abs().max()) > 1e-3, "an adapter that is still 0 shows nothing"
+        torch.testing.assert_close(b.grad, 2.0 * full @ a.detach().t(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(a.grad, 2.0 * b.detach().t() @ full, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_adapters_have_gradients_and_optimiser_state_and_move(bases, family):
+    policy = new_policy(bases[family])
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    config = lora_config("unused", learning_rate=0.02, weight_decay=0.1)
+    optimizer = optim.build_optimizer(policy, config)
+    num_steps = 2
+    for step in range(num_steps):  # the first moves B only: the gradient of A is 0 while B is
+        loss_of(policy, batch_of()).backward()
+        assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())
+        optim.clip_and_step(policy, optimizer, config, step, num_steps)
+    moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
+    adapters = {name for name in before if ".lora_" in name}
+    assert moved == adapters
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for n, p in policy.named_parameters() if n in adapters}
+    assert len(optimizer.state) == len(adapters)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_layouts_score_and_train_adapters_alike(bases, family):
+    policy = train(new_policy(bases[family]))
+    results = []
+    for layout in ("padded", "shared_prefix"):
+        policy.zero_grad()
+        batch = batch_of(layout)
+        loss_of(policy, batch).backward()
+        grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
+        results.append((logps_of(policy, batch), grads))
+    (padded, expected), (shared, found) = results
+    torch.testing.assert_close(shared, padded, rtol=0, atol=2e-5)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_activations_give_the_same_gradient(bases, family):
+    grads = []
+    for flag in (False, True):
+        policy = new_policy(bases[family], gradient_checkpointing=flag)
+        loss_of(policy, batch_of("shared_prefix")).backward()
+        grads.append({n: p.grad for n, p in policy.named_parameters() if p.requires_grad})
+    assert max(float(g.abs().max()) for g in grads[0].values()) > 0.1
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-5)
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_with_adapters_off_a_trained_policy_is_its_base(bases, family, layout):
+    policy, batch = new_policy(bases[family]), batch_of(layout)
+    base = logps_of(new_policy(bases[family], lora_r=0), batch)
+    train(policy)
+    assert torch.equal(logps_of(AdapterReference(policy), batch), base)
+    assert float((logps_of(policy, batch) - base).abs().max()) > 0.1  # and on again afterwards
+
+
+def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases):
+    """FSDP keeps what it finds at its first gather; under bf16 one process is sharded as well."""
+    policy = new_policy(bases["gpt2"], bf16=True)
+    assert fsdp.fsdp_units(policy)
+    logps_of(AdapterReference(policy))
+    loss_of(policy, batch_of()).backward()
+    assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_goes_on_with_an_adapter_and_the_reference_has_it_on(bases, family, tmp_path):
+    first = train(new_policy(bases[family]))
+    started = logps_of(first)
+    checkpoint.export(first, tiny.tokenizer(), tmp_path / "model")
+    second = new_policy(str(tmp_path / "adapter"))
+    reference = AdapterReference(second)
+    assert torch.equal(logps_of(second), started)
+    assert torch.equal(logps_of(reference), started)
+    train(second)
+    assert torch.equal(logps_of(reference), started)
+    assert float((logps_of(second) - started).abs().max()) > 0.1
+    # and what it exports is one adapter on the same base, again
+    checkpoint.export(second, tiny.tokenizer(), tmp_path / "second" / "model")
+    third = new_policy(str(tmp_path / "second" / "adapter"))
+    assert torch.equal(logps_of(third), logps_of(second))
+    settings = json.loads((tmp_path / "second" / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == bases[family]
+
+
+def test_kept_reference_log_probabilities_are_found_by_what_the_reference_is(bases, tmp_path):
+    """A new adapter's is the base, whatever was drawn or trained; another scale is another one."""
+
+    def digest(path: str, **fields: Any) -> str:
+        return reference_cache.weights_digest(new_policy(path, **fields).lm)
+
+    base = digest(bases["gpt2"], lora_r=0)
+    assert digest(bases["gpt2"]) == digest(bases["gpt2"], seed=5, lora_r=2) == base
+    policy = train(new_policy(bases["gpt2"]))
+    assert reference_cache.weights_digest(policy.lm) == base
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    path = str(tmp_path / "adapter")
+    found = digest(path)
+    assert found not in (base, digest(path, lora_r=0))
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"lora_alpha": 8', '"lora_alpha": 16'))
+    assert digest(path, lora_alpha=16) != found
+
+
+# ---- who else sees the policy --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_sampler_draws_from_base_and_adapters(bases, family, bf16):
+    """Its log-probabilities are the trainer's, and its copy is a plain model."""
+    policy = train(new_policy(bases[family], bf16=bf16))
+    config = lora_config("unused", bf16=bf16)
+    sampler = Sampler(policy, tiny.tokenizer(), [0], config)
+    rollouts = sampler.sample(EXAMPLES, num_samples=4)
+    groups = [rollouts.completion_ids[i : i + 4] for i in range(0, 12, 4)]
+    batch = padded_batch([e.prompt_ids for e in EXAMPLES], groups, PAD_ID).to(distributed.device())
+    scores, base = logps_of(policy, batch), logps_of(AdapterReference(policy), batch)
+    sampled = torch.zeros(scores.shape)
+    for row, logps in enumerate(rollouts.token_logps):
+        sampled[row, : len(logps)] = torch.tensor(logps)
+    gap = (sampled - scores.cpu()).abs()
+    assert float(gap.max()) < 1e-4 if not bf16 else float(gap.mean()) < 0.05
+    assert float((base.cpu() - sampled).abs().mean()) > 0.1
+    assert not lora.adapted_layers(sampler.copy.replica)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
+    bases, family, tmp_path
+):
+    from peft import PeftModel
+
+    policy = train(new_policy(bases[family]))
+    ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
+    with torch.no_grad():
+        expected = policy.lm(input_ids=ids).logits
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert not lora.adapted_layers(merged)
+    for lm in (merged, adapted):
+        with torch.no_grad():
+            logits = lm.to(distributed.device()).eval()(input_ids=ids).logits
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert len(weights) == 2 * len(lora.adapted_layers(policy.lm))
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "adapter"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_lora_r_an_adapter_is_merged_and_everything_is_trained(bases, family, tmp_path):
+    policy = train(new_policy(bases[family]))
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    merged = new_policy(str(tmp_path / "adapter"), lora_r=0)
+    assert not lora.adapted_layers(merged.lm)
+    assert all(p.requires_grad for p in merged.parameters())
+    torch.testing.assert_close(logps_of(merged), logps_of(policy), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        logps_of(plain_policy(str(tmp_path / "model"))), logps_of(merged), rtol=0, atol=2e-5
+    )
+
+
+def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
+    policy = train(new_policy(bases["gpt2"]))
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    trunks = []
+    for name in ("adapter", "model"):
+        path, config = str(tmp_path / name), lora_config("unused")
+        tokenizer = models.load_tokenizer(path, config)
+        model_config = models.read_model_config(path, "trunk", tokenizer, config)
+        trunks.append(models.load_reward_model(path, model_config, tokenizer, config).state_dict())
+    assert trunks[0].keys() == trunks[1].keys()
+    for name, tensor in trunks[1].items():
+        torch.testing.assert_close(trunks[0][name], tensor, rtol=0, atol=1e-6)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_r": -1}, "--lora_r is -1; it must be 0 or more"),
+        ({"lora_alpha": 0}, "--lora_alpha is 0; it must be positive"),
+        ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "and --lora_r is 0"),
+        ({"model_name_or_path": "shape.json"}, "shape.json has no weights to adapt"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        lora_config("unused", **fields)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "wte", "proj"])
+def test_a_target_outside_the_blocks_is_refused(bases, target):
+    with pytest.raises(UserError, match=f"'{target}'; it must be among .*: c_attn, c_fc, c_proj"):
+        new_policy(bases["gpt2"], lora_target_modules=[target])
+
+
+def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
+    policy = new_policy(bases["gpt2"])
+    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    path = str(tmp_path / "adapter")
+    for fields, message in (
+        ({"lora_r": 8}, "--lora_r is 8; the adapter in .* goes on, has 4"),
+        ({"lora_alpha": 16}, "--lora_alpha is 16; the adapter in .* goes on, has 8"),
+        (
+            {"lora_target_modules": ["c_fc"]},
+            "--lora_target_modules is .*'c_attn', 'c_fc', 'c_proj'",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            new_policy(path, **fields)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    weights.pop(min(weights))
+    save_file(weights, file)
+    for rank in (0, 4):
+        with pytest.raises(UserError, match=r"does not fit .*lora_A.* is in one of them only"):
+            new_policy(path, lora_r=rank)
+    file.unlink()
+    with pytest.raises(UserError, match=r"no adapter_model\.safetensors could be read"):
+        new_policy(path)
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(UserError, match="is IA3; it must be LORA"):
+        new_policy(path)
+
+
+# ---- whole stages, on one rank and on two --------------------------------------------------------
+
+STEPS, SAVED = 4, 2
+TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+COMMON = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 27,
+    "num_eval_rows": 3,
+    "num_sample_prompts": 1,
+    "max_prompt_length": 128,
+    "max_completion_length": 16,
+    "batch_size": 8,
+    "micro_batch_size": 3,
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_steps": SAVED,
+    "lora_r": 4,
+    "lora_alpha": 8,
+}
+GRPO = {
+    "batch_size": 4,
+    "num_candidates": 4,
+    "num_generations": 3,
+    "num_iterations": 2,
+    "reward_funcs": "gold",
+    "missing_eos_penalty": -0.2,
+    "learning_rate": 2e-3,
+}
+BASE, ADAPTER = "base/model", "1/sft/adapter"
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage and its flags
+    "sft": ("sft", {"model_name_or_path": BASE}),
+    "dpo": ("dpo", {"model_name_or_path": ADAPTER}),
+    "dpo beside": ("dpo", {"model_name_or_path": ADAPTER, "precompute_ref_log_probs": False}),
+    "grpo": ("grpo", {"model_name_or_path": BASE}),
+    "grpo on": ("grpo", {"model_name_or_path": ADAPTER}),
+}
+COPIES = {  # the same weights under another name: a second model is loaded
+    "dpo copy": ("dpo", {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"}),
+    "grpo copy": ("grpo", {"model_name_or_path": BASE, "ref_model_name_or_path": "copy/base"}),
+    "grpo on copy": (
+        "grpo",
+        {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"},
+    ),
+}
+RESUMED = ("sft", "grpo", "grpo on")
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+) -> Path:
+    """Holds `<ranks>/<run>`, and `resumed/<run>` on two ranks."""
+    folder = tmp_path_factory.mktemp("lora_stages")
+    (folder / "copy").mkdir()
+    (folder / "copy/base").symlink_to(folder / BASE)
+    (folder / "copy/adapter").symlink_to(folder / ADAPTER)
+
+    def job(output_dir: str, run: tuple[str, dict[str, Any]], **changes: Any) -> Job:
+        stage, own = run
+        own = own | changes | {"output_dir": output_dir}
+        paths = {key: str(folder / own[key]) for key in own if key.endswith(("_path", "_dir"))}
+        flags = COMMON | (GRPO if stage == "grpo" else {}) | own | paths
+        return {"stage": stage, "flags": flags}
+
+    base = job("base", RUNS["sft"], lora_r=0, max_steps=20, learning_rate=3e-3, save_steps=0)
+    base["flags"] |= {"model_name_or_path": str(tiny_gpt2)}
+    base["flags"] |= {"tokenizer_name_or_path": str(tokenizer_folder)}
+    one = [base, *(job(f"1/{name}", run) for name, run in (RUNS | COPIES).items())]
+    (loaded,) = launch(run_stages, 1, folder, jobs=one)
+    for record in loaded[-len(COPIES) :]:
+        assert len(record["devices"]) == 2  # policy and reference
+    two = [job(f"2/{name}", run) for name, run in RUNS.items()]
+    two.append(job("2/bfloat16", RUNS["grpo on"], bf16=True))
+    for name in RESUMED:
+        first = checkpoint.checkpoint_folder(folder / "2" / name, SAVED)
+        flag = {"resume_from_checkpoint": str(first)}
+        two.append(job(f"resumed/{name}", RUNS[name], **flag))
+    records = launch(run_stages, 2, folder, jobs=two)
+    (folder / "records.json").write_text(json.dumps(records))
+    return folder
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without timings."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def series(run: Path, metric: str) -> Tensor:
+    values = [line[metric] for line in lines_of(run) if metric in line]
+    assert len(values) == STEPS
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+def test_two_ranks_are_one(folder, name, metric):
+    values, expected = (series(folder / ranks / name, metric) for ranks in "21")
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "copy"), [("dpo", "dpo copy"), ("grpo", "grpo copy"), ("grpo on", "grpo on copy")]
+)
+def test_the_reference_in_the_policy_is_the_model_loaded_a_second_time(folder, name, copy):
+    """Over all steps: an adapter left on in the reference shows after the first update."""
+    for metric in ("loss", "grad_norm", *(["kl"] if "grpo" in name else [])):
+        values, expected = (series(folder / "1" / run, metric) for run in (name, copy))
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reference_scored_beside_training_is_the_one_scored_before(folder):
+    """With the trained adapter on in it, the loss would stay ln 2."""
+    values, expected = (series(folder / "1" / run, "loss") for run in ("dpo beside", "dpo"))
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+    assert float((values - values[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo on"])
+def test_the_kl_grows_from_zero(folder, name):
+    kl = series(folder / "1" / name, "kl")
+    assert 0 <= float(kl[0]) < float(kl[-1])
+    assert float(kl[-1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
+    whole, resumed = folder / "2" / name, folder / "resumed" / name
+    after = [line for line in lines_of(whole) if line["step"] > SAVED]
+    assert lines_of(resumed) == after
+    for part in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        assert (whole / part).read_bytes() == (resumed / part).read_bytes()
+
+
+def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
+    saved = checkpoint.checkpoint_folder(folder / "2" / "grpo on", SAVED)
+    reader = torch.distributed.checkpoint.FileSystemReader(saved)
+    names = list(reader.read_metadata().state_dict_metadata)
+    assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
+    tensors = [name for name in names if name.startswith(("model.", "optimizer.state."))]
+    assert len(tensors) == 16 + 16 * 3
+    assert all(".default." in name for name in tensors)
+
+
+def test_under_bfloat16_adapters_stay_float32(folder):
+    for rank in json.loads((folder / "records.json").read_text()):
+        record = rank[len(RUNS)]
+        for kind in ("parameter", "gradient", "optimizer"):
+            assert record[f"{kind}_dtypes"] == ["float32"]
+        assert record["compute_dtypes"] == ["bfloat16"]
+    weights = load_file(folder / "2" / "bfloat16" / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    rounded = [tensor == tensor.bfloat16().float() for tensor in weights.values()]
+    assert float(torch.cat([part.flatten() for part in rounded]).float().mean()) < 0.1
+
+
+def test_ranks_end_with_the_same_state_and_each_model_is_read_once(folder):
+    first, second = json.loads((folder / "records.json").read_text())
+    for of_first, of_second in zip(first, second, strict=True):
+        assert of_first["state"] == of_second["state"]
+        assert of_first["devices"] == [["cpu"]]  # one model: none for the reference
+        assert of_second["devices"] == [["meta"]]
+        assert of_first["num_local"] < 0.6 * of_first["num_total"]
