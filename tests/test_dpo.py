@@ -120,6 +120,26 @@ def shift_cache(source: Path, target: Path) -> None:
     reference_cache.write(target / file.name, stored)
 
 
+def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    """Flags of a run of one step without row 0 in which one of two ranks has a filler.
+
+    The other needs two forward passes for its rows.
+    """
+    names = ("prompt", "chosen", "rejected")
+    lengths = [sum(len(tokenizer(row[name])["input_ids"]) for name in names) + 2 for row in rows]
+    for seed in range(100):
+        ranks = [
+            BatchOrder(len(rows), BATCH, seed=seed, rank=rank, world_size=2, lengths=lengths).rows(
+                0
+            )
+            for rank in (0, 1)
+        ]
+        tokens = [sum(lengths[row] for row in mine if row is not None) for mine in ranks]
+        if tokens[0] != tokens[1] and 0 not in ranks[0] + ranks[1]:
+            return {"seed": seed, "micro_batch_tokens": min(tokens), "max_steps": 1}
+    raise AssertionError("no such step")
+
+
 def make_pairs() -> list[dict[str, Any]]:
     """Seven pairs of four prompts, with margins; the chosen are longer in four of them."""
     rows = []
@@ -146,6 +166,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
     pairs = make_pairs()
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (folder / "judge.py").write_text(REWARD_FUNCTION)
+    uneven = uneven_first_step(pairs, AutoTokenizer.from_pretrained(tokenizer_folder))
     names = {
         "OTHER": str(folder / "other"),
         "CACHE": str(folder / "cache"),
@@ -153,8 +174,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
     }
     for num_ranks in (1, 2):
         jobs = []
-        shifted = {"shifted": {"ref_cache_dir": str(folder / "shifted")}} if num_ranks == 2 else {}
-        for stage, group in (("dpo", JOBS | shifted), ("reward", REWARD_JOBS)):
+        only_here: dict[str, Any] = {}
+        if num_ranks == 2:
+            only_here["shifted"] = {"ref_cache_dir": str(folder / "shifted")}
+            only_here["uneven"] = uneven
+        for stage, group in (("dpo", JOBS | only_here), ("reward", REWARD_JOBS)):
             for job, own in group.items():
                 flags = COMMON | SPLITS[num_ranks] | own
                 flags |= {
@@ -292,6 +316,11 @@ def test_the_implicit_reward_of_simpo_is_per_token(runs, scored):
     rows = first_rows(NUM_ROWS)
     margins = [2.0 * (mean(scored[row].chosen) - mean(scored[row].rejected)) for row in rows]
     assert runs.series(1, "simpo", "reward_margin")[0] == pytest.approx(mean(margins), rel=1e-4)
+
+
+def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
+    """Its place is row 0, which a run of less than an epoch may not score with the reference."""
+    assert runs.series(2, "uneven", "loss") == [pytest.approx(math.log(2), abs=1e-6)]
 
 
 # ---- the reference cache in a run ----------------------------------------------------------------
