@@ -215,9 +215,15 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     if config.pairs_from == "dataset":
         train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
     else:
-        name, split = config.dataset_name, config.dataset_test_split
-        rest: Any = ("preference", tokenizer, stop_ids, config.num_eval_rows)
-        eval_set = data.load_examples(config, name, split, *rest)
+        eval_set = data.load_examples(
+            config,
+            config.dataset_name,
+            config.dataset_test_split,
+            "preference",
+            tokenizer,
+            stop_ids,
+            config.num_eval_rows,
+        )
         train_set = pairs_from_rollouts(config, tokenizer, stop_ids, configs[0], mesh)
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
@@ -314,8 +320,9 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
         if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            judged = (config, pad_id, ref_eval_logps, config.is_per_token)
-            accuracy, _ = evaluation.preferences(policy, eval_set, *judged)
+            accuracy, _ = evaluation.preferences(
+                policy, eval_set, config, pad_id, ref_eval_logps, config.is_per_token
+            )
             logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
         if is_due(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
