@@ -63,6 +63,14 @@ def test_another_function_s_reward_is_a_step_that_ends_with_the_completion():
     assert math.isnan(found.by_function["s"][2])
 
 
+def test_a_function_that_is_only_watched_adds_no_step():
+    """A step of reward 0 would move the mean of all steps."""
+    functions = {"s": returned([(0, 1.0)]), "watched": returned(5), "also": returned([(1, 9.0)])}
+    found = call(functions, [1.0, 0.0, 0.0], [3])
+    assert found.steps == [{0: 1.0}]
+    assert found.by_function["also"].tolist() == [9.0]
+
+
 def test_two_functions_may_reward_the_same_step():
     functions = {"a": returned([(0, 1.0), (2, 2.0)]), "b": returned([(2, 10.0), (2, 1.0)])}
     found = call(functions, [1.0, 3.0], [3])
