@@ -260,6 +260,29 @@ def test_share_of_clipped_tokens():
     assert 0 < clipped.sum().item() / MASK.sum().item() == pytest.approx(share)
 
 
+@pytest.mark.parametrize("ratio_level", losses.RATIO_LEVELS)
+def test_cispo(ratio_level: str):
+    """TRL's `epsilon_high` is the bound itself; ours, as the paper's, is its distance from 1."""
+    logps = policy_logps()
+    options = {"objective": "cispo", "epsilon_high": 0.28, "ratio_level": ratio_level}
+    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK, **options)
+    ours = losses.aggregate(per_token, MASK, aggregation="token")
+    settings = {"loss_type": "cispo", "importance_sampling_level": ratio_level}
+    stand_in = trl_code.grpo_trainer(logps, epsilon_high=1.28, **settings)
+    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, old_per_token_logps=OLD)
+    assert_same(ours, trl, logps)
+
+
+def test_kl_corrected_for_older_samples():
+    logps = policy_logps()
+    kl = losses.kl_estimate(logps, REF) * losses.probability_ratio(logps, OLD, MASK)
+    per_token = losses.policy_loss(logps, OLD, ADVANTAGES, MASK) + 0.3 * kl
+    stand_in = trl_code.grpo_trainer(logps, beta=0.3, args={"use_bias_correction_kl": True})
+    reference = {"old_per_token_logps": OLD, "ref_per_token_logps": REF}
+    trl = trl_code.grpo_loss(stand_in, ADVANTAGES, MASK, **reference)
+    assert_same(losses.aggregate(per_token, MASK), trl, logps)
+
+
 # ---- advantages ----------------------------------------------------------------------------------
 
 REWARDS = torch.tensor(
@@ -291,6 +314,31 @@ def test_kl_in_the_reward_is_trls_rloo():
     ours = group_advantages(charged, scale="none", baseline="leave_one_out")
     given = {"token_logps": logps, "ref_token_logps": ref, "beta": 0.2}
     trl = trl_code.advantages(rewards, trl_code.RLOOTrainer, **given)
+    torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
+
+
+# ---- importance weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("correction", [c for c in losses.SAMPLER_CORRECTIONS if c != "none"])
+def test_weights_of_another_sampler(correction: str):
+    """Every token counts; TRL's weights of completions are (B, 1)."""
+    sampled = near(REF, 4, spread=0.2)
+    everything = torch.ones_like(MASK)
+    ours = losses.sampler_weights(REF, sampled, everything, correction=correction, cap=1.3)
+    outputs = trl_code.rollout(
+        REWARDS[:3],
+        token_logps=REF.float(),
+        sampling_token_logps=sampled.float(),
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=correction,
+        vllm_importance_sampling_clip_min=1 / 1.3 if correction.endswith("mask") else None,
+        vllm_importance_sampling_clip_max=1.3,
+    )
+    trl = outputs["importance_sampling_ratio"].expand_as(ours).double()
+    assert ours.unique().numel() > 3
+    assert ((ours == 0) | (ours == 1.3)).any()
     torch.testing.assert_close(ours, trl, rtol=1e-5, atol=1e-5)
 
 
