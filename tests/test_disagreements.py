@@ -218,6 +218,22 @@ def test_each_of_several_steps_per_rollout_has_its_own_token_mean():
     close(trl_parts(UNEVEN, MASK.sum(), **settings), [-5 / 3, 8 / 3])
 
 
+def test_cispo_bounds_the_ratio_at_one_plus_epsilon_high():
+    """-sg(min(rho, 1 + epsilon_high)) A log pi (MiniMax-M1 2025, eq. 4-5).
+
+    TRL's `cispo` takes `epsilon_high` for the bound itself. With 0.28, as is usual for the clip,
+    every token of a run that has just begun, at ratio 1, is weighed with 0.28.
+    """
+    ratios, log_pi = torch.tensor([[0.5, 1.0, 2.0]], dtype=torch.float64), -2.0
+    logps = torch.full_like(ratios, log_pi)
+    old, advantages, mask = logps - ratios.log(), torch.tensor([3.0]).double(), MASK[:1]
+    ours = losses.policy_loss(logps, old, advantages, mask, objective="cispo", epsilon_high=0.28)
+    close(ours, [[-0.5 * 3 * log_pi, -1.0 * 3 * log_pi, -1.28 * 3 * log_pi]])
+    stand_in = trl_code.grpo_trainer(logps, loss_type="cispo", epsilon_high=0.28)
+    trl = trl_code.grpo_loss(stand_in, advantages, mask, old_per_token_logps=old)
+    close(trl, -0.28 * 3 * log_pi)  # the mean over three equal tokens
+
+
 # ---- advantages ----------------------------------------------------------------------------------
 
 
