@@ -9,9 +9,11 @@
 """
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -19,6 +21,7 @@ import torch
 from ranks import launch, run_stages
 from torch import Tensor
 
+import train_grpo
 from common import checkpoint, distributed, fsdp, rollouts, synthetic
 from common.config import UserError
 from common.generation import Rollouts
@@ -28,7 +31,7 @@ from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
-from common.scoring import Policy, ReferenceStates
+from common.scoring import CompletionScores, Policy, ReferenceStates
 
 LAYOUTS = ("shared_prefix", "padded")
 PAD = 7
@@ -559,6 +562,71 @@ def test_what_the_variants_record(base: Path, heard: list[str]):
     assert all(line["candidates_seen"] == 5 for line in runs["moving reference"])
     for line in runs["sampler weights"]:  # sampler and trainer agree
         assert line["sampler_weight_share"] == pytest.approx(1, abs=1e-4)
+    # Advantages sum to 0 in a group, and at first the KL is 0: what is left is the bonus.
+    first = runs["exact KL"][0]
+    assert first["loss"] == pytest.approx(-0.05 * first["entropy"], rel=0.3)
+    for line in runs["KL in the reward"]:  # and not in the loss
+        assert line["loss"] == pytest.approx(0, abs=1e-6)
+    assert abs(runs["KL in the reward"][2]["kl"]) > 0.01
+
+
+def run_here(base: Path, name: str, **flags: Any) -> list[dict[str, Any]]:
+    """The metrics of a short run in this process."""
+    run_stages([grpo_job(base, base / name, **flags)])
+    return lines(base / name)
+
+
+def test_a_reference_replaced_in_every_step_is_the_policy_that_samples(base: Path):
+    still = run_here(base, "still")
+    moving = run_here(base, "moving", ref_update_steps=1)
+    assert still[2]["kl"] > 0.01
+    assert [line["kl"] for line in moving] == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+def test_sampler_weights_multiply_the_policy_term(base: Path):
+    """Weights of 0 leave no gradient without a KL; the policy is given the flags as they are."""
+    flags: dict[str, Any] = {
+        "sampler_correction": "token_mask",
+        "sampler_correction_cap": 1.7,
+        "ratio_level": "sequence",
+        "epsilon_low": 0.1,
+        "epsilon_high": 0.3,
+        "delta": 1.5,
+        "beta": 0.0,
+        "max_steps": 1,
+    }
+    zeros = mock.Mock(side_effect=lambda logps, *_, **__: torch.zeros_like(logps))
+    objective = mock.Mock(side_effect=policy_loss)
+    with (
+        mock.patch.object(train_grpo, "sampler_weights", zeros),
+        mock.patch.object(train_grpo, "policy_loss", objective),
+    ):
+        (line,) = run_here(base, "weightless", **flags)
+    assert line["grad_norm"] == line["loss"] == 0
+    assert zeros.call_args.kwargs == {"correction": "token_mask", "cap": 1.7}
+    options = {
+        name: flags[name] for name in ("ratio_level", "epsilon_low", "epsilon_high", "delta")
+    }
+    assert objective.call_args.kwargs == {"objective": "clip", **options}
+
+
+def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for():
+    groups = new_groups(REWARDS)
+    for estimator, corrected in (("k1", True), ("k2", False), ("k3", False), ("k3", True)):
+        config = new_config(kl_estimator=estimator, kl_correction=corrected)
+        part = prepared(groups, config)[0][0]
+        mask = part.batch.completion_mask
+        logps, part.ref_logps = part.sampled_logps, part.sampled_logps - 0.5 * mask
+        old_logps = logps - math.log(2) * mask  # ratio 2
+        scores = CompletionScores(logps, logps, logps - 99)
+        found = train_grpo.kl_to_reference(scores, old_logps, part, config)
+        expected = kl_estimate(torch.tensor(0.5), torch.tensor(0.0), estimator=estimator)
+        torch.testing.assert_close(
+            found[mask], ((1 + corrected) * expected).expand(int(mask.sum())), rtol=1e-4, atol=1e-5
+        )
+        exact = new_config(kl_estimator="full")
+        found = train_grpo.kl_to_reference(scores, old_logps, part, exact)
+        assert torch.equal(found, logps - 99)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
