@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common import attention
+from common.config import UserError
 from common.padding import AnyBatch, Batch, SharedPrefixBatch
 from common.projection import Head, token_statistics
 
@@ -127,13 +128,29 @@ class Policy(nn.Module):
             entropy = (normaliser - expected) * batch.completion_mask
         if reference is not None:
             logps = torch.log_softmax(logits, -1)  # (B, C, V)
-            ref_logits = nn.functional.linear(reference.hidden.float(), *reference.head)
+            # In float32 again: under bf16 FSDP casts what a forward is given.
+            head, bias = reference.head.weight.float(), reference.head.bias
+            bias = None if bias is None else bias.float()
+            ref_logits = nn.functional.linear(reference.hidden.float(), head, bias)  # (B, C, V)
             ref_logps = torch.log_softmax(ref_logits / temperature, -1)
             kl = (logps.exp() * (logps - ref_logps)).sum(-1) * batch.completion_mask
         hidden = None
         if with_hidden:
             hidden = output.hidden_states[-1][:, -num_completion_tokens - 1 : -1]  # (B, C, D)
+            self.refuse_scaled_logits(hidden[:1, :1], output.logits[:1, :1])
         return CompletionScores(token_logps, entropy, kl, hidden)
+
+    def refuse_scaled_logits(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raise a UserError for a model whose logits are not its head's, as it scales or caps them.
+
+        In the shared layout `self_checks.layouts_agree` refuses such a model altogether.
+        """
+        projected = self.lm.get_output_embeddings()(hidden).float()
+        if not torch.allclose(projected, logits.float(), rtol=1e-2, atol=1e-2):
+            raise UserError(
+                f"--kl_estimator is full, and {type(self.lm).__name__} scales or caps its logits; "
+                "use k1, k2 or k3."
+            )
 
 
 class RewardModel(nn.Module):

@@ -389,6 +389,22 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
         finite_difference_agrees(policy, reference, rows)
 
 
+def test_logits_that_are_not_the_head_s_are_refused():
+    lm = tiny.causal_lm("gpt2")
+    plain = lm.forward
+
+    def scaled(**inputs: Any) -> Any:
+        output = plain(**inputs)
+        output.logits = output.logits / 4
+        return output
+
+    batch = make_batch("padded", [[5, 6]], [[[7, 8]]], PAD)
+    Policy(lm)(batch, with_hidden=True)
+    lm.forward = scaled
+    with pytest.raises(UserError, match="--kl_estimator is full, and GPT2LMHeadModel scales"):
+        Policy(lm)(batch, with_hidden=True)
+
+
 def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any]) -> None:
     """The gradient of the enumerated KL, in any one direction, is how it changes that way."""
     generator = torch.Generator().manual_seed(0)
