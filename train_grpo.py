@@ -76,10 +76,9 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    updates_reference = config.ref_update_steps > 0
-    lm = models.load_trained_policy(paths[0], configs[0], config, with_copy=updates_reference)
-    policy = Policy(lm)
-    policy = fsdp.shard(policy, config, mesh)  # before the next model is read: one whole at a time
+    moves = config.ref_update_steps > 0
+    lm = models.load_trained_policy(paths[0], configs[0], config, with_copy=moves)
+    policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference: Policy | AdapterReference | None = None
     if config.beta > 0 and config.lora_r and paths[0] == paths[1]:
         reference = AdapterReference(policy)
@@ -95,7 +94,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-    updated = reference if updates_reference else None  # else it is read again on resuming
+    updated = reference if moves else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
     start_step = checkpoint.load(resume_from, policy, optimizer, updated) if resume_from else 0

@@ -83,11 +83,11 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def reference_state(reference: nn.Module) -> dict[str, Any]:
-    """The shards of a reference; of one that is the policy with other adapters, those adapters."""
-    state = get_model_state_dict(reference)
-    if not isinstance(reference, lora.AdapterReference):
-        return state
-    return {k: value for k, value in state.items() if lora.belongs_to(k, lora.REFERENCE)}
+    """The shards of a reference that changes: of one inside the policy its adapter only."""
+    state: dict[str, Any] = get_model_state_dict(reference)
+    if isinstance(reference, lora.AdapterReference):
+        return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
+    return state
 
 
 def find(output_dir: Path, resume_from_checkpoint: str) -> Path | None:
@@ -145,16 +145,16 @@ def load(
     if reference is not None:
         state["reference"] = reference_state(reference)
     load_shards(state, checkpoint_id=folder)
+    options = StateDictOptions(strict=False)  # frozen parameters are as they were read
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=False),  # frozen parameters are as they were read
+        options=options,
     )
     if reference is not None:
-        partial = StateDictOptions(strict=False)
-        set_model_state_dict(reference, state["reference"], options=partial)
+        set_model_state_dict(reference, state["reference"], options=options)
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
     return int(contents["step"])

@@ -345,7 +345,7 @@ def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
 def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
     """Raise a UserError for a reference that cannot take the policy's weights."""
     if isinstance(reference, lora.AdapterReference):
-        return
+        return  # it is inside the policy
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
     if shapes[0] != shapes[1]:
         raise UserError(
@@ -359,16 +359,16 @@ def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
     """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
 
     Args:
-        target: sharded as the source is, with the same parameters; or what the source was before
-            its adapters were trained, with a frozen copy of them.
+        target: sharded as the source is, with the same parameters; or the reference inside the
+            source, whose frozen adapter is set.
         source: the other model.
         alpha: 1 makes the target a copy.
     """
     reshard(target)
     reshard(source)
-    both: Any = target.parameters(), source.parameters()
+    pairs = zip(target.parameters(), source.parameters(), strict=True)
     if isinstance(target, lora.AdapterReference):
-        both = lora.reference_and_trained(source)
-    for old, new in zip(*both, strict=True):
+        pairs = zip(target.adapter(lora.REFERENCE), target.adapter(lora.TRAINED), strict=True)
+    for old, new in pairs:
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
         shards[0].lerp_(shards[1], alpha)

@@ -187,10 +187,10 @@ def refuse_sampling(config: GRPOConfig) -> None:
 
 def refuse_reference(config: GRPOConfig) -> None:
     """Raise a UserError for a KL term or an update of the reference that does not fit."""
-    if config.ref_update_steps and config.lora_r:
-        refuse_unlike_adapters(config)
     if config.ref_mixup_alpha > 1:
         raise UserError(f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be at most 1.")
+    if config.lora_r and config.ref_update_steps:
+        refuse_adapter_update(config)
     if config.beta == 0:
         if config.ref_update_steps:
             raise UserError(
@@ -212,6 +212,20 @@ def refuse_reference(config: GRPOConfig) -> None:
         )
 
 
+def refuse_adapter_update(config: GRPOConfig) -> None:
+    """Raise a UserError for a reference that cannot take the policy's adapters."""
+    if config.ref_mixup_alpha != 1:
+        raise UserError(
+            f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be 1 with --lora_r: a mixture "
+            "of two adapters has a higher rank."
+        )
+    if config.ref_model_name_or_path != config.model_name_or_path:
+        raise UserError(
+            f"--ref_model_name_or_path is {config.ref_model_name_or_path}; with --lora_r and "
+            "--ref_update_steps it must be --model_name_or_path, whose adapters move."
+        )
+
+
 def refuse_kl_in_reward(config: GRPOConfig) -> None:
     """Raise a UserError for what a KL in the reward excludes."""
     if config.kl_estimator != "k1" or config.kl_correction:
@@ -228,18 +242,4 @@ def refuse_kl_in_reward(config: GRPOConfig) -> None:
         raise UserError(
             "--mask_truncated_completions is true; it must be false with --kl_in reward, since "
             "masked completions are not scored by the reference."
-        )
-
-
-def refuse_unlike_adapters(config: GRPOConfig) -> None:
-    """Raise a UserError for updates of a reference that are none of an adapter."""
-    if config.ref_mixup_alpha < 1:
-        raise UserError(
-            f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be 1 with --lora_r, since a "
-            "mix of two adapters' matrices is no mix of the models."
-        )
-    if config.ref_model_name_or_path != config.model_name_or_path:
-        raise UserError(
-            "--ref_update_steps with --lora_r replaces the policy's own adapter in the reference; "
-            "leave --ref_model_name_or_path empty."
         )

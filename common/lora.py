@@ -133,7 +133,12 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def add_adapters(
-    lm: Any, blocks: Sequence[nn.Module], path: str, config: LoraTrainConfig, with_copy: bool
+    lm: Any,
+    blocks: Sequence[nn.Module],
+    path: str,
+    config: LoraTrainConfig,
+    *,
+    with_copy: bool = False,
 ) -> None:
     """Freeze a model but for adapters: new ones, or those of the folder it is loaded from.
 
@@ -144,7 +149,7 @@ def add_adapters(
         blocks: its decoder blocks.
         path: of the model, or of an adapter on it.
         config: the fields on LoRA and the seed are read.
-        with_copy: add a frozen adapter also to new ones, for a reference that is to be updated.
+        with_copy: keep a frozen copy also of new adapters: the reference will be replaced by it.
 
     Raises:
         UserError: the fields do not fit the model or the adapter.
@@ -272,17 +277,14 @@ class AdapterReference(nn.Module):
         """The Hugging Face model."""
         return self.policy.lm
 
+    def adapter(self, name: str) -> list[nn.Parameter]:
+        """The matrices of an adapter, in the order of the layers."""
+        return [p for key, p in self.policy.named_parameters() if belongs_to(key, name)]
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """What the policy's forward returned before training."""
         with at_start(self.policy):
             return self.policy(*inputs, **options)
-
-
-def reference_and_trained(lm: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices of the frozen copy, and those that are trained, in the same order."""
-    layers = adapted_layers(lm).values()
-    matrices = [part for layer in layers for part in (layer.lora_A, layer.lora_B)]
-    return [m[REFERENCE].weight for m in matrices], [m[TRAINED].weight for m in matrices]
 
 
 def reference_state(lm: nn.Module) -> dict[str, Tensor]:

@@ -193,16 +193,18 @@ def load_trained_policy(
     path: str,
     model_config: PretrainedConfig,
     config: lora.LoraTrainConfig,
+    *,
     with_copy: bool = False,
 ) -> PreTrainedModel:
     """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
 
-    With it an adapter is not merged: training goes on with it. See `lora.add_adapters`.
+    With it an adapter is not merged: training goes on with it. For `with_copy` see
+    `lora.add_adapters`.
     """
     if config.lora_r == 0:
         return load_policy(path, model_config, config)
     lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
-    lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy)
+    lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
     return lm
 
 

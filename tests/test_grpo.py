@@ -703,11 +703,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
     ({"ref_update_steps": 5, "beta": 0.0}, ["--ref_update_steps is 5", "no reference"]),
-    ({"ref_update_steps": 5, "lora_r": 2, "ref_mixup_alpha": 0.5}, ["ref_mixup_alpha is 0.5"]),
-    (
-        {"ref_update_steps": 5, "lora_r": 2, "ref_model_name_or_path": "other"},
-        ["leave --ref_model_name_or_path empty"],
-    ),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "0 or more"]),
 ]
 

@@ -25,6 +25,7 @@ from common import checkpoint, distributed, fsdp, lora, models, optim, reference
 from common.config import UserError
 from common.generation import Sampler
 from common.glossary import SPANS
+from common.grpo_config import GRPOConfig
 from common.jsonl import read_jsonl
 from common.lora import AdapterReference, LoraTrainConfig
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
@@ -239,6 +240,26 @@ def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases):
     assert all((p.grad is not None) == (".lora_" in n) for n, p in policy.named_parameters())
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
+    path, config = bases["gpt2"], lora_config(bases["gpt2"], bf16=bf16)
+    tokenizer = models.load_tokenizer(path, config)
+    model_config = models.read_model_config(path, "policy", tokenizer, config)
+    lm = models.load_trained_policy(path, model_config, config, with_copy=True)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    reference = AdapterReference(policy)
+    base = logps_of(policy)
+    assert torch.equal(logps_of(reference), base)
+    train(policy)
+    assert torch.equal(logps_of(reference), base)
+    fsdp.mix_into(reference, policy, 1.0)
+    replaced = logps_of(policy)
+    assert torch.equal(logps_of(reference), replaced)
+    train(policy)
+    assert torch.equal(logps_of(reference), replaced)
+    assert float((logps_of(policy) - replaced).abs().max()) > 0.1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_goes_on_with_an_adapter_and_the_reference_has_it_on(bases, family, tmp_path):
     first = train(new_policy(bases[family]))
@@ -363,11 +384,15 @@ def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
         ({"lora_alpha": 0}, "--lora_alpha is 0; it must be positive"),
         ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "and --lora_r is 0"),
         ({"model_name_or_path": "shape.json"}, "shape.json has no weights to adapt"),
+        ({"ref_mixup_alpha": 0.5}, "--ref_mixup_alpha is 0.5; it must be 1 with --lora_r"),
+        ({"ref_model_name_or_path": "b"}, "--ref_model_name_or_path is b; with --lora_r and"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(fields, message):
+    needed = {"output_dir": "unused", "model_name_or_path": "a", "lora_r": 4}
+    needed |= {"reward_funcs": ["gold"], "ref_update_steps": 2}
     with pytest.raises(UserError, match=message):
-        lora_config("unused", **fields)
+        GRPOConfig(**(needed | fields))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "wte", "proj"])
@@ -443,6 +468,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage and its flags
     "dpo beside": ("dpo", {"model_name_or_path": ADAPTER, "precompute_ref_log_probs": False}),
     "grpo": ("grpo", {"model_name_or_path": BASE}),
     "grpo on": ("grpo", {"model_name_or_path": ADAPTER}),
+    "grpo moving": ("grpo", {"model_name_or_path": BASE, "ref_update_steps": SAVED}),
 }
 COPIES = {  # the same weights under another name: a second model is loaded
     "dpo copy": ("dpo", {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"}),
@@ -452,7 +478,7 @@ COPIES = {  # the same weights under another name: a second model is loaded
         {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"},
     ),
 }
-RESUMED = ("sft", "grpo", "grpo on")
+RESUMED = ("sft", "grpo", "grpo on", "grpo moving")
 
 
 @pytest.fixture(scope="module")
@@ -531,6 +557,13 @@ def test_the_kl_grows_from_zero(folder, name):
     kl = series(folder / "1" / name, "kl")
     assert 0 <= float(kl[0]) < float(kl[-1])
     assert float(kl[-1]) > 1e-3
+
+
+def test_a_reference_that_moves_is_close_again(folder):
+    """Equal up to the update after step 2; in step 3 the policy has made one update since."""
+    kl, fixed = (series(folder / "1" / name, "kl") for name in ("grpo moving", "grpo"))
+    assert torch.equal(kl[:SAVED], fixed[:SAVED])
+    assert float(kl[SAVED]) < 0.5 * float(fixed[SAVED])
 
 
 @pytest.mark.parametrize("name", RESUMED)
