@@ -103,6 +103,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     profiler = StepProfiler.start(config, total_steps, start_step)
     draw = partial(
         rollouts.draw,
+        total_steps=total_steps,
         sampler=sampler,
         scorer=scorer,
         config=config,
@@ -141,8 +142,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             self_checks.first_rollout(policy, part.batch, part.sampled_logps, *rest)
         # 4. Advantages, which may count the KL
         advantages = rollouts.kept_advantages(groups, kept, counts, chain(*minibatches), config)
-        for part in chain(*minibatches):
-            part.advantages = advantages.flatten()[part.batch.places.cpu()].to(device)  # (B,)
+        rollouts.set_advantages(chain(*minibatches), advantages)
         # 5. Update
         with metrics.timed("update_seconds"):
             for iteration, micro_batches in product(range(config.num_iterations), minibatches):
@@ -174,8 +174,9 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                     if iteration == 0:
                         gap = (part.sampled_logps - old_logps) * mask
                         metrics.add("sampler_kl", gap.sum(), num_tokens)
-                update = optim.clip_and_step(policy, optimizer, config, step, total_steps)
-                metrics.add_values(**update)
+                if micro_batches[0].has_effect:
+                    update = optim.clip_and_step(policy, optimizer, config, step, total_steps)
+                    metrics.add_values(**update)
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
         rollouts.add_metrics(metrics, groups, kept, advantages, chain(*minibatches), config, step)

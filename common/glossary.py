@@ -45,7 +45,8 @@ METRICS: dict[str, str] = {
     "rejected_logp": "Log-probability of the rejected completion under the policy in nats, summed "
     "over its tokens, mean over the pairs.",
     # --- GRPO; a group is the completions of one prompt ---
-    "reward": "Weighted sum of the reward functions, mean over all completions drawn.",
+    "reward": "Weighted sum of the reward functions, mean over all candidates but those of "
+    "replaced groups.",
     "reward_std": "Standard deviation of the reward within a group, mean over the groups.",
     "reward/<function>": "One reward function before its weight, mean over the completions it "
     "applies to.",

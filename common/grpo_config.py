@@ -233,6 +233,11 @@ def refuse_kl_in_reward(config: GRPOConfig) -> None:
             f"--kl_estimator is {config.kl_estimator} and --kl_correction {config.kl_correction}; "
             "with --kl_in reward they must be k1 and false."
         )
+    if config.zero_variance != "keep":
+        raise UserError(
+            f"--zero_variance is {config.zero_variance}; it must be keep with --kl_in reward: "
+            "completions of equal rewards still differ in their KL."
+        )
     if config.baseline == "all" and config.num_candidates > config.num_generations:
         raise UserError(
             "--baseline is all; with --kl_in reward it must be kept, since only kept completions "

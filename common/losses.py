@@ -24,6 +24,7 @@ SAMPLER_CORRECTIONS = (
     "sequence_truncate",
     "sequence_mask",
 )
+MAX_LOG_RATIO = 60.0  # exp of more overflows float32, and 0 times infinity is no gradient
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 
 
@@ -251,6 +252,7 @@ def probability_ratio(
     log_ratio = _precise(token_logps) - _precise(old_token_logps).detach()
     # Masked before exp: an infinity there would turn the zero gradient of padding into NaN.
     log_ratio = torch.where(completion_mask, log_ratio, torch.zeros_like(log_ratio))  # (B, C)
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # far outside of any clip
     if ratio_level == "sequence":
         mean = _mean(log_ratio.sum(dim=1), completion_mask.sum(dim=1))[:, None]  # (B, 1)
         log_ratio = mean.detach() + (log_ratio - log_ratio.detach())

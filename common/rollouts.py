@@ -5,7 +5,7 @@ that its baseline is made of are all equal: its advantages are 0.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,19 @@ from common.advantages import (
     normalise_globally,
     num_candidates_seen,
     rejection_sample,
+    step_advantages,
 )
+from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
 from common.metrics import Accumulator
 from common.noise import derive_seed, hash_counters, permutation
-from common.padding import AnyBatch
+from common.padding import AnyBatch, right_pad
 from common.projection import Head
 from common.reward_scoring import RewardScorer
-from common.rewards import apply_missing_eos_penalty
+from common.rewards import Rewards, Steps, apply_missing_eos_penalty, penalise_steps
 from common.scoring import Policy, ReferenceStates
 
 
@@ -42,6 +44,7 @@ class Groups:
     rollouts: Rollouts  # N*K completions, prompt-major
     rewards: Tensor  # (N, K)
     by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
+    steps: list[Steps] = field(default_factory=list)  # N*K, empty if no function rewards steps
 
     @property
     def has_stop(self) -> Tensor:
@@ -61,6 +64,7 @@ class MicroBatch:
     batch: AnyBatch  # B completions; their places are n * G + g
     sampled_logps: Tensor  # (B, C) from the sampler
     aggregation: dict[str, Any]  # for `losses.aggregate`: by what, and the whole update's counts
+    has_effect: bool  # whether any completion of the update counts, on any rank
     advantages: Tensor = field(default_factory=lambda: torch.zeros(0))  # (B,)
     ref_logps: Tensor | None = None  # (B, C); None with beta 0
     ref_states: ReferenceStates | None = None  # for the exact KL only
@@ -76,6 +80,7 @@ def draw(
     real: Tensor,
     *,
     step: int,
+    total_steps: int,
     sampler: Sampler,
     scorer: RewardScorer,
     config: GRPOConfig,
@@ -94,21 +99,52 @@ def draw(
             report=report,
         )
     with metrics.timed("score_seconds"):
-        rewards, by_function = reward(scorer, examples, rollouts, config)  # (N, K)
-    return Groups(examples, real, rollouts, rewards, by_function)
+        scored = reward(scorer, examples, rollouts, config, step, total_steps)
+    rest = (scored.by_function, scored.steps)
+    return Groups(examples, real, rollouts, scored.total, *rest)
 
 
 def reward(
-    scorer: RewardScorer, examples: list[Example], rollouts: Rollouts, config: GRPOConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rewards (N, K) of K completions of N prompts, and each function's own. Collective."""
-    rewards, by_function = scorer(examples, rollouts)
+    scorer: RewardScorer,
+    examples: list[Example],
+    rollouts: Rollouts,
+    config: GRPOConfig,
+    step: int = 0,
+    total_steps: int = 0,
+) -> Rewards:
+    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
+    scored = scorer.score(examples, rollouts, step, total_steps)
+    rewards, steps = scored.total, scored.steps
+    lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
+    ends = (lengths.flatten() - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:
-        lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
-        longest = config.max_completion_length
-        rewards = rewards + overlong_penalty(lengths, longest, config.overlong_buffer)
+        penalties = overlong_penalty(lengths, config.max_completion_length, config.overlong_buffer)
+        rewards = rewards + penalties
+        for own, end, penalty in zip(steps, ends, penalties.flatten().tolist(), strict=False):
+            own[end] = own.get(end, 0.0) + penalty
     has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-    return apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty), by_function
+    rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
+    if steps:
+        refuse_with_steps(config)
+        steps = penalise_steps(steps, ends, rollouts.has_stop, config.missing_eos_penalty)
+    return replace(scored, total=rewards, steps=steps)
+
+
+def refuse_with_steps(config: GRPOConfig) -> None:
+    """Raise a UserError for flags that mean nothing where functions reward steps."""
+    plain = {
+        "scale_rewards": "group",
+        "advantage_baseline": "mean",
+        "normalize_globally": False,
+        "kl_in": "loss",
+        "zero_variance": "keep",
+    }
+    for name, value in plain.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"--{name} is {getattr(config, name)}; it must be {value} where a reward function "
+                "rewards steps, which are normalised as in DeepSeekMath, section 4.1.3."
+            )
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
@@ -187,7 +223,7 @@ def replace_flat(
     rank, num_replaced = distributed.rank(), 0
     used = set(from_all_ranks(torch.where(groups.real, groups.rows, -1)).flatten().tolist())
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
-    fresh = [row for row in order if row not in used]
+    fresh = [place for place in order if train_set[place].row not in used]
     for _ in range(config.max_resamples):
         flat = is_flat(groups, select(groups, config, step), config)  # (N,)
         num_flat = from_all_ranks(flat.sum()[None]).flatten()  # of each rank
@@ -235,22 +271,22 @@ def collate(
 
     An update has as many micro-batches on every rank, at least one.
     """
-    chosen = minibatch_of(groups, config, step)  # (N,)
+    chosen = minibatch_of(groups, counts.any(1), config, step)  # (N,)
     return [
         collate_minibatch(groups, kept, counts & (chosen == m)[:, None], config, pad_id)
         for m in range(config.num_minibatches)
     ]
 
 
-def minibatch_of(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
+def minibatch_of(groups: Groups, counts: Tensor, config: GRPOConfig, step: int) -> Tensor:
     """The update (N,) in which a prompt takes part: the same on any number of ranks. Collective.
 
-    The prompts of all ranks are put in an order by chance and dealt out in turn.
+    The prompts of all ranks that count (N,) are put in an order by chance and dealt out in turn.
     """
     if config.num_minibatches == 1:
         return torch.zeros(len(groups.examples), dtype=torch.int64)
     keys = hash_counters(derive_seed(config.seed, "minibatches", step), groups.rows)  # (N,)
-    keys = torch.where(groups.real, keys, torch.iinfo(torch.int64).max)  # filler goes last
+    keys = torch.where(counts, keys, torch.iinfo(torch.int64).max)  # the others go last
     everyone = from_all_ranks(keys).flatten().sort().values
     return torch.searchsorted(everyone, keys) % config.num_minibatches
 
@@ -271,7 +307,9 @@ def collate_minibatch(
             pieces += data.cut_group(example.prompt_ids, completions, places, config)
     packs = data.pack(pieces, config) or [[data.Piece([0], [[0]], [])]]
     totals = torch.stack([counts.sum(), tokens.sum(), counts.any(1).sum()])
-    totals = distributed.all_reduce_sum(totals).float().to(device)
+    totals = distributed.all_reduce_sum(totals)
+    has_effect = bool(totals[0] > 0)
+    totals = totals.float().to(device)
     micro_batches = []
     for part in packs:
         batch = data.collate(part, config.layout, pad_id)
@@ -291,7 +329,8 @@ def collate_minibatch(
         if config.aggregation == "prompt":
             tokens_of_prompt = tokens.sum(1).repeat_interleave(kept.shape[1])  # (N*G,)
             aggregation["num_tokens"] = tokens_of_prompt[batch.places].to(device)  # (B,)
-        micro_batches.append(MicroBatch(batch.to(device), sampled_logps.to(device), aggregation))
+        on_device = (batch.to(device), sampled_logps.to(device))
+        micro_batches.append(MicroBatch(*on_device, aggregation, has_effect))
     return micro_batches
 
 
@@ -318,10 +357,11 @@ def kept_advantages(
     micro_batches: Iterable[MicroBatch],
     config: GRPOConfig,
 ) -> Tensor:
-    """Advantages (N, G) of the kept candidates. Collective if the batch takes part.
+    """Advantages (N, G) of the kept candidates, or (N, G, C) of their tokens if steps have rewards.
 
-    What rejection sampling keeps is better than the group it comes from: against the mean of all
-    candidates the kept advantages are positive on average, against their own mean they are not.
+    Collective if the batch takes part. What rejection sampling keeps is better than the group it
+    comes from: against the mean of all candidates the kept advantages are positive on average,
+    against their own mean they are not.
     """
     options: dict[str, Any] = {
         "scale": config.scale_rewards,
@@ -329,6 +369,8 @@ def kept_advantages(
         "counted": counts.any(1),
         "all_reduce": distributed.all_reduce_sum,
     }
+    if groups.steps:
+        return kept_step_advantages(groups, kept, config)
     kept_rewards = groups.rewards.gather(1, kept)  # (N, G)
     if config.beta > 0 and config.kl_in == "reward":
         kept_rewards = kept_rewards - config.beta * sampled_kl(micro_batches, kept)
@@ -340,6 +382,33 @@ def kept_advantages(
     if config.normalize_globally:
         advantages = normalise_globally(advantages, counts, distributed.all_reduce_sum)
     return advantages
+
+
+def kept_step_advantages(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
+    """Advantages (N, G, C) of the kept candidates' tokens; see `advantages.step_advantages`."""
+    num_prompts, num_candidates = groups.rewards.shape
+    sources = torch.arange(num_prompts)[:, None] * num_candidates + kept  # (N, G) of the N*K
+    _, mask = right_pad(groups.rollouts.completion_ids, 0)  # (N*K, C)
+    rows = torch.arange(len(mask)) if config.baseline == "all" else sources.flatten()
+    steps = [groups.steps[row] for row in rows.tolist()]
+    advantages = step_advantages(
+        [list(own.values()) for own in steps],
+        [list(own) for own in steps],
+        mask[rows],
+        num_generations=len(rows) // num_prompts,
+    )
+    if config.baseline == "all":
+        advantages = advantages[sources.flatten()]
+    return advantages.view(*kept.shape, -1)
+
+
+def set_advantages(micro_batches: Iterable[MicroBatch], advantages: Tensor) -> None:
+    """Hand every micro-batch the advantages (B,) of its completions, or (B, C) of their tokens."""
+    by_place = advantages.flatten(0, 1)  # (N*G,) or (N*G, C)
+    for part in micro_batches:
+        own = by_place[part.batch.places.cpu()]
+        own = own if own.dim() == 1 else own[:, : part.batch.completion_mask.shape[1]]
+        part.advantages = own.to(part.sampled_logps.device)
 
 
 def sampled_kl(micro_batches: Iterable[MicroBatch], kept: Tensor) -> Tensor:
@@ -375,8 +444,9 @@ def sample_table(
         top_k=config.top_k,
         top_p=config.top_p,
     )
-    rewards, _ = reward(scorer, examples, rollouts, config)  # (N, G)
-    advantages = group_advantages(rewards)
+    rewards = reward(scorer, examples, rollouts, config).total  # (N, G)
+    scale, baseline = config.scale_rewards, config.advantage_baseline
+    advantages = group_advantages(rewards, scale=scale, baseline=baseline)
     columns = {"reward": rewards.flatten().tolist(), "advantage": advantages.flatten().tolist()}
     return sampler.table(examples, rollouts, **columns)
 
@@ -396,12 +466,14 @@ def add_metrics(
     weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
     per_group = {
         "reward_std": rewards.std(1),
-        "zero_variance_fraction": (rewards == rewards[:, :1]).all(1),
+        "zero_variance_fraction": is_flat(groups, kept, config),
         "effective_sample_size": effective_sample_size(weights),
     }
     if config.num_candidates > config.num_generations:
         options = rejection_options(groups, config, step)
         per_group["candidates_seen"] = num_candidates_seen(rewards, **options)
+    if groups.steps:  # of tokens: their mean
+        advantages = advantages.sum(-1) / lengths.gather(1, kept)
     per_completion = {
         "reward": rewards,
         "completion_length": lengths,
@@ -415,13 +487,16 @@ def add_metrics(
         in_batch = in_batch[~in_batch.isnan()]  # a function that does not apply to a row says nan
         metrics.add(name, in_batch.sum(), in_batch.numel())
     if config.sampler_correction != "none":
-        metrics.add_values(sampler_weight_share=effective_share(micro_batches))
+        metrics.add("sampler_weight_share", *effective_share(micro_batches))
 
 
-def effective_share(micro_batches: Iterable[MicroBatch]) -> Tensor:
+def effective_share(micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
     """Effective sample size of the sampler weights over the number of tokens. Collective.
 
     Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
+
+    Returns:
+        It, and how often it counts in a mean: 0 where there is no token, else 1.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for part in micro_batches:
@@ -430,4 +505,5 @@ def effective_share(micro_batches: Iterable[MicroBatch]) -> Tensor:
         number = torch.tensor(float(len(weights)), dtype=torch.float64)
         sums += torch.stack([weights.sum(), weights.square().sum(), number])
     total, squares, number = distributed.all_reduce_sum(sums).unbind()
-    return total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
+    share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
+    return share, int(number > 0)
