@@ -30,15 +30,11 @@ Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `r
 grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their difference is trained.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from common import (
     checkpoint,
@@ -48,155 +44,20 @@ from common import (
     fsdp,
     models,
     optim,
-    pairs,
     plots,
     reference_cache,
     self_checks,
 )
-from common.config import (
-    UserError,
-    is_due,
-    knob,
-    require_finite,
-    require_not_negative,
-    require_positive,
-    require_within,
-)
-from common.data import Example
+from common.config import is_due
+from common.dpo_config import DPOConfig
 from common.generation import Sampler
-from common.lora import AdapterReference, LoraTrainConfig
-from common.losses import (
-    PER_TOKEN_LOSSES,
-    PREFERENCE_LOSSES,
-    REFERENCE_FREE_LOSSES,
-    SMOOTHED_LOSSES,
-    preference_loss,
-    sequence_logps,
-)
+from common.lora import AdapterReference
+from common.losses import preference_loss, sequence_logps
 from common.metrics import Accumulator, RunLogger
-from common.padding import AnyBatch
+from common.pair_scoring import desensitised, reference_logps, shorter_lengths
 from common.profiling import StepProfiler
-from common.reward_scoring import RewardScorer
-from common.rewards import apply_missing_eos_penalty
+from common.rollout_pairs import pairs_from_rollouts
 from common.scoring import Policy
-from common.terminal import progress_bar, show_status
-
-
-@dataclass
-class DPOConfig(LoraTrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
-
-    # --- objective ---
-    loss_type: list[str] = knob(["sigmoid"], "one or several losses", PREFERENCE_LOSSES)
-    loss_weights: list[float] = knob([], "one per loss_type (empty: 1 each)")
-    beta: float = knob(0.1, "strength of the pull to the reference, per nat; simpo: reward scale")
-    label_smoothing: float = knob(0.0, "assumed share of wrongly labelled pairs")
-    gamma: float = knob(0.0, "simpo: margin by which the chosen reward should be the higher")
-    ld_alpha: float = knob(1.0, "weight of tokens beyond the length of the shorter completion")
-    sft_weight: float = knob(0.0, "weight of the chosen completion's mean negative log-likelihood")
-
-    # --- reference ---
-    reference_free: bool = knob(False, "take every completion as equally likely in the reference")
-    ref_model_name_or_path: str = knob("", "frozen reference (empty: model_name_or_path)")
-    precompute_ref_log_probs: bool = knob(
-        True, "score all pairs with the reference first and free it (false: beside each step)"
-    )
-    ref_cache_dir: str = knob(
-        "", "folder where runs keep and find the reference's log-probabilities (empty: none)"
-    )
-
-    # --- pairs ---
-    pairs_from: str = knob(
-        "dataset", "dataset: its columns; rollouts: of the starting policy", ["dataset", "rollouts"]
-    )
-    pair_method: str = knob(
-        "rso_tournament",
-        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair",
-        pairs.PAIR_METHODS,
-    )
-    num_candidates: int = knob(8, "completions sampled per prompt")
-    num_generations: int = knob(4, "rso_tournament: candidates accepted, twice the pairs; even")
-    rejection_temperature: float = knob(0.5, "of rejection sampling, in units of reward")
-    temperature: float = knob(1.0, "of sampling")
-    reward_funcs: list[str] = knob([], "`gold`, file.py:function, or reward-model folders")
-    reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
-    missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
-
-    def __post_init__(self) -> None:
-        """Refuse values that no DPO run may have."""
-        super().__post_init__()
-        require_positive(self, "beta")
-        require_within(self, "label_smoothing", 0, 0.5)
-        for name in ("sft_weight", "gamma"):
-            require_not_negative(self, name)
-        self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        refuse_contradictions(self)
-        if self.pairs_from == "rollouts":
-            refuse_impossible_rollouts(self)
-        elif self.reward_funcs:
-            raise UserError("--reward_funcs is for --pairs_from rollouts; pairs have their labels.")
-
-    @property
-    def weighted_losses(self) -> list[tuple[str, float]]:
-        """Each loss with its weight."""
-        return list(
-            zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True)
-        )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
-        return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
-
-    @property
-    def is_per_token(self) -> bool:
-        """Whether implicit rewards are per token: then the losses are, and not only some."""
-        return set(self.loss_type) <= set(PER_TOKEN_LOSSES)
-
-
-def refuse_contradictions(config: DPOConfig) -> None:
-    """Raise a UserError for options of the objective that do not go together."""
-    names = ", ".join(config.loss_type)
-    unsmoothed = [name for name in config.loss_type if name not in SMOOTHED_LOSSES]
-    per_token = [name for name in config.loss_type if name in PER_TOKEN_LOSSES]
-    if not config.loss_type:
-        raise UserError(f"--loss_type is empty; give one or several of {PREFERENCE_LOSSES}.")
-    if config.loss_weights and len(config.loss_weights) != len(config.loss_type):
-        raise UserError(
-            f"--loss_weights has {len(config.loss_weights)} values for {len(config.loss_type)} "
-            "losses; give one per --loss_type, or none."
-        )
-    if not all(0 < weight < float("inf") for weight in config.loss_weights):
-        raise UserError(f"--loss_weights is {config.loss_weights}; they must be positive.")
-    if config.label_smoothing and unsmoothed:
-        raise UserError(
-            f"--label_smoothing is {config.label_smoothing}; it must be 0 with --loss_type "
-            f"{unsmoothed[0]}, which has no labels to smooth."
-        )
-    if config.gamma and "simpo" not in config.loss_type:
-        raise UserError(f"--gamma is {config.gamma}; it must be 0 with --loss_type {names}.")
-    if not 0 <= config.ld_alpha <= 1:
-        raise UserError(f"--ld_alpha is {config.ld_alpha}; it must lie in [0, 1].")
-    if config.ld_alpha < 1 and per_token:
-        raise UserError(
-            f"--ld_alpha is {config.ld_alpha}; it must be 1 with --loss_type {per_token[0]}, which "
-            "divides by the length instead."
-        )
-
-
-def refuse_impossible_rollouts(config: DPOConfig) -> None:
-    """Raise a UserError for rollouts that give no pairs."""
-    for name in ("temperature", "rejection_temperature"):
-        require_positive(config, name)
-    require_finite(config, "missing_eos_penalty")
-    if not config.reward_funcs:
-        raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")
-    num_accepted = config.num_generations if config.pair_method == "rso_tournament" else 2
-    if not 2 <= num_accepted <= config.num_candidates or num_accepted % 2:
-        raise UserError(
-            f"--num_generations is {config.num_generations} of {config.num_candidates} candidates; "
-            "it must be even, at least 2 and at most --num_candidates."
-        )
 
 
 def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
@@ -352,121 +213,6 @@ def pair_losses(logps: Tensor, ref_logps: Tensor, lengths: Tensor, config: DPOCo
         for loss_type, weight in config.weighted_losses
     ]
     return torch.stack(losses).sum(0)
-
-
-def shorter_lengths(examples: list[Example]) -> Tensor:
-    """Tokens of the shorter completion of each pair, (rows,) on the device."""
-    lengths = [min(map(len, example.completions)) for example in examples]
-    return torch.tensor(lengths, device=distributed.device())
-
-
-def desensitised(
-    model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
-) -> Tensor:
-    """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
-    shared = shared_lengths[batch.places // 2]  # (B,)
-    token_logps = model(batch).token_logps  # (B, C)
-    return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
-
-
-def reference_logps(
-    reference: Policy | AdapterReference,
-    weights: str,
-    tokenizer: Any,
-    config: DPOConfig,
-    examples: list[Example],
-    rows: Sequence[int],
-    ld_alpha: float = 1.0,
-) -> Tensor:
-    """Log-probabilities of pairs under the reference, from disk where they are kept. Collective.
-
-    Args:
-        reference: Frozen.
-        weights: Digest of its weights; unused without a cache.
-        tokenizer: Of the run.
-        config: Of the run.
-        examples: N pairs.
-        rows: Those that are scored.
-        ld_alpha: What a token beyond the shorter completion's length counts.
-
-    Returns:
-        (N, 2) float64 on the host, NaN in other rows.
-    """
-    shared_lengths = shorter_lengths(examples)
-    file = reference_cache.file_for(
-        config.ref_cache_dir, weights, examples, tokenizer, config, ld_alpha=ld_alpha
-    )
-    return reference_cache.complete(
-        file,
-        len(examples),
-        rows,
-        lambda missing: evaluation.score_examples(
-            reference,
-            examples,
-            config,
-            tokenizer.pad_token_id,
-            "reference",
-            missing,
-            lambda model, batch: desensitised(model, batch, shared_lengths, ld_alpha),
-        ),
-    )
-
-
-def pairs_from_rollouts(
-    config: DPOConfig,
-    tokenizer: Any,
-    stop_ids: list[int],
-    model_config: Any,
-    mesh: DeviceMesh,
-) -> list[Example]:
-    """Sample from the starting policy, score, and pair: the training set. Collective.
-
-    A function of the seed, the prompts and the weights: a resumed run makes the same pairs again.
-    """
-    name, split = config.dataset_name, config.dataset_train_split
-    prompts = data.load_examples(
-        config, name, split, "prompts", tokenizer, stop_ids, config.num_train_rows
-    )
-    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
-    scorer.check_rows(prompts)
-    order = data.BatchOrder.of_training(config, prompts)
-    lm = models.load_policy(config.model_name_or_path, model_config, config)
-    policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-    self_checks.layouts_agree(policy, config)
-    scorer.load(mesh)
-    sampler = Sampler(policy, tokenizer, stop_ids, config)
-    report = pairs.PairReport()
-    bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
-    for step in range(order.steps_per_epoch):
-        indices = order.rows(step)
-        examples, _ = data.prompts(prompts, indices)  # N
-        rollouts = sampler.sample(
-            examples,
-            num_samples=config.num_candidates,
-            temperature=config.temperature,
-            step=0,  # every prompt is sampled once, before the first step
-            report=lambda text: show_status(bar, f"rollouts: {text}"),
-        )
-        rewards, _ = scorer(examples, rollouts)  # (N, K)
-        has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-        rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
-        chosen_pairs = pairs.choose_pairs(
-            rewards,
-            method=config.pair_method,
-            num_accepted=config.num_generations,
-            temperature=config.rejection_temperature,
-            seeds=pairs.prompt_seeds(examples, config.seed),
-        )  # (N, P, 2)
-        texts = rollouts.texts(tokenizer)
-        pairs.add_rollouts(report, indices, rollouts, texts, rewards, chosen_pairs)
-        bar.update()
-    bar.close()
-    report = pairs.merge(distributed.from_all_ranks([report]))
-    distributed.print_rank0(report)
-    train_set = pairs.as_examples(report.pairs, prompts)
-    if distributed.is_rank0():
-        pairs.write_jsonl(Path(config.output_dir) / "pairs.jsonl", report.pairs, prompts)
-    return train_set
 
 
 if __name__ == "__main__":

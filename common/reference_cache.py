@@ -35,6 +35,7 @@ CODE = (
     "losses.py",
     "models.py",
     "padding.py",
+    "pair_scoring.py",
     "projection.py",
     "reference_cache.py",
     "scoring.py",

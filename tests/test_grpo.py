@@ -10,6 +10,7 @@
 
 import json
 import math
+import statistics
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import train_grpo
 from common import checkpoint, distributed, fsdp, rollouts, synthetic
+from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
 from common.glossary import SPANS
@@ -92,8 +94,7 @@ def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tens
     counts = rollouts.counted(groups, kept, config)
     (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
     advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
-    for part in micro_batches:
-        part.advantages = advantages.flatten()[part.batch.places]
+    rollouts.set_advantages(micro_batches, advantages)
     return micro_batches, counts
 
 
@@ -275,6 +276,48 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         assert not rollouts.counted(groups, rollouts.select(groups, config, 0), config).any()
 
 
+def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
+    """A row's number is that in the file: here places 0 to 7 hold the rows 0, 2, 4 and so on."""
+    train_set = tiny.ragged_examples([(3,)] * 8)
+    for example in train_set:
+        example.row *= 2
+    config = new_config(num_generations=2, zero_variance="resample", max_resamples=9)
+    for step in range(20):
+        drawn: list[int] = []
+        draw = fake_draw(set(range(16)), drawn)
+        groups = draw([train_set[1], train_set[3]], torch.ones(2, dtype=torch.bool))
+        drawn.clear()
+        assert rollouts.replace_flat(groups, train_set, draw, config, step) == 6
+        assert sorted(drawn) == [0, 4, 8, 10, 12, 14]
+
+
+@pytest.mark.parametrize("baseline", ["all", "kept"])
+def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
+    """Normalised over the candidates of the baseline; a token gets the steps from it on."""
+    groups = new_groups([[1.0, 0.0, 3.0]])  # of 1, 6 and 4 tokens
+    groups.steps = [{0: 1.0}, {1: 0.0}, {0: 2.0, 3: 1.0}]
+    config = new_config(num_generations=2, num_candidates=3, baseline=baseline)
+    kept = torch.tensor([[2, 0]])
+    rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
+    mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
+    one, two = (1.0 - mean) / std, (2.0 - mean) / std
+    found = rollouts.kept_advantages(groups, kept, torch.ones(1, 2, dtype=torch.bool), [], config)
+    expected = torch.tensor(
+        [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"scale_rewards": "none"}, {"normalize_globally": True}, {"zero_variance": "drop"}],
+    ids=str,
+)
+def test_step_rewards_refuse_what_means_nothing_to_them(flags):
+    with pytest.raises(UserError, match=f"--{next(iter(flags))} is .* where a reward function"):
+        rollouts.refuse_with_steps(new_config(**flags))
+
+
 # ---- gradients -----------------------------------------------------------------------------------
 
 REWARDS = [[0.0, 1.0, 5.0], [2.0, 2.5, 2.0], [1.0, -1.0, 0.5], [3.0, 3.0, 1.0]]
@@ -450,6 +493,10 @@ REWARD_FILE = """
 def letters(prompts, completions, completion_ids, **columns):
     pairs = zip(prompts, completions)
     return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
+
+def steps(prompts, completions, completion_ids, trainer_state, **columns):
+    assert trainer_state.max_steps == 3 and 0 <= trainer_state.global_step < 3
+    return [[(i, token % 7 / 7) for i, token in enumerate(ids)] for ids in completion_ids]
 """
 RUN = {
     "dataset_name": "synthetic",
@@ -483,6 +530,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}
     | {"aggregation": "constant", "scale_rewards": "batch"},
     "resample": {"zero_variance": "resample", "max_resamples": 2, "scale_rewards": "none"},
+    "step rewards": {"function": "steps", "num_candidates": 4},
     "sampler weights": {"sampler_correction": "sequence_mask", "num_candidates": 5},
     "moving reference": {"ref_update_steps": 2, "ref_mixup_alpha": 0.6}
     | {"num_candidates": 5, "rejection_method": "max_variance"},
@@ -501,7 +549,7 @@ def run_and_listen(jobs: list[dict[str, Any]]) -> list[str]:
 def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
     paths = {
         "model_name_or_path": str(folder / "base" / "model"),
-        "reward_funcs": f"{folder}/rewards.py:letters",
+        "reward_funcs": f"{folder}/rewards.py:{flags.pop('function', 'letters')}",
         "output_dir": str(output_dir),
     }
     return {"stage": "grpo", "flags": RUN | paths | flags}

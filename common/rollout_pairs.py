@@ -1,0 +1,73 @@
+"""Preference pairs from rollouts of the starting policy (RSO, Liu et al. 2023)."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from common import data, distributed, fsdp, models, pairs, self_checks
+from common.data import Example
+from common.dpo_config import DPOConfig
+from common.generation import Sampler
+from common.reward_scoring import RewardScorer
+from common.rewards import apply_missing_eos_penalty
+from common.scoring import Policy
+from common.terminal import progress_bar, show_status
+
+
+def pairs_from_rollouts(
+    config: DPOConfig,
+    tokenizer: Any,
+    stop_ids: list[int],
+    model_config: Any,
+    mesh: DeviceMesh,
+) -> list[Example]:
+    """Sample from the starting policy, score, and pair: the training set. Collective.
+
+    A function of the seed, the prompts and the weights: a resumed run makes the same pairs again.
+    """
+    name, split = config.dataset_name, config.dataset_train_split
+    prompts = data.load_examples(
+        config, name, split, "prompts", tokenizer, stop_ids, config.num_train_rows
+    )
+    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    scorer.check_rows(prompts)
+    order = data.BatchOrder.of_training(config, prompts)
+    lm = models.load_policy(config.model_name_or_path, model_config, config)
+    policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
+    self_checks.layouts_agree(policy, config)
+    scorer.load(mesh)
+    sampler = Sampler(policy, tokenizer, stop_ids, config)
+    report = pairs.PairReport()
+    bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
+    for step in range(order.steps_per_epoch):
+        indices = order.rows(step)
+        examples, _ = data.prompts(prompts, indices)  # N
+        rollouts = sampler.sample(
+            examples,
+            num_samples=config.num_candidates,
+            temperature=config.temperature,
+            step=0,  # every prompt is sampled once, before the first step
+            report=lambda text: show_status(bar, f"rollouts: {text}"),
+        )
+        rewards, _ = scorer(examples, rollouts)  # (N, K)
+        has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+        rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
+        chosen_pairs = pairs.choose_pairs(
+            rewards,
+            method=config.pair_method,
+            num_accepted=config.num_generations,
+            temperature=config.rejection_temperature,
+            seeds=pairs.prompt_seeds(examples, config.seed),
+        )  # (N, P, 2)
+        texts = rollouts.texts(tokenizer)
+        pairs.add_rollouts(report, indices, rollouts, texts, rewards, chosen_pairs)
+        bar.update()
+    bar.close()
+    report = pairs.merge(distributed.from_all_ranks([report]))
+    distributed.print_rank0(report)
+    train_set = pairs.as_examples(report.pairs, prompts)
+    if distributed.is_rank0():
+        pairs.write_jsonl(Path(config.output_dir) / "pairs.jsonl", report.pairs, prompts)
+    return train_set
