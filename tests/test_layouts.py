@@ -139,7 +139,7 @@ def compare_policies(
     expected, found = outputs
     for name in ("completion_ids", "completion_mask", "is_real", "places", "num_tokens"):
         assert torch.equal(getattr(padded, name), getattr(shared, name)), name
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(found[:3], expected[:3], strict=True):  # without the hidden states
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert_gradients_close(policy, reference)
