@@ -66,7 +66,11 @@ def save(
         state["reference"] = reference_state(reference)
     save_shards(state, checkpoint_id=partial)
     if distributed.is_rank0():
-        contents = {"step": step, "has_reference": reference is not None}
+        contents = {
+            "step": step,
+            "has_reference": reference is not None,
+            "adapters": lora.description(model),
+        }
         (partial / STEP_FILE).write_text(json.dumps(contents))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
@@ -132,9 +136,16 @@ def load(
         reference: as in `save`.
 
     Raises:
-        UserError: the checkpoint has a reference and this run updates none, or the reverse.
+        UserError: the checkpoint has a reference and this run updates none, or the reverse; or it
+            has other adapters.
     """
     contents = json.loads((folder / STEP_FILE).read_text())
+    was, now = contents.get("adapters"), lora.description(model)
+    if was != now:
+        raise UserError(
+            f"the checkpoint {folder} has the adapters {was}, and this run has {now}; give the "
+            "flags of its run."
+        )
     if contents.get("has_reference", False) != (reference is not None):
         has = "no updated" if reference is not None else "an updated"
         raise UserError(

@@ -159,6 +159,7 @@ def add_adapters(
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
     for adapter in (TRAINED, REFERENCE) if goes_on or with_copy else (TRAINED,):
         inject(lm, settings, adapter)
+        refuse_outside(lm, blocks, path)
         if goes_on and distributed.is_rank0():
             load_weights(lm, path, adapter)
     distributed.seed_everything(config.seed)
@@ -200,6 +201,11 @@ def new_settings(
 def own_settings(path: str, config: LoraTrainConfig) -> Any:
     """Settings of the adapter in a folder, which have to be those of the config."""
     settings = read_settings(path)
+    if settings.init_lora_weights not in (True, False, "gaussian"):
+        raise UserError(
+            f"the adapter in {path!r} was begun with {settings.init_lora_weights!r}, which changes "
+            "its base; training cannot go on with it: leave --lora_r at 0, which merges it."
+        )
     for flag, found in (("lora_r", settings.r), ("lora_alpha", settings.lora_alpha)):
         if getattr(config, flag) != found:
             raise UserError(
@@ -332,16 +338,44 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def merge_folder(lm: Any, path: str) -> None:
+def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> None:
+    """Raise a UserError for an adapter of other layers: a tied head would change the embedding."""
+    inside = {part for block in blocks for part in block.modules()}
+    for name, layer in adapted_layers(lm).items():
+        if layer not in inside:
+            raise UserError(
+                f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
+                "blocks only."
+            )
+
+
+def description(model: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint of adapters belongs to; None of a model without LoRA."""
+    for part in model.modules():
+        settings = getattr(part, "peft_config", {}).get(TRAINED)
+        if settings is not None:
+            targets = settings.target_modules
+            return {
+                "lora_r": settings.r,
+                "lora_alpha": settings.lora_alpha,
+                "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+                "model_name_or_path": settings.base_model_name_or_path,
+            }
+    return None
+
+
+def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
     """Merge the adapter in a folder into the weights of its base; without one nothing is done.
 
     Args:
         lm: real on rank 0, which does it; elsewhere the plain model without storage.
+        blocks: its decoder blocks.
         path: the model was loaded from `base_path` of it.
     """
     if not is_adapter(path) or not distributed.is_rank0():
         return
     inject(lm, read_settings(path), TRAINED)
+    refuse_outside(lm, blocks, path)
     load_weights(lm, path, TRAINED)
     for name, layer in adapted_layers(lm).items():
         plain = layer.base_layer

@@ -185,7 +185,7 @@ def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig)
     An adapter is merged into its base.
     """
     lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
-    lora.merge_folder(lm, path)
+    lora.merge_folder(lm, fsdp.blocks(lm), path)
     return lm
 
 
@@ -224,7 +224,7 @@ def load_reward_model(
     new = {"score.weight"} if fresh else set()
     base = lora.base_path(path)
     lm = load(AutoModelForSequenceClassification, base, model_config, config, new)
-    lora.merge_folder(lm, path)
+    lora.merge_folder(lm, fsdp.blocks(lm), path)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     if len(tokenizer) > lm.config.vocab_size:

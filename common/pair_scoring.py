@@ -52,12 +52,15 @@ def reference_logps(
 
     Returns:
         (N, 2) float64 on the host, NaN in other rows.
+
+    Raises:
+        RuntimeError: one is not finite.
     """
     shared_lengths = shorter_lengths(examples)
     file = reference_cache.file_for(
         config.ref_cache_dir, weights, examples, tokenizer, config, ld_alpha=ld_alpha
     )
-    return reference_cache.complete(
+    logps = reference_cache.complete(
         file,
         len(examples),
         rows,
@@ -71,3 +74,11 @@ def reference_logps(
             lambda model, batch: desensitised(model, batch, shared_lengths, ld_alpha),
         ),
     )
+    is_finite = logps.isfinite().all(1).tolist()
+    broken = [row for row in rows if not is_finite[row]]
+    if broken:
+        raise RuntimeError(
+            f"the reference gives pair {broken[0]} (counted from 0) the log-probabilities "
+            f"{logps[broken[0]].tolist()}; they must be finite."
+        )
+    return logps

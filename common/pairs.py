@@ -4,7 +4,6 @@ Rewards are (N, K): N prompts with K candidates each. A pair is two indices of c
 winner's first.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from common.jsonl import json_line
 from common.losses import check_choice
 from common.noise import derive_seed, hash_counters, uniform
 
+LARGEST = torch.finfo(torch.float32).max  # of a margin
 PAIR_METHODS = ("rso_tournament", "best_worst")
 
 
@@ -234,7 +234,7 @@ def margins(examples: Sequence[Example]) -> Tensor:
         return torch.zeros(len(examples))
     values: list[Any] = [example.columns.get("margin") for example in examples]
     for example, value in zip(examples, values, strict=True):
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN compares as False
             raise UserError(
                 f"row {example.row + 1} of the pairs has {value!r} in its column 'margin'; it must "
                 "be a finite number in every row, or the column be absent."

@@ -142,7 +142,8 @@ class RewardSet:
 
     def _steps(self, answers: Mapping[str, Sequence[Answer]], ends: Sequence[int]) -> list[Steps]:
         """`Rewards.steps` of completions whose last tokens are at `ends`."""
-        if not any(isinstance(answer, dict) for own in answers.values() for answer in own):
+        weighted = [own for own, w in zip(answers.values(), self.weights, strict=True) if w != 0]
+        if not any(isinstance(answer, dict) for own in weighted for answer in own):
             return []
         steps: list[Steps] = [{} for _ in ends]
         for own, weight in zip(answers.values(), self.weights, strict=True):

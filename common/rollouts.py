@@ -121,7 +121,8 @@ def reward(
         penalties = overlong_penalty(lengths, config.max_completion_length, config.overlong_buffer)
         rewards = rewards + penalties
         for own, end, penalty in zip(steps, ends, penalties.flatten().tolist(), strict=False):
-            own[end] = own.get(end, 0.0) + penalty
+            if penalty != 0:  # a step of 0 would count in the group's mean
+                own[end] = own.get(end, 0.0) + penalty
     has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
     rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
     if steps:

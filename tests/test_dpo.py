@@ -16,7 +16,7 @@ import torch
 from ranks import launch, run_stages
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from common import losses, models, reference_cache
+from common import evaluation, losses, models, pair_scoring, reference_cache
 from common.config import UserError
 from common.data import BatchOrder
 from common.jsonl import read_jsonl
@@ -461,3 +461,14 @@ def test_flags_that_contradict_each_other_are_refused(fields, message):
     with pytest.raises(UserError) as refusal:
         config(**fields)
     assert message in str(refusal.value)
+
+
+def test_a_reference_that_is_not_finite_is_named(monkeypatch):
+    """It would otherwise pass for one that finds every completion certain."""
+    examples = tiny.ragged_examples([(3, 2), (4, 5)])
+    scores = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]], dtype=torch.float64)
+    monkeypatch.setattr(evaluation, "score_examples", lambda *args: scores)
+    rest: Any = (None, "", tiny.tokenizer(), config(), examples)
+    assert pair_scoring.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
+    with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, nan\]; they must be finite"):
+        pair_scoring.reference_logps(*rest, [0, 1])

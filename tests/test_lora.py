@@ -604,3 +604,38 @@ def test_ranks_end_with_the_same_state_and_each_model_is_read_once(folder):
         assert of_first["devices"] == [["cpu"]]  # one model: none for the reference
         assert of_second["devices"] == [["meta"]]
         assert of_first["num_local"] < 0.6 * of_first["num_total"]
+
+
+@pytest.mark.parametrize("fields", [{"lora_alpha": 3}, {"lora_r": 1}, {"lora_r": 0}], ids=str)
+def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
+    def built(**fields: Any) -> tuple[Policy, torch.optim.Optimizer]:
+        policy = new_policy(bases["gpt2"], **fields)
+        return policy, optim.build_optimizer(policy, lora_config("unused"))
+
+    checkpoint.save(tmp_path, 1, *built())
+    folder = checkpoint.checkpoint_folder(tmp_path, 1)
+    assert checkpoint.load(folder, *built()) == 1
+    with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
+        checkpoint.load(folder, *built(**fields))
+
+
+def test_an_adapter_of_the_head_is_refused(bases, tmp_path):
+    """Merging it would change the embedding that GPT-2's head shares."""
+    from peft import LoraConfig, get_peft_model
+
+    lm = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
+    settings = LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
+    get_peft_model(lm, settings).save_pretrained(tmp_path, save_embedding_layers=False)
+    for lora_r in (0, 2):
+        with pytest.raises(UserError, match="changes 'lm_head'; it must change layers of the"):
+            new_policy(str(tmp_path), lora_r=lora_r, lora_alpha=settings.lora_alpha)
+
+
+def test_training_does_not_go_on_with_an_adapter_that_changed_its_base(bases, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    lm = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
+    settings = LoraConfig(target_modules=["c_fc"], r=2, init_lora_weights="pissa")
+    get_peft_model(lm, settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="'pissa', which changes its base"):
+        new_policy(str(tmp_path), lora_r=2, lora_alpha=settings.lora_alpha)

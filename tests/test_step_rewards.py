@@ -160,3 +160,10 @@ def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Pat
     total, by_function = scorer(examples, rollouts)
     assert torch.equal(total, scored.total)
     assert list(by_function) == ["steps", "stops"]
+
+
+def test_a_function_that_is_only_watched_rewards_no_steps():
+    functions = {"watched": returned([(1, 1.0)], [(0, 3.0)]), "a": returned(10, 20)}
+    found = call(functions, [0.0, 1.0], [4, 2])
+    assert found.steps == []
+    assert found.total.tolist() == [10.0, 20.0]
