@@ -73,11 +73,14 @@ def base_path(path: str) -> str:
     """The model that an adapter's folder was trained on; any other path as it is.
 
     Raises:
-        UserError: the adapter is none of LoRA, or does not name its base.
+        UserError: its settings cannot be read, are none of LoRA, or do not name its base.
     """
     if not is_adapter(path):
         return path
-    fields = json.loads((Path(path) / SETTINGS_FILE).read_text())
+    try:
+        fields = dict(json.loads((Path(path) / SETTINGS_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
     if fields.get("peft_type") != "LORA":
         raise UserError(f"the adapter in {path!r} is {fields.get('peft_type')}; it must be LORA.")
     if not fields.get("base_model_name_or_path"):
@@ -225,7 +228,10 @@ def read_settings(path: str) -> Any:
     """Settings in an adapter's folder, without dropout, which is off in every stage."""
     from peft import LoraConfig
 
-    settings = LoraConfig.from_pretrained(path)
+    try:
+        settings = LoraConfig.from_pretrained(path)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
     settings.inference_mode, settings.lora_dropout = False, 0.0
     return settings
 
@@ -235,7 +241,10 @@ def inject(lm: Any, settings: Any, adapter: str) -> None:
     from peft import inject_adapter_in_model
 
     is_meta = not distributed.is_rank0()
-    inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=is_meta)
+    try:
+        inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=is_meta)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"the adapter does not fit {type(lm).__name__}: {gist(error)}.") from None
     del lm.peft_config  # with it peft warns at the next adapter
 
 

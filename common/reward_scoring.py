@@ -168,6 +168,11 @@ class RewardScorer:
                     f"{sorted(examples[0].columns)}; give all rows the same, null where empty."
                 )
             chosen = example.columns.get(CHOICE_COLUMN) or []
+            if not isinstance(chosen, str | list):
+                raise UserError(
+                    f"row {example.row + 1} of the prompts has {chosen!r} in its column "
+                    f"{CHOICE_COLUMN!r}; it must be a name or a list of names."
+                )
             for name in [chosen] if isinstance(chosen, str) else chosen:
                 if name not in names:
                     raise UserError(

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -342,7 +343,8 @@ def _checked(reward: Any, num_tokens: int) -> Answer:
 
 def _finite(value: Any) -> float:
     """A finite number, also one of numpy or in a tensor, as float; else a ValueError."""
-    value = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+    is_scalar = isinstance(value, Tensor | np.generic | np.ndarray) and value.ndim == 0
+    value = value.item() if is_scalar else value
     if not isinstance(value, Real) or not abs(float(value)) <= LARGEST:  # NaN compares as False
         raise ValueError("a reward must be a finite number, None, or a list of steps")
     return float(value)

@@ -639,3 +639,23 @@ def test_training_does_not_go_on_with_an_adapter_that_changed_its_base(bases, tm
     get_peft_model(lm, settings).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="'pissa', which changes its base"):
         new_policy(str(tmp_path), lora_r=2, lora_alpha=settings.lora_alpha)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "adapter_config.json could not be read"),
+        ("[1]", "adapter_config.json could not be read"),
+        ('{"peft_type": "LORA", "r": "x", "base_model_name_or_path": BASE}', "does not fit GPT2"),
+        (
+            '{"peft_type": "LORA", "r": 2, "target_modules": ["nowhere"], '
+            '"base_model_name_or_path": BASE}',
+            "the adapter does not fit GPT2LMHeadModel",
+        ),
+    ],
+)
+def test_a_damaged_or_foreign_adapter_is_refused_in_a_sentence(bases, tmp_path, text, message):
+    settings = text.replace("BASE", json.dumps(str(bases["gpt2"])))
+    (tmp_path / "adapter_config.json").write_text(settings)
+    with pytest.raises(UserError, match=message):
+        new_policy(str(tmp_path), lora_r=0)

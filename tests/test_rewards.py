@@ -145,7 +145,7 @@ def test_a_collective_function_is_called_on_every_row_and_once():
 
 
 def test_numbers_of_other_libraries_are_numbers():
-    total, _ = call({"a": constant(np.float32(0.5), True)}, [1.0])
+    total, _ = call({"a": constant(np.float32(0.5), np.bool_(True))}, [1.0])
     assert total.tolist() == [0.5, 1.0]
     total, _ = call({"a": lambda completions, **columns: torch.tensor([2.0, -1.0])}, [1.0])
     assert total.tolist() == [2.0, -1.0]
