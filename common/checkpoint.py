@@ -140,16 +140,16 @@ def load(
             has other adapters.
     """
     contents = json.loads((folder / STEP_FILE).read_text())
+    if contents.get("has_reference", False) != (reference is not None):
+        has = "no updated" if reference is not None else "an updated"
+        raise UserError(
+            f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
+        )
     was, now = contents.get("adapters"), lora.description(model)
     if was != now:
         raise UserError(
             f"the checkpoint {folder} has the adapters {was}, and this run has {now}; give the "
             "flags of its run."
-        )
-    if contents.get("has_reference", False) != (reference is not None):
-        has = "no updated" if reference is not None else "an updated"
-        raise UserError(
-            f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
         )
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = trained_state(model, optimizer)
