@@ -3,9 +3,12 @@
 A file holds the SHA-256 of its name and body, then the body.
 """
 
+import functools
 import hashlib
 import uuid
 from pathlib import Path
+
+from common.config import gist
 
 CHECKSUM_BYTES = 32
 
@@ -36,6 +39,31 @@ def write(file: Path, body: memoryview) -> None:
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def keep(file: Path, body: memoryview, what: str, flag: str) -> None:
+    """Write a file of a cache; a disk that refuses is warned about.
+
+    Args:
+        file: as for `write`.
+        body: as for `write`.
+        what: is not kept then.
+        flag: that names the cache's folder.
+    """
+    try:
+        write(file, body)
+    except OSError as error:
+        _warn_once(file.parent, what, flag, error.strerror or gist(error))
+
+
+@functools.cache
+def _warn_once(folder: Path, what: str, flag: str, reason: str) -> None:
+    """Say that a folder takes no files, once per process and not once per split."""
+    print(
+        f"warning: {what} are not kept, {folder} cannot be written ({reason}); give another "
+        f"--{flag}, or '' to keep none.",
+        flush=True,
+    )
 
 
 def checksum(file: Path, body: memoryview) -> bytes:

@@ -30,6 +30,11 @@ class Rollouts:
     token_logps: list[list[float]] = field(default_factory=list)  # (N*K, ragged) nats, float32
     has_stop: list[bool] = field(default_factory=list)  # False: stopped by the length limit
 
+    @property
+    def lengths(self) -> Tensor:
+        """(N*K,) int64, tokens of each completion."""
+        return torch.tensor([len(ids) for ids in self.completion_ids])
+
     def extend(self, other: "Rollouts") -> None:
         """Append another batch of prompts."""
         self.completion_ids += other.completion_ids

@@ -10,7 +10,6 @@ The body of a file (`common/checked_file.py`) is an `.npy` of two numbers for ea
 row was not scored yet. Rank 0 reads and writes.
 """
 
-import functools
 import hashlib
 import io
 import json
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common import checked_file, distributed, lora
-from common.config import CommonConfig, gist, package_version
+from common.config import CommonConfig, package_version
 from common.data import Example
 
 # Whoever changes how pairs are scored gets new files, without a version number to think of.
@@ -168,17 +167,4 @@ def write(file: Path, logps: Tensor) -> None:
     """Keep the numbers (N, 2). A disk that refuses is warned about."""
     buffer = io.BytesIO()
     np.save(buffer, logps.numpy(), allow_pickle=False)
-    try:
-        checked_file.write(file, buffer.getbuffer())
-    except OSError as error:
-        _warn_once(file.parent, error.strerror or gist(error))
-
-
-@functools.cache
-def _warn_once(folder: Path, reason: str) -> None:
-    """Say that a folder takes no files, once per process and not once per split."""
-    print(
-        f"warning: reference log-probabilities are not kept, {folder} cannot be written ({reason});"
-        " give another --ref_cache_dir, or '' to keep none.",
-        flush=True,
-    )
+    checked_file.keep(file, buffer.getbuffer(), "reference log-probabilities", "ref_cache_dir")

@@ -115,7 +115,7 @@ def reward(
     """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
     scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
-    lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
+    lengths = rollouts.lengths.view(rewards.shape)
     ends = (lengths.flatten() - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:
         penalties = overlong_penalty(lengths, config.max_completion_length, config.overlong_buffer)
@@ -183,6 +183,12 @@ def select(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
     return rejection_sample(groups.rewards, **rejection_options(groups, config, step))
 
 
+def places_of(groups: Groups, kept: Tensor) -> Tensor:
+    """Where the kept candidates (N, G) stand among all N*K rollouts, (N, G)."""
+    num_prompts, num_candidates = groups.rewards.shape
+    return torch.arange(num_prompts)[:, None] * num_candidates + kept
+
+
 def is_flat(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
     """Groups (N,) in which all rewards behind the baseline are equal; False for filler."""
     rewards = groups.rewards if config.baseline == "all" else groups.rewards.gather(1, kept)
@@ -222,12 +228,12 @@ def replace_flat(
         How many groups were replaced, over all ranks. Collective.
     """
     rank, num_replaced = distributed.rank(), 0
-    used = set(from_all_ranks(torch.where(groups.real, groups.rows, -1)).flatten().tolist())
+    used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
     fresh = [place for place in order if train_set[place].row not in used]
     for _ in range(config.max_resamples):
         flat = is_flat(groups, select(groups, config, step), config)  # (N,)
-        num_flat = from_all_ranks(flat.sum()[None]).flatten()  # of each rank
+        num_flat = torch.tensor(distributed.from_all_ranks([int(flat.sum())]))  # of each rank
         taken, fresh = fresh[: int(num_flat.sum())], fresh[int(num_flat.sum()) :]
         if not taken:
             break
@@ -253,13 +259,6 @@ def replace_group(groups: Groups, n: int, other: Groups, i: int) -> None:
     groups.rewards[n] = other.rewards[i]
     for name, values in groups.by_function.items():
         values[n] = other.by_function[name][i]
-
-
-def from_all_ranks(values: Tensor) -> Tensor:
-    """The (N,) values of each rank, (number of ranks, N), on every rank. Collective."""
-    table = torch.zeros(distributed.world_size(), len(values), dtype=torch.int64)
-    table[distributed.rank()] = values
-    return distributed.all_reduce_sum(table)
 
 
 # ---- micro-batches -------------------------------------------------------------------------------
@@ -288,7 +287,7 @@ def minibatch_of(groups: Groups, counts: Tensor, config: GRPOConfig, step: int) 
         return torch.zeros(len(groups.examples), dtype=torch.int64)
     keys = hash_counters(derive_seed(config.seed, "minibatches", step), groups.rows)  # (N,)
     keys = torch.where(counts, keys, torch.iinfo(torch.int64).max)  # the others go last
-    everyone = from_all_ranks(keys).flatten().sort().values
+    everyone = torch.tensor(distributed.from_all_ranks(keys.tolist())).sort().values
     return torch.searchsorted(everyone, keys) % config.num_minibatches
 
 
@@ -296,9 +295,8 @@ def collate_minibatch(
     groups: Groups, kept: Tensor, counts: Tensor, config: GRPOConfig, pad_id: int
 ) -> list[MicroBatch]:
     """The micro-batches of one update, with the denominators of its loss. Collective."""
-    device, num_candidates = distributed.device(), groups.rewards.shape[1]
-    sources = torch.arange(len(kept))[:, None] * num_candidates + kept  # (N, G) of the N*K
-    tokens = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids])[sources] * counts
+    device, sources = distributed.device(), places_of(groups, kept)  # (N, G) of the N*K
+    tokens = groups.rollouts.lengths[sources] * counts
     pieces = []
     for n, example in enumerate(groups.examples):
         chosen = counts[n].nonzero().flatten()
@@ -387,8 +385,7 @@ def kept_advantages(
 
 def kept_step_advantages(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
     """Advantages (N, G, C) of the kept candidates' tokens; see `advantages.step_advantages`."""
-    num_prompts, num_candidates = groups.rewards.shape
-    sources = torch.arange(num_prompts)[:, None] * num_candidates + kept  # (N, G) of the N*K
+    sources = places_of(groups, kept)  # (N, G) of the N*K
     _, mask = right_pad(groups.rollouts.completion_ids, 0)  # (N*K, C)
     rows = torch.arange(len(mask)) if config.baseline == "all" else sources.flatten()
     steps = [groups.steps[row] for row in rows.tolist()]
@@ -396,7 +393,7 @@ def kept_step_advantages(groups: Groups, kept: Tensor, config: GRPOConfig) -> Te
         [list(own.values()) for own in steps],
         [list(own) for own in steps],
         mask[rows],
-        num_generations=len(rows) // num_prompts,
+        num_generations=len(rows) // len(kept),
     )
     if config.baseline == "all":
         advantages = advantages[sources.flatten()]
@@ -463,7 +460,7 @@ def add_metrics(
 ) -> None:
     """Record what was sampled, as means over the completions or groups of real prompts."""
     rewards, rollouts = groups.rewards, groups.rollouts
-    lengths = torch.tensor([len(ids) for ids in rollouts.completion_ids]).view(rewards.shape)
+    lengths = rollouts.lengths.view(rewards.shape)
     weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
     per_group = {
         "reward_std": rewards.std(1),

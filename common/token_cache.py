@@ -7,7 +7,6 @@ written is not kept: no run fails for its cache, and no rank waits for another.
 The body of a file (`common/checked_file.py`) is an `.npz` of flat arrays. There is no pickle in it.
 """
 
-import functools
 import hashlib
 import io
 import json
@@ -22,7 +21,7 @@ import numpy.typing as npt
 
 from common import checked_file, distributed
 from common.chat import Conversation
-from common.config import gist, package_version
+from common.config import package_version
 from common.truncation import leading_ids
 
 MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checked
@@ -162,20 +161,7 @@ def write(
         text_lengths=np.array([len(text) for text in changed], dtype=np.int64),
         report=np.frombuffer(json.dumps(report).encode(), dtype=np.uint8),
     )
-    try:
-        checked_file.write(file, buffer.getbuffer())
-    except OSError as error:
-        _warn_once(file.parent, error.strerror or gist(error))
-
-
-@functools.cache
-def _warn_once(folder: Path, reason: str) -> None:
-    """Say that a folder takes no files, once per process and not once per split."""
-    print(
-        f"warning: tokenised rows are not kept, {folder} cannot be written ({reason}); give "
-        "another --token_cache_dir, or '' to keep none.",
-        flush=True,
-    )
+    checked_file.keep(file, buffer.getbuffer(), "tokenised rows", "token_cache_dir")
 
 
 def _behaviour(tokenizer: Any, stop_id: int) -> list[Any] | None:

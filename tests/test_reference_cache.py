@@ -15,7 +15,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from common import reference_cache
+from common import checked_file, reference_cache
 from common.data import Example
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -24,7 +24,7 @@ EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])
 
 @pytest.fixture(autouse=True)
 def _warnings_of_this_test_only():
-    reference_cache._warn_once.cache_clear()
+    checked_file._warn_once.cache_clear()
 
 
 def name(

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common import data, token_cache
+from common import checked_file, data, token_cache
 from common.chat import Conversation
 from common.config import UserError
 from common.data import Example, load_examples
@@ -64,7 +64,7 @@ class Load(NamedTuple):
 @pytest.fixture(autouse=True)
 def _any_number_of_rows(monkeypatch):
     monkeypatch.setattr(token_cache, "MIN_ROWS", 1)
-    token_cache._warn_once.cache_clear()
+    checked_file._warn_once.cache_clear()
 
 
 def other_tokenizer(change: Callable[[Any], Any] = lambda tokenizer: None) -> Any:
