@@ -41,6 +41,8 @@ from common import (
     data,
     distributed,
     evaluation,
+    export,
+    faults,
     fsdp,
     models,
     optim,
@@ -72,7 +74,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
-    resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
+    resume_from = checkpoint.find(config)
     if config.pairs_from == "dataset":
         train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
     else:
@@ -133,16 +135,20 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if config.needs_reference and paths[0] == paths[1]:
             pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)
             self_checks.dpo_starts_at_ln_2(pair_logps, ref_pair_logps)
-    start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
-    logger = RunLogger.start(config, "DPO", total_steps, start_step)
     metrics = Accumulator(device)
+    saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
+    start_step = saver.load(resume_from)
+    faults.watch_replay(policy, config)
+    logger = RunLogger.start(config, "DPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
+    rows_of = data.rows_of_places(train_set)
 
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for i, batch in enumerate(batches):
+            saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
             batch = batch.to(device)
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
@@ -171,8 +177,11 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             if config.is_per_token:
                 implicit_rewards = implicit_rewards / lengths
             evaluation.add_pair_metrics(metrics, implicit_rewards, real)
+        with faults.guarded(saver, batches, rows_of, step):
+            loss_sum = metrics.total("loss")
+            update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(
-            **optim.clip_and_step(policy, optimizer, config, step, total_steps),
+            **update,
             epoch=order.epochs(step + 1),
         )
         logger.update(step + 1)
@@ -188,10 +197,11 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if is_due(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            checkpoint.save(output_dir, step + 1, policy, optimizer)
+            saver.save(step + 1)
 
     # Export
-    checkpoint.export(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
+    saver.close()
+    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
     logger.close()
     plots.plot_run(output_dir)
 

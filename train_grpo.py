@@ -36,7 +36,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import checkpoint, data, distributed, fsdp, models, optim, plots, rollouts, self_checks
+from common import (
+    checkpoint,
+    data,
+    distributed,
+    export,
+    faults,
+    fsdp,
+    models,
+    optim,
+    plots,
+    rollouts,
+    self_checks,
+)
 from common.config import is_due
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
@@ -68,7 +80,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
-    resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
+    resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
     order = data.BatchOrder.of_training(config, train_set)
@@ -97,9 +109,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     updated = reference if moves else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
-    start_step = checkpoint.load(resume_from, policy, optimizer, updated) if resume_from else 0
-    logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     metrics = Accumulator(device)
+    saver = checkpoint.Checkpointer(config, policy, optimizer, metrics, updated)
+    start_step = saver.load(resume_from)
+    faults.watch_replay(policy, config)
+    logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     draw = partial(
         rollouts.draw,
@@ -110,6 +124,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         metrics=metrics,
         report=logger.status,
     )
+    update = partial(optim.clip_and_step, policy, optimizer, config)
     clip: Any = {
         "objective": config.policy_objective,
         "epsilon_low": config.epsilon_low,
@@ -122,6 +137,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Loop
     for step in range(start_step, total_steps):
+        saver.stop_if_asked(step)
         # 1. Sample K candidates for each of this rank's N prompts, and reward every one
         groups = draw(*data.prompts(train_set, order.rows(step)), step=step)
         if config.zero_variance == "resample":
@@ -130,6 +146,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, and say which of them count
         kept = rollouts.select(groups, config, step)  # (N, G)
+        rows_of = partial(rollouts.rows_of, groups, kept)
         counts = rollouts.counted(groups, kept, config)  # (N, G)
         minibatches = rollouts.collate(groups, kept, counts, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates
@@ -152,6 +169,8 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         with metrics.timed("update_seconds"):
             for iteration, micro_batches in product(range(config.num_iterations), minibatches):
                 for i, part in enumerate(micro_batches):
+                    if iteration == 0 and micro_batches is minibatches[0]:
+                        saver.stop_if_asked(step)  # no update of this step was made yet
                     fsdp.reduce_gradients_in_next_backward(policy, i == len(micro_batches) - 1)
                     scores = policy(part.batch, reference=part.ref_states, **scoring)
                     logps, mask = scores.token_logps, part.batch.completion_mask  # (B, C)
@@ -180,8 +199,9 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                         gap = (part.sampled_logps - old_logps) * mask
                         metrics.add("sampler_kl", gap.sum(), num_tokens)
                 if micro_batches[0].has_effect:
-                    update = optim.clip_and_step(policy, optimizer, config, step, total_steps)
-                    metrics.add_values(**update)
+                    batches = [part.batch for part in micro_batches]
+                    with faults.guarded(saver, batches, rows_of, step):
+                        metrics.add_values(**update(step, total_steps, metrics.total("loss")))
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
         rollouts.add_metrics(metrics, groups, kept, advantages, chain(*minibatches), config, step)
@@ -196,10 +216,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             table = rollouts.sample_table(sampler, scorer, fixed, config)
             logger.samples(step + 1, table)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            checkpoint.save(output_dir, step + 1, policy, optimizer, updated)
+            saver.save(step + 1)
 
     # Export
-    checkpoint.export(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
+    saver.close()
+    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
     logger.close()
     plots.plot_run(output_dir)
 

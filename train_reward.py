@@ -35,6 +35,8 @@ from common import (
     data,
     distributed,
     evaluation,
+    export,
+    faults,
     fsdp,
     models,
     optim,
@@ -83,7 +85,7 @@ def main(config: RewardConfig) -> None:
     pad_id = tokenizer.pad_token_id
     stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
     model_config = models.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
-    resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
+    resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
     references, split = config.sft_dataset_name, config.dataset_train_split
     sft_set = data.load_examples(
@@ -109,10 +111,13 @@ def main(config: RewardConfig) -> None:
         self_checks.padding_invariance(model, train_set[0], pad_id, config.bf16)
         self_checks.stop_token_is_trained(train_set, stop_ids)
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
-    start_step = checkpoint.load(resume_from, model, optimizer) if resume_from else 0
-    logger = RunLogger.start(config, "reward model", total_steps, start_step)
     metrics = Accumulator(device)
+    saver = checkpoint.Checkpointer(config, model, optimizer, metrics)
+    start_step = saver.load(resume_from)
+    faults.watch_replay(model, config)
+    logger = RunLogger.start(config, "reward model", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
+    rows_of = data.rows_of_places(train_set)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -121,6 +126,7 @@ def main(config: RewardConfig) -> None:
         batches = data.micro_batches(train_set, rows, config, pad_id, is_grouped=is_grouped)
         num_groups = distributed.count_all([weights[rows].sum()])
         for i, batch in enumerate(batches):
+            saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)
             batch = batch.to(device)
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
@@ -136,8 +142,11 @@ def main(config: RewardConfig) -> None:
             evaluation.add_pair_metrics(metrics, rewards, real)
             lengths = batch.completion_mask.sum(-1).view(-1, 2)  # (N, 2)
             metrics.add("chosen_longer", (pairs.longer_chosen(lengths) * real).sum(), real.sum())
+        with faults.guarded(saver, batches, rows_of, step):
+            loss_sum = metrics.total("loss")
+            update = optim.clip_and_step(model, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(
-            **optim.clip_and_step(model, optimizer, config, step, total_steps),
+            **update,
             epoch=order.epochs(step + 1),
         )
         logger.update(step + 1)
@@ -150,15 +159,16 @@ def main(config: RewardConfig) -> None:
             logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
             logger.samples(step + 1, evaluation.pair_table(eval_set, scores, tokenizer, config))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            checkpoint.save(output_dir, step + 1, model, optimizer)
+            saver.save(step + 1)
 
     # Shift to mean 0 over reference summaries, export
+    saver.close()
     shift = 0.0
     if sft_set:
         rewards = evaluation.score_examples(model, sft_set, config, pad_id, "scoring references")
         shift = -float(rewards.mean())
         logger.log(total_steps, {"reward_shift": shift})
-    checkpoint.export(model, tokenizer, output_dir / "model", reward_shift=shift)
+    export.save_pretrained(model, tokenizer, output_dir / "model", reward_shift=shift)
     logger.close()
     plots.plot_run(output_dir)
 

@@ -28,6 +28,8 @@ from common import (
     data,
     distributed,
     evaluation,
+    export,
+    faults,
     fsdp,
     models,
     optim,
@@ -58,7 +60,7 @@ def main(config: SFTConfig) -> None:
     pad_id = tokenizer.pad_token_id
     stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
     model_config = models.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
-    resume_from = checkpoint.find(output_dir, config.resume_from_checkpoint)
+    resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
@@ -75,24 +77,31 @@ def main(config: SFTConfig) -> None:
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
         self_checks.stop_token_is_trained(train_set, stop_ids)
-    start_step = checkpoint.load(resume_from, policy, optimizer) if resume_from else 0
-    logger = RunLogger.start(config, "SFT", total_steps, start_step)
     metrics = Accumulator(device)
+    saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
+    start_step = saver.load(resume_from)
+    faults.watch_replay(policy, config)
+    logger = RunLogger.start(config, "SFT", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
+    rows_of = data.rows_of_places(train_set)
 
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for i, batch in enumerate(batches):
+            saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
             batch = batch.to(device)
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
+        with faults.guarded(saver, batches, rows_of, step):
+            loss_sum = metrics.total("loss")
+            update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(
-            **optim.clip_and_step(policy, optimizer, config, step, total_steps),
+            **update,
             tokens=num_tokens,
             epoch=order.epochs(step + 1),
         )
@@ -107,10 +116,11 @@ def main(config: SFTConfig) -> None:
         if is_due(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            checkpoint.save(output_dir, step + 1, policy, optimizer)
+            saver.save(step + 1)
 
     # Export
-    checkpoint.export(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
+    saver.close()
+    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
     logger.close()
     plots.plot_run(output_dir)
 

@@ -183,7 +183,21 @@ class TrainConfig(CommonConfig):
     save_steps: int = knob(0, "steps between checkpoints (0: none)")
     profile: bool = knob(False, "record some steps with torch.profiler, into output_dir/profile")
     profile_steps: int = knob(3, "steps that profile records, after two of warm-up")
-    resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
+    resume_from_checkpoint: str = knob(
+        "auto",
+        "auto: the newest whole checkpoint in output_dir, if it is of a run like this one; latest: "
+        "of any run; none: start anew, removing those in output_dir; or a checkpoint's folder",
+    )
+    replay: str = knob(
+        "",
+        "folder in output_dir/failed of a step that went bad: make it again, watching each layer",
+    )
+    keep_last: int = knob(3, "checkpoints to keep in output_dir, with the best one (0: all)")
+    async_save: bool = knob(True, "write checkpoints while training goes on, from a host copy")
+    metric_for_best_model: str = knob(
+        "", "a logged metric, as eval_loss: keep the checkpoint where it was best (loss: lowest)"
+    )
+    load_best_model_at_end: bool = knob(False, "export that checkpoint and not the last step")
 
     def __post_init__(self) -> None:
         """Refuse values that no training run may have."""
@@ -202,6 +216,7 @@ class TrainConfig(CommonConfig):
             "weight_decay",
             "adam_epsilon",
             "num_train_rows",
+            "keep_last",
         ):
             require_not_negative(self, name)
         for name in ("adam_beta1", "adam_beta2"):
@@ -210,6 +225,32 @@ class TrainConfig(CommonConfig):
             raise UserError("--dataset_train_split is empty: name the split to train on.")
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
+        if self.replay:
+            self.resume_from_checkpoint = f"{self.replay}/checkpoint"
+            self.output_dir = f"{self.replay}/replay"  # the run's own files stay as they are
+        if self.load_best_model_at_end and not self.metric_for_best_model:
+            raise UserError(
+                "--load_best_model_at_end true needs --metric_for_best_model, as eval_loss."
+            )
+        if self.metric_for_best_model and not self.save_steps:
+            raise UserError(
+                f"--metric_for_best_model is {self.metric_for_best_model} and --save_steps is 0; "
+                "it must be positive for there to be checkpoints."
+            )
+
+
+# Fields that a run may be resumed with other values of: they change how it is watched, stored and
+# computed, but for rounding not what. All others make it another run.
+MAY_CHANGE = frozenset(
+    """
+    output_dir token_cache_dir ref_cache_dir trust_remote_code resume_from_checkpoint
+    layout micro_batch_tokens micro_batch_size generation_batch_size generation_cache_tokens
+    cuda_graphs gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
+    num_replicas num_sample_prompts self_check report_to run_name logging_steps eval_steps
+    sample_steps save_steps keep_last async_save metric_for_best_model load_best_model_at_end
+    profile profile_steps replay
+    """.split()  # noqa: SIM905 - one name a line is longer
+)
 
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:
@@ -340,12 +381,17 @@ def config_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
-    """Write `config.yaml` (resolved values) and `environment.json` (what ran them). Rank 0 only."""
+def save_config(file: Path, config: Any) -> None:
+    """Write the resolved values, as a recipe."""
     import yaml
 
+    file.write_text(yaml.safe_dump(config_dict(config), sort_keys=False))
+
+
+def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
+    """Write `config.yaml` (resolved values) and `environment.json` (what ran them). Rank 0 only."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "config.yaml").write_text(yaml.safe_dump(config_dict(config), sort_keys=False))
+    save_config(output_dir / "config.yaml", config)
     packages = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
     environment = {
         "python": platform.python_version(),

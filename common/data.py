@@ -7,7 +7,7 @@ checking the rows themselves is in `common/rows.py`, cutting a prompt in `common
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -607,6 +607,13 @@ def micro_batches(
         pieces = share_prompts(pieces, config)
     packs = pack(pieces, config, num_completions)
     return [collate(part, config.layout, pad_id) for part in packs]
+
+
+def rows_of_places(examples: Sequence[Example]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives the row numbers (B,) of completions by their places (B,), see `micro_batches`."""
+    numbers = torch.tensor([example.row for example in examples])
+    num_completions = len(examples[0].completions)
+    return lambda places: numbers[places // num_completions]
 
 
 def prompts(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common import signals
 from common.config import CommonConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -37,6 +38,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         refuse_without_gpu(config)
         main(config)
         dist.barrier()
+    except signals.Stopped as stopped:
+        print_rank0(stopped)
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,6 +59,19 @@ class Accumulator:
         """Add values of the whole step, each the same on every rank."""
         for name, value in values.items():
             self.add(name, value)
+
+    def total(self, name: str) -> Tensor:
+        """This rank's sum so far, a float64 scalar on the device."""
+        return self._sums[name][0]
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of this rank's sums and counts, (2,) by name, but for phases timed on a GPU."""
+        return {name: sums.clone() for name, sums in self._sums.items()}
+
+    def restore(self, sums: Mapping[str, Sequence[float]]) -> None:
+        """Go on from the sum and count of each name."""
+        as_tensor = partial(torch.tensor, dtype=torch.float64, device=self.device)
+        self._sums = {name: as_tensor(values) for name, values in sums.items()}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -38,14 +38,19 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite; nothing has been changed."""
+
+
 def clip_and_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
     step: int,
     total_steps: int,
+    loss: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor | float]:
-    """Check that the gradient is finite, clip its global norm, step, clear. Collective.
+    """Check that loss and gradient are finite, clip its global norm, step, clear. Collective.
 
     Args:
         module: sharded; its gradients are already reduced.
@@ -53,23 +58,27 @@ def clip_and_step(
         config: `max_grad_norm` (0 only measures) and the learning-rate schedule are read.
         step: counted from 0.
         total_steps: of the run, for the schedule.
+        loss: this rank's, or any sum that it is part of, a scalar; only checked.
 
     Returns:
         `grad_norm`, the L2 norm over all parameters on all ranks before clipping (a scalar tensor),
         and `learning_rate`, of this step.
 
     Raises:
-        RuntimeError: the norm is NaN or infinite; nothing has been changed.
+        NonFiniteError: a loss or the norm is; nothing has been changed.
     """
     lr = learning_rate(step, total_steps, config)
     trainable = [p for p in module.parameters() if p.requires_grad]
     norm = torch.nn.utils.get_total_norm([p.grad for p in trainable if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    if not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"gradient norm is {float(norm)} at step {step + 1}, rank {distributed.rank()}, "
-            f"learning rate {lr:g}; no parameter was changed."
+    # A constant in a loss, as a reference of -inf, need not show in the gradient.
+    bad_losses = torch.zeros_like(norm) if loss is None else (~loss.isfinite()).to(norm)
+    bad_losses = distributed.all_reduce_sum(bad_losses)
+    if not bool(norm.isfinite() & (bad_losses == 0)):
+        raise NonFiniteError(
+            f"at step {step + 1} the gradient norm is {float(norm)} and the loss of "
+            f"{int(bad_losses)} ranks is not finite (learning rate {lr:g}); nothing was changed."
         )
     if config.max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(trainable, config.max_grad_norm, norm)

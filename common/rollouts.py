@@ -189,6 +189,11 @@ def places_of(groups: Groups, kept: Tensor) -> Tensor:
     return torch.arange(num_prompts)[:, None] * num_candidates + kept
 
 
+def rows_of(groups: Groups, kept: Tensor, places: Tensor) -> Tensor:
+    """The row numbers (B,) of the prompts of kept candidates, by their places among the N*G."""
+    return groups.rows[places // kept.shape[1]]
+
+
 def is_flat(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
     """Groups (N,) in which all rewards behind the baseline are equal; False for filler."""
     rewards = groups.rewards if config.baseline == "all" else groups.rewards.gather(1, kept)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import checkpoint, distributed, fsdp, optim, plots
+from common import distributed, export, fsdp, optim, plots
 from common.config import parse
 from common.generation import Rollouts, Sampler
 
@@ -134,7 +134,7 @@ def watched() -> Iterator[dict[str, Any]]:
     after training.
     """
     shard, clip_and_step = fsdp.shard, optim.clip_and_step
-    export, sample = checkpoint.export, Sampler.sample
+    save_pretrained, sample = export.save_pretrained, Sampler.sample
     record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
 
     def note_forward(part: nn.Module, *_: Any) -> None:
@@ -170,13 +170,13 @@ def watched() -> Iterator[dict[str, Any]]:
 
     def note_state(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         record["state"] = state_hashes(module)
-        export(module, *args, **kwargs)
+        save_pretrained(module, *args, **kwargs)
 
     with (
         mock.patch.object(fsdp, "shard", note_devices),
         mock.patch.object(optim, "clip_and_step", note_dtypes),
         mock.patch.object(Sampler, "sample", note_rollouts),
-        mock.patch.object(checkpoint, "export", note_state),
+        mock.patch.object(export, "save_pretrained", note_state),
         mock.patch.object(fsdp, "CPUOffloadPolicy", wraps=fsdp.CPUOffloadPolicy) as offload,
     ):
         yield record

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-from common import checkpoint, distributed, evaluation, fsdp, synthetic
+from common import distributed, evaluation, export, fsdp, synthetic
 from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts
@@ -247,7 +247,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.train_config()
     model = fsdp.shard(RewardModel(lm), config, distributed.mesh())
     folder = tmp_path_factory.mktemp("run") / "model"
-    checkpoint.export(model, tiny.tokenizer(), folder, reward_shift=0.75)
+    export.save_pretrained(model, tiny.tokenizer(), folder, reward_shift=0.75)
     return folder
 
 

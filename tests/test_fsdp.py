@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from common import checkpoint, distributed, fsdp, models
+from common import distributed, export, fsdp, models
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -183,7 +183,7 @@ def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layo
     with torch.no_grad():
         expected = lm(input_ids=ids.to(distributed.device())).logits.cpu()
     policy = fsdp.shard(Policy(lm), tiny.train_config(layout=layout), distributed.mesh())
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "after", stop_ids=[0])
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "after", stop_ids=[0])
     configs = [
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after")
     ]

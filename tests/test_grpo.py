@@ -24,7 +24,7 @@ from ranks import launch, run_stages
 from torch import Tensor
 
 import train_grpo
-from common import checkpoint, distributed, fsdp, rollouts, synthetic
+from common import checkpoint_files, distributed, fsdp, rollouts, synthetic
 from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
@@ -34,6 +34,7 @@ from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
+from common.run_state import restore_state
 from common.scoring import CompletionScores, Policy, ReferenceStates
 
 LAYOUTS = ("shared_prefix", "padded")
@@ -706,7 +707,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **kind}
     folder = base / f"resume_{num_ranks}_{next(iter(kind))}"
     whole = grpo_job(base, folder / "whole", **flags)
-    saved = checkpoint.checkpoint_folder(folder / "whole", 2)
+    saved = checkpoint_files.folder_of(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
     launch(run_stages, num_ranks, base, jobs=[whole, resumed])
     assert lines(folder / "again") == lines(folder / "whole")[2:]
@@ -714,7 +715,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     assert files[0].read_bytes() == files[1].read_bytes()
     model: Any = None  # refused before a parameter is looked at
     with pytest.raises(UserError, match="has an updated reference; give the --ref_update_steps"):
-        checkpoint.load(saved, model, model)
+        restore_state(saved, model, model)
 
 
 @pytest.mark.parametrize("kind", [{}, {"lora_r": 2}], ids=["full", "lora"])

@@ -21,7 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common import checkpoint, distributed, fsdp, lora, models, optim, reference_cache
+from common import (
+    checkpoint_files,
+    distributed,
+    export,
+    fsdp,
+    lora,
+    models,
+    optim,
+    reference_cache,
+)
 from common.config import UserError
 from common.generation import Sampler
 from common.glossary import SPANS
@@ -264,7 +273,7 @@ def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
 def test_training_goes_on_with_an_adapter_and_the_reference_has_it_on(bases, family, tmp_path):
     first = train(new_policy(bases[family]))
     started = logps_of(first)
-    checkpoint.export(first, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(first, tiny.tokenizer(), tmp_path / "model")
     second = new_policy(str(tmp_path / "adapter"))
     reference = AdapterReference(second)
     assert torch.equal(logps_of(second), started)
@@ -273,7 +282,7 @@ def test_training_goes_on_with_an_adapter_and_the_reference_has_it_on(bases, fam
     assert torch.equal(logps_of(reference), started)
     assert float((logps_of(second) - started).abs().max()) > 0.1
     # and what it exports is one adapter on the same base, again
-    checkpoint.export(second, tiny.tokenizer(), tmp_path / "second" / "model")
+    export.save_pretrained(second, tiny.tokenizer(), tmp_path / "second" / "model")
     third = new_policy(str(tmp_path / "second" / "adapter"))
     assert torch.equal(logps_of(third), logps_of(second))
     settings = json.loads((tmp_path / "second" / "adapter" / "adapter_config.json").read_text())
@@ -290,7 +299,7 @@ def test_kept_reference_log_probabilities_are_found_by_what_the_reference_is(bas
     assert digest(bases["gpt2"]) == digest(bases["gpt2"], seed=5, lora_r=2) == base
     policy = train(new_policy(bases["gpt2"]))
     assert reference_cache.weights_digest(policy.lm) == base
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     path = str(tmp_path / "adapter")
     found = digest(path)
     assert found not in (base, digest(path, lora_r=0))
@@ -332,7 +341,7 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
     ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
     with torch.no_grad():
         expected = policy.lm(input_ids=ids).logits
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -350,7 +359,7 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_lora_r_an_adapter_is_merged_and_everything_is_trained(bases, family, tmp_path):
     policy = train(new_policy(bases[family]))
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     merged = new_policy(str(tmp_path / "adapter"), lora_r=0)
     assert not lora.adapted_layers(merged.lm)
     assert all(p.requires_grad for p in merged.parameters())
@@ -362,7 +371,7 @@ def test_without_lora_r_an_adapter_is_merged_and_everything_is_trained(bases, fa
 
 def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
     policy = train(new_policy(bases["gpt2"]))
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     trunks = []
     for name in ("adapter", "model"):
         path, config = str(tmp_path / name), lora_config("unused")
@@ -403,7 +412,7 @@ def test_a_target_outside_the_blocks_is_refused(bases, target):
 
 def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
     policy = new_policy(bases["gpt2"])
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     path = str(tmp_path / "adapter")
     for fields, message in (
         ({"lora_r": 8}, "--lora_r is 8; the adapter in .* goes on, has 4"),
@@ -508,7 +517,7 @@ def folder(
     two = [job(f"2/{name}", run) for name, run in RUNS.items()]
     two.append(job("2/bfloat16", RUNS["grpo on"], bf16=True))
     for name in RESUMED:
-        first = checkpoint.checkpoint_folder(folder / "2" / name, SAVED)
+        first = checkpoint_files.folder_of(folder / "2" / name, SAVED)
         flag = {"resume_from_checkpoint": str(first)}
         two.append(job(f"resumed/{name}", RUNS[name], **flag))
     records = launch(run_stages, 2, folder, jobs=two)
@@ -576,13 +585,12 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
-    saved = checkpoint.checkpoint_folder(folder / "2" / "grpo on", SAVED)
-    reader = torch.distributed.checkpoint.FileSystemReader(saved)
+    saved = checkpoint_files.folder_of(folder / "2" / "grpo on", SAVED)
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
-    tensors = [name for name in names if name.startswith(("model.", "optimizer.state."))]
-    assert len(tensors) == 16 + 16 * 3
-    assert all(".default." in name for name in tensors)
+    assert len(names) == 16 + 16 * 3
+    assert all(".default." in name for name in names)
 
 
 def test_under_bfloat16_adapters_stay_float32(folder):
@@ -612,11 +620,13 @@ def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
         policy = new_policy(bases["gpt2"], **fields)
         return policy, optim.build_optimizer(policy, lora_config("unused"))
 
-    checkpoint.save(tmp_path, 1, *built())
-    folder = checkpoint.checkpoint_folder(tmp_path, 1)
-    assert checkpoint.load(folder, *built()) == 1
+    saver = tiny.checkpointer(tmp_path, *built())
+    saver.save(1)
+    saver.wait()
+    folder = checkpoint_files.folder_of(tmp_path, 1)
+    assert tiny.checkpointer(tmp_path, *built()).load(folder) == 1
     with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
-        checkpoint.load(folder, *built(**fields))
+        tiny.checkpointer(tmp_path, *built(**fields)).load(folder)
 
 
 def test_an_adapter_of_the_head_is_refused(bases, tmp_path):

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common import checkpoint, distributed, fsdp, models, optim
+from common import distributed, export, fsdp, models, optim
 from common.config import TrainConfig, UserError
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
@@ -83,7 +83,7 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
     batch = batch_of_rows(pad_id=1)
     update(policy, lambda: -policy(batch).token_logps.mean(), config)
     folder = tmp_path / "model"
-    checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
 
     loaded = AutoModelForCausalLM.from_pretrained(folder).to(distributed.device()).eval()
     for name, parameter in policy.lm.named_parameters():
@@ -104,9 +104,9 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
     folder = tmp_path / "model"
     for content in ("stale", "again"):  # a second export replaces the folder whole
-        checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+        export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
         (folder / "stale").write_text(content)
-    checkpoint.export(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
@@ -127,7 +127,7 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
 def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):
     config = short_config()
     policy = fsdp.shard(Policy(tiny.causal_lm("llama", vocab_size=300)), config, distributed.mesh())
-    checkpoint.export(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
     path = str(tmp_path / "model")
     tokenizer = models.load_tokenizer(path, config)
     model_config = models.read_model_config(path, "policy", tokenizer, config)
@@ -230,7 +230,7 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
         raw = model(batch)
     shift = -float(raw.mean())
     folder = tmp_path / "model"
-    checkpoint.export(model, tokenizer, folder, reward_shift=shift)
+    export.save_pretrained(model, tokenizer, folder, reward_shift=shift)
 
     plain = transformers_rewards(folder)
     saved_shift = json.loads((folder / "config.json").read_text()).get("reward_shift", 0.0)
@@ -254,10 +254,10 @@ def test_shifts_of_a_reward_model_trained_twice_add_up(family, tmp_path):
     batch = batch_of_rows(tokenizer.pad_token_id)
     with torch.no_grad():
         raw = first(batch)
-    checkpoint.export(first, tokenizer, tmp_path / "first", reward_shift=2.0)
+    export.save_pretrained(first, tokenizer, tmp_path / "first", reward_shift=2.0)
     second, tokenizer = new_reward_model(str(tmp_path / "first"), config)
     for _ in range(2):  # exporting is no change of the model: a second one adds nothing more
-        checkpoint.export(second, tokenizer, tmp_path / "second", reward_shift=-0.5)
+        export.save_pretrained(second, tokenizer, tmp_path / "second", reward_shift=-0.5)
     third, _ = new_reward_model(str(tmp_path / "second"), config)
     with torch.no_grad():
         torch.testing.assert_close(third(batch), raw + 1.5, rtol=0, atol=1e-5)
@@ -293,7 +293,7 @@ def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
     for name, parameter in trunk.named_parameters():
         target = ranks.whole(model.lm.transformer.get_parameter(name)).cpu()
         assert torch.equal(target, parameter), name
-    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tokenizer, tmp_path / "reward")
     again, _ = new_reward_model(str(tmp_path / "reward"), short_config(seed=5))
     assert torch.equal(ranks.whole(again.lm.score.weight), ranks.whole(model.lm.score.weight))
 
@@ -309,7 +309,7 @@ def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
     batch = batch_of_rows(tokenizer.pad_token_id)
     with torch.no_grad():
         expected = model(batch)
-    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tokenizer, tmp_path / "reward")
     # Rows end in eos: with eos as padding transformers would read the score one token too early.
     torch.testing.assert_close(
         transformers_rewards(tmp_path / "reward"), expected, rtol=0, atol=1e-5
@@ -390,7 +390,7 @@ def test_the_wrong_kind_of_model_is_refused(tmp_path):
     config = short_config()
     path = save_policy(tmp_path / "policy")
     model, tokenizer = new_reward_model(path, config)
-    checkpoint.export(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tokenizer, tmp_path / "reward")
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, "reward_model", tokenizer, config)
     assert_one_sentence(caught.value, path, "not a reward model", "GPT2LMHeadModel")

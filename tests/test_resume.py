@@ -16,7 +16,7 @@ import torch
 from ranks import launch, run_stages
 from safetensors.torch import load_file
 
-from common import checkpoint, distributed, fsdp, models, optim
+from common import checkpoint, checkpoint_files, distributed, fsdp, models, optim
 from common.config import UserError
 from common.glossary import SPANS
 from common.jsonl import read_jsonl
@@ -25,6 +25,7 @@ from common.scoring import Policy
 
 STEPS, SAVED = 6, 3
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+MOVES = [(1, 2, "sft"), (2, 1, "sft"), (2, 4, "sft"), (2, 1, "grpo"), (2, 4, "grpo")]
 RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
 
 COMMON = {
@@ -74,19 +75,21 @@ def folder(
         "save_steps": 0,
     }
     first = {1: [{"stage": "sft", "flags": flags("sft", base, base, **new_model)}], 2: []}
-    second: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
+    second: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
     for num_ranks, task in RUNS:
         whole = folder / str(num_ranks) / task / "whole"
         first[num_ranks].append({"stage": task, "flags": flags(task, base, whole)})
-        latest = flags(task, base, whole.with_name("resumed"), resume_from_checkpoint="latest")
-        second[num_ranks].append({"stage": task, "flags": latest})
-    saved = str(checkpoint.checkpoint_folder(folder / "1" / "sft" / "whole", SAVED))
-    for num_ranks, name in ((1, "elsewhere"), (2, "more_ranks")):
-        named = flags("sft", base, folder / name, resume_from_checkpoint=saved)
-        second[num_ranks].append({"stage": "sft", "flags": named})
+        again = flags(task, base, whole.with_name("resumed"))  # the same command finds it
+        second[num_ranks].append({"stage": task, "flags": again})
+    for saved_on, num_ranks, task in [(1, 1, "sft"), *MOVES]:
+        whole = folder / str(saved_on) / task / "whole"
+        saved = str(checkpoint_files.folder_of(whole, SAVED))
+        named = flags(task, base, moved(folder, saved_on, num_ranks, task))
+        job = {"stage": task, "flags": named | {"resume_from_checkpoint": saved}}
+        second[num_ranks].append(job)
 
     for jobs in (first, second):
-        for num_ranks in (1, 2):
+        for num_ranks in jobs:
             launch(run_stages, num_ranks, folder, jobs=jobs[num_ranks])
         if jobs is first:
             for num_ranks, task in RUNS:
@@ -94,14 +97,19 @@ def folder(
     return folder
 
 
+def moved(folder: Path, saved_on: int, num_ranks: int, task: str) -> Path:
+    """The run that goes on with a checkpoint on another number of ranks."""
+    return folder / f"{task}_from_{saved_on}_on_{num_ranks}"
+
+
 def kill_in_the_last_step(run: Path) -> None:
     """Make `resumed` of `whole`: what it would have left, had it been killed in its last step."""
     whole, resumed = run / "whole", run / "resumed"
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "model")
-    last = checkpoint.checkpoint_folder(resumed, STEPS)
+    last = checkpoint_files.folder_of(resumed, STEPS)
     last.rename(last.with_name(last.name + ".partial"))  # killed while it was being written
-    unfinished = checkpoint.checkpoint_folder(resumed, STEPS - 1)
+    unfinished = checkpoint_files.folder_of(resumed, STEPS - 1)
     unfinished.mkdir()  # of a copy that broke off
     kept = [line for line in read_jsonl(whole / "metrics.jsonl") if line["step"] < STEPS]
     for line in kept:
@@ -158,28 +166,38 @@ def test_steps_after_the_checkpoint_change_the_model(folder: Path) -> None:
 def test_a_named_checkpoint_goes_on_in_another_folder(folder: Path) -> None:
     whole = folder / "1" / "sft" / "whole"
     after = [line for line in metrics(whole) if line["step"] > SAVED]
-    assert metrics(folder / "elsewhere") == after
-    files = [run / "model" / "model.safetensors" for run in (whole, folder / "elsewhere")]
+    elsewhere = moved(folder, 1, 1, "sft")
+    assert metrics(elsewhere) == after
+    files = [run / "model" / "model.safetensors" for run in (whole, elsewhere)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(folder: Path) -> None:
-    whole = folder / "1" / "sft" / "whole"
+@pytest.mark.parametrize(("saved_on", "num_ranks", "task"), MOVES)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    folder: Path, saved_on: int, num_ranks: int, task: str
+) -> None:
+    whole = folder / str(saved_on) / task / "whole"
     after = [line for line in metrics(whole) if line["step"] > SAVED]
-    for line, expected in zip(metrics(folder / "more_ranks"), after, strict=True):
-        assert line == pytest.approx(expected, rel=1e-5)
+    for line, expected in zip(
+        metrics(moved(folder, saved_on, num_ranks, task)), after, strict=True
+    ):
+        assert line == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def find(output_dir: Path, wanted: str) -> Path | None:
+    return checkpoint.find(
+        tiny.train_config(output_dir=str(output_dir), resume_from_checkpoint=wanted)
+    )
 
 
 def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:
     run = folder / "1" / "sft"
-    unfinished = checkpoint.checkpoint_folder(run / "resumed", STEPS - 1)
-    with pytest.raises(UserError, match="not a whole checkpoint"):
-        checkpoint.find(run / "resumed", str(unfinished))
-    assert checkpoint.find(run / "nothing", "latest") is None
-    assert checkpoint.find(run / "whole", "") is None
-    assert checkpoint.find(run / "whole", "latest") == checkpoint.checkpoint_folder(
-        run / "whole", STEPS
-    )
+    unfinished = checkpoint_files.folder_of(run / "resumed", STEPS - 1)
+    with pytest.raises(UserError, match="no whole checkpoint: it has no manifest.json"):
+        find(run / "resumed", str(unfinished))
+    assert find(run / "nothing", "latest") is None
+    assert find(run / "whole", "none") is None
+    assert find(run / "whole", "latest") == checkpoint_files.folder_of(run / "whole", STEPS)
 
 
 def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -192,7 +210,8 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     policy = Policy(models.load_policy(path, model_config, config))
     policy = fsdp.shard(policy, config, distributed.mesh())
     optimizer = optim.build_optimizer(policy, config)
-    step = checkpoint.load(checkpoint.checkpoint_folder(saved, SAVED), policy, optimizer)
+    saver = tiny.checkpointer(tmp_path, policy, optimizer)
+    step = saver.load(checkpoint_files.folder_of(saved, SAVED))
     assert step == SAVED
     assert optimizer.state
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -202,7 +221,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
 
 
 def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
-    saved = checkpoint.checkpoint_folder(folder / "1" / "sft" / "whole", SAVED)
-    reader = torch.distributed.checkpoint.FileSystemReader(saved)
+    saved = checkpoint_files.folder_of(folder / "1" / "sft" / "whole", SAVED)
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) > 20

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import attention, distributed, fsdp, synthetic
+from common import attention, distributed, fsdp, signals, synthetic
+from common.checkpoint import Checkpointer
 from common.config import TrainConfig
 from common.data import Example
+from common.metrics import Accumulator
 from common.padding import Batch, left_pad, position_ids, right_pad
 
 FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
@@ -78,6 +81,16 @@ def train_config(**fields: Any) -> TrainConfig:
     """A config that names no folder that would be read or written."""
     needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
     return TrainConfig(**(needed | fields))
+
+
+def checkpointer(
+    output_dir: Path, model: Any, optimizer: Any, reference: Any = None, **fields: Any
+) -> Checkpointer:
+    """Of a run without metrics, which leaves this process its signals."""
+    config = train_config(output_dir=str(output_dir), **fields)
+    with mock.patch.object(signals, "listen"):
+        metrics = Accumulator(distributed.device())
+        return Checkpointer(config, model, optimizer, metrics, reference)
 
 
 @functools.cache

@@ -1,0 +1,178 @@
+"""A checkpoint on disk: which folders there are, and whether one is whole.
+
+    checkpoints/step_00000500/
+        shard-00001-model-00001-of-00001.safetensors    a rank's part, and one for each other rank
+        manifest.json                                   step, config, and checksums of the shards
+
+It is written under another name, flushed to the disk and renamed, so what has the name was whole
+once; the checksums tell whether it still is. Nothing in it is pickled.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common import distributed
+from common.config import MAY_CHANGE, TrainConfig
+
+MANIFEST = "manifest.json"
+PARTIAL = ".partial"  # the end of the name of a folder that is being written
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` finished steps is."""
+    return output_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The number in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def newest_first(output_dir: Path) -> list[Path]:
+    """The folders with a checkpoint's name, whole or not."""
+    found = (output_dir / "checkpoints").glob("step_*")
+    return sorted((path for path in found if re.fullmatch(r"step_\d{8,}", path.name)), reverse=True)
+
+
+# ---- the manifest --------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Write the manifest with a checksum of its own."""
+    text = json.dumps(dict(contents), indent=1)
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"sha256": _digest(text), "contents": json.loads(text)}, file, indent=1)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` was given.
+
+    Raises:
+        ValueError: it is not there or was changed; the text says so.
+    """
+    try:
+        record = json.loads((folder / MANIFEST).read_text())
+        contents = dict(record["contents"])
+        is_intact = _digest(json.dumps(contents, indent=1)) == record["sha256"]
+    except FileNotFoundError:
+        raise ValueError(f"it has no {MANIFEST}") from None
+    except (OSError, ValueError, TypeError, KeyError):
+        is_intact = False
+    if not is_intact:
+        raise ValueError(f"{MANIFEST} is damaged")
+    return contents
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- is it whole? --------------------------------------------------------------------------------
+
+
+def describe(file: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as the manifest keeps them."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for chunk in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(chunk)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint, "" for a whole one. Collective: ranks share the reading."""
+    verdict: tuple[str, dict[str, Any]] = ("", {})
+    if distributed.is_rank0():
+        try:
+            verdict = ("", read_manifest(folder)["files"])
+        except ValueError as error:
+            verdict = (str(error), {})
+    reason, files = distributed.from_rank0(verdict)
+    mine = sorted(files)[distributed.rank() :: distributed.world_size()]
+    found = [f"{name} {wrong}" for name in mine if (wrong := _wrong(folder / name, files[name]))]
+    found = distributed.from_all_ranks(found)
+    return reason or (sorted(found)[0] if found else "")
+
+
+def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
+    """What is wrong with one file, "" for nothing."""
+    try:
+        if file.stat().st_size != expected["bytes"]:
+            return f"has {file.stat().st_size} bytes, not {expected['bytes']}"
+        return "" if describe(file) == expected else "does not have its checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
+
+    A field that was added since has its default in the saved one.
+    """
+    differences = []
+    for field in dataclasses.fields(config):
+        is_list = field.default is dataclasses.MISSING
+        default = field.default_factory() if is_list else field.default  # type: ignore[misc]
+        before, now = saved.get(field.name, default), getattr(config, field.name)
+        if field.name not in MAY_CHANGE and before != now:
+            differences.append(f"{field.name} was {before!r} and is {now!r}")
+    return differences
+
+
+# ---- writing and removing ------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` once it is whole."""
+    partial = folder.with_name(folder.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    put_in_place(partial, folder)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a whole folder its name, in an order that a power cut cannot turn round."""
+    for file in partial.iterdir():
+        flush(file)
+    flush(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_after(output_dir: Path, step: int) -> list[Path]:
+    """Remove what a run that goes on after `step` will make again; returns the checkpoints."""
+    for path in (output_dir / "checkpoints").glob(f"*{PARTIAL}"):
+        shutil.rmtree(path)
+    later = [path for path in newest_first(output_dir) if step_of(path) > step]
+    for path in later:
+        shutil.rmtree(path)
+    return later
+
+
+def remove_old(output_dir: Path, keep_last: int, best: Path | None) -> None:
+    """Remove all but the newest `keep_last` (0: none) and the best."""
+    for path in newest_first(output_dir)[keep_last:] if keep_last else []:
+        if path != best:
+            shutil.rmtree(path)

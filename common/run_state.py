@@ -1,0 +1,95 @@
+"""What a checkpoint holds of a run: shards, taken from the sharded modules and put back there."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+from common import checkpoint_files as files
+from common import distributed, lora
+from common.config import UserError
+
+State = dict[str, Any]
+
+
+def restore_state(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: nn.Module | None = None,
+) -> State:
+    """Load a checkpoint's shards in place; returns its manifest. Collective. See `load`."""
+    manifest: State = distributed.from_rank0(
+        files.read_manifest(folder) if distributed.is_rank0() else None
+    )
+    if manifest["has_reference"] != (reference is not None):
+        has = "no updated" if reference is not None else "an updated"
+        raise UserError(
+            f"the checkpoint {folder} has {has} reference; give the --ref_update_steps of its run."
+        )
+    was, now = manifest["adapters"], lora.description(model)
+    if was != now:
+        raise UserError(
+            f"the checkpoint {folder} has the adapters {was}, and this run has {now}; give the "
+            "flags of its run."
+        )
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    state = trained_state(model, optimizer)
+    if reference is not None:
+        state["reference"] = reference_state(reference)
+    load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    groups = get_state_dict(model, optimizer)[1]["param_groups"]
+    options = StateDictOptions(strict=False)  # frozen parameters are as they were read
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+        options=options,
+    )
+    if reference is not None:
+        set_model_state_dict(reference, state["reference"], options=options)
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+    return manifest
+
+
+def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """What training changes: the shards of model and optimiser, but for frozen parameters."""
+    is_new = not optimizer.state
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    if is_new:  # what torch filled in for us has counted a step
+        for values in optimizer.state.values():
+            values["step"].zero_()
+    frozen = {n for n, p in every_name(model).items() if not p.requires_grad}
+    trained = {n: value for n, value in once_each(model, model_state).items() if n not in frozen}
+    return {"model": trained, "optimizer": optimizer_state["state"]}
+
+
+def every_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module, a tied one by both of its names."""
+    return dict(module.named_parameters(remove_duplicate=False))
+
+
+def once_each(module: nn.Module, state: State) -> State:
+    """A module's state with a tied parameter under the first of its names only."""
+    second_names = every_name(module).keys() - dict(module.named_parameters()).keys()
+    return {name: value for name, value in state.items() if name not in second_names}
+
+
+def reference_state(reference: nn.Module) -> State:
+    """The shards of a reference that changes: of one inside the policy its adapter only."""
+    state: State = get_model_state_dict(reference)
+    if isinstance(reference, lora.AdapterReference):
+        return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
+    return once_each(reference, state)

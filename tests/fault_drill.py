@@ -1,0 +1,285 @@
+"""Kill runs at random moments, start them again, and compare with one that was left alone.
+
+    python -m tests.fault_drill --kills 50
+
+Every stage runs on 1 and on 2 ranks: once in one go, and once killed again and again, each time
+restarted with the same command. SIGKILL goes to all processes of the run or to one rank; at times
+a SIGTERM asks the run to stop. Killed runs must end with the same lines of metrics (timings aside)
+and samples, the same exported weights and the same last checkpoint, optimiser state included, to
+the bit. `tests/test_fault_drill.py` is the short form.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.glossary import SPANS
+from common.jsonl import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+STAGES = ("sft", "reward", "dpo", "grpo")
+STEPS = 12
+SHAPE = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "n_positions": 192,
+}
+COMMON = {
+    "num_train_rows": 60,
+    "num_eval_rows": 6,
+    "num_sample_prompts": 2,
+    "max_prompt_length": 128,
+    "max_completion_length": 24,
+    "batch_size": 8,
+    "micro_batch_size": 3,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "max_steps": STEPS,
+    "logging_steps": 3,  # checkpoints stand between two lines of metrics as well
+    "eval_steps": 4,
+    "sample_steps": 6,
+    "save_steps": 1,
+    "keep_last": 2,
+}
+OF_STAGE: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 16},
+    "dpo": {"ref_cache_dir": ""},
+    "grpo": {
+        "num_candidates": 6,
+        "num_generations": 4,
+        "reward_funcs": "gold",
+        "missing_eos_penalty": -0.2,
+        "ref_update_steps": 4,
+        "beta": 0.05,
+    },
+}
+
+
+@dataclass
+class Tally:
+    """What happened to the runs of one stage and number of ranks."""
+
+    kills: int = 0
+    stops: int = 0  # by SIGTERM
+    while_saving: int = 0
+    restarts: int = 0
+    lost_steps: int = 0
+    runs: int = 0
+    identical: int = 0
+    steps_at_kill: list[int] = field(default_factory=list)
+
+
+def command(stage: str, num_ranks: int, folder: Path, output_dir: Path) -> list[str]:
+    """What a user would type; it is the same when the run is started again."""
+    flags = COMMON | OF_STAGE[stage]
+    flags |= {
+        "model_name_or_path": str(folder / "gpt2.json"),
+        "tokenizer_name_or_path": str(folder / "tokenizer"),
+        "token_cache_dir": "",
+        "output_dir": str(output_dir),
+    }
+    if stage in ("dpo", "grpo"):  # policy and reference start from the same weights
+        flags["model_name_or_path"] = str(folder / "sft" / "model")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    arguments = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
+    launcher = torchrun if num_ranks > 1 else []
+    return [sys.executable, *launcher, f"train_{stage}.py", *arguments]
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen:
+    """Start a run in a process group of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            arguments, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def finish(process: subprocess.Popen, log: Path) -> None:
+    """Wait for a run that is left alone.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    if process.wait(timeout=600) != 0:
+        raise RuntimeError(f"a run failed; the end of {log}:\n{log.read_text()[-3000:]}")
+
+
+def prepare(folder: Path) -> None:
+    """Make the tokenizer, the model's shape and the SFT model that later stages start from."""
+    from common import synthetic
+
+    synthetic.train_tokenizer(512).save_pretrained(folder / "tokenizer")
+    (folder / "gpt2.json").write_text(json.dumps(SHAPE))
+    log = folder / "sft.log"
+    finish(start(command("sft", 1, folder, folder / "sft"), log), log)
+
+
+# ---- killing -------------------------------------------------------------------------------------
+
+
+def ranks_of(process: subprocess.Popen) -> list[int]:
+    """The process ids of the ranks: torchrun's children, or the process itself."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = path.read_text().split() if path.exists() else []
+    ranks = [pid for pid in children if b"train_" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [int(pid) for pid in ranks] or [process.pid]
+
+
+def kill_at_random(
+    process: subprocess.Popen, output_dir: Path, kind: str, draw: random.Random, tally: Tally
+) -> bool:
+    """Kill a run some time after its first step; whether it was still there to be killed.
+
+    Args:
+        process: torchrun, or the only rank.
+        output_dir: of the run.
+        kind: "all" or "one": SIGKILL for all processes or one rank; "stop": SIGTERM for a rank.
+        draw: for the moment and the rank.
+        tally: counts what was done.
+    """
+    first = newest_step(output_dir)
+    while process.poll() is None and newest_step(output_dir) in (-1, first):
+        time.sleep(0.02)
+    wait_until = time.monotonic() + draw.uniform(0, 1.5)
+    while process.poll() is None and time.monotonic() < wait_until:
+        time.sleep(0.002)
+    if process.poll() is not None:
+        return False
+    victims = ranks_of(process)
+    is_stop = kind == "stop"
+    is_saving = any((output_dir / "checkpoints").glob("*.partial"))
+    try:
+        if kind == "all":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(draw.choice(victims), signal.SIGTERM if is_stop else signal.SIGKILL)
+    except ProcessLookupError:  # it has just ended
+        process.wait(timeout=600)
+        return False
+    status = process.wait(timeout=120)
+    if is_stop and status != 0:
+        raise RuntimeError(f"SIGTERM ended a run of {output_dir} with status {status}")
+    tally.stops += is_stop
+    tally.kills += not is_stop
+    tally.while_saving += is_saving and not is_stop
+    tally.steps_at_kill.append(newest_step(output_dir))
+    return True
+
+
+def newest_step(output_dir: Path) -> int:
+    """The newest checkpoint's step, -1 for none."""
+    folders = sorted((output_dir / "checkpoints").glob("step_*[0-9]"))
+    return int(folders[-1].name[5:]) if folders else -1
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def lines(output_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics without timings."""
+    records = read_jsonl(output_dir / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in records]
+
+
+def differences(whole: Path, other: Path) -> list[str]:
+    """What differs between a run that was left alone and one that was killed."""
+    names = [path.relative_to(whole) for path in sorted(whole.rglob("*.safetensors"))]
+    names.append(Path("samples.jsonl"))
+    odd = [str(n) for n in names if (whole / n).read_bytes() != (other / n).read_bytes()]
+    return odd + (["metrics.jsonl"] if lines(whole) != lines(other) else [])
+
+
+def num_lost(whole: Path, other: Path) -> int:
+    """Lines of metrics that are missing or doubled."""
+    count = Counter(json.dumps(line, sort_keys=True) for line in lines(whole))
+    count.subtract(json.dumps(line, sort_keys=True) for line in lines(other))
+    return sum(abs(value) for value in count.values())
+
+
+def drill(
+    stage: str, num_ranks: int, kinds: Sequence[str], folder: Path, draw: random.Random
+) -> Tally:
+    """Kill runs of one stage in all these ways; compare each that came to its end."""
+    tally, left = Tally(), list(kinds)
+    base = folder / f"{stage}_{num_ranks}"
+    base.mkdir()
+    whole, log = base / "whole", base / "log.txt"
+    finish(start(command(stage, num_ranks, folder, whole), log), log)
+    while left:
+        tally.runs += 1
+        output_dir = base / f"killed_{tally.runs}"
+        arguments = command(stage, num_ranks, folder, output_dir)
+        process = start(arguments, log)
+        while left and kill_at_random(process, output_dir, left[-1], draw, tally):
+            left.pop()
+            tally.restarts += 1
+            process = start(arguments, log)
+        finish(process, log)
+        odd = differences(whole, output_dir)
+        tally.identical += not odd
+        tally.lost_steps += num_lost(whole, output_dir)
+        if odd:
+            print(f"{stage} on {num_ranks}: {output_dir} differs in {odd}", flush=True)
+    return tally
+
+
+def ways_of(num_kills: int, draw: random.Random) -> list[str]:
+    """So many kills, half of them of one rank, and a stop, in any order."""
+    kinds = [("all", "one")[n % 2] for n in range(num_kills)] + ["stop"]
+    draw.shuffle(kinds)
+    return kinds
+
+
+def main() -> None:
+    """Drill every stage on 1 and 2 ranks, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50, help="at least so many, over all stages")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and of who is killed")
+    arguments = parser.parse_args()
+    draw = random.Random(arguments.seed)
+    cases = [(stage, num_ranks) for stage in STAGES for num_ranks in (1, 2)]
+    print(
+        "| stage | ranks | SIGKILL | of them while saving | SIGTERM | restarts | runs | identical |"
+    )
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    tallies = []
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name))
+        for stage, num_ranks in cases:
+            kinds = ways_of(arguments.kills // len(cases) + 1, draw)
+            tally = drill(stage, num_ranks, kinds, Path(name), draw)
+            tallies.append(tally)
+            print(
+                f"| {stage} | {num_ranks} | {tally.kills} | {tally.while_saving} | {tally.stops} "
+                f"| {tally.restarts} | {tally.runs} | {tally.identical} |",
+                flush=True,
+            )
+    kills, runs = sum(t.kills for t in tallies), sum(t.runs for t in tallies)
+    identical, lost = sum(t.identical for t in tallies), sum(t.lost_steps for t in tallies)
+    print(
+        f"\n{kills} kills, {sum(t.stops for t in tallies)} stops, "
+        f"{sum(t.restarts for t in tallies)} restarts; {identical} of {runs} runs identical; "
+        f"{lost} lines of metrics lost or doubled"
+    )
+    sys.exit(0 if identical == runs and lost == 0 else 1)
+
+
+if __name__ == "__main__":
+    main()

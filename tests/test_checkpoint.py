@@ -1,0 +1,372 @@
+"""Checkpoints are whole or not taken for whole, and a stopped run loses nothing.
+
+- What is saved is the state at the call, whatever training does while it is written.
+- A file that was truncated, changed or lost, and a manifest that was, is named; the checkpoint
+  before it is taken, and if there is none the run does not silently start anew.
+- `auto` goes on with the run that the config describes and refuses another one, naming the fields.
+- The newest `keep_last` and the best are kept; a disk that refuses leaves the last one whole.
+- Nothing in a checkpoint is pickled.
+- A signal stops the run before its next forward pass with a checkpoint of the last finished step.
+"""
+
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import nn
+
+from common import checkpoint, checkpoint_files, fsdp, optim, signals
+from common.checkpoint import Checkpointer
+from common.config import UserError
+from common.distributed import mesh
+from common.jsonl import json_line, read_jsonl
+from common.scoring import Policy
+
+pytestmark = pytest.mark.usefixtures("process_group")
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def trained(seed: int = 0, steps: int = 1) -> Trained:
+    """A policy that made some steps."""
+    config = tiny.train_config()
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", seed=seed)), config, mesh())
+    optimizer = optim.build_optimizer(policy, config)
+    for _ in range(steps):
+        make_step(policy, optimizer)
+    return policy, optimizer
+
+
+def make_step(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    sum(p.square().sum() for p in policy.parameters()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state(run: Trained) -> list[torch.Tensor]:
+    """Every number of a run: parameters and moments."""
+    policy, optimizer = run
+    moments = [value for values in optimizer.state.values() for value in values.values()]
+    return [value.detach().clone() for value in (*policy.parameters(), *moments)]
+
+
+def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def find(output_dir: Path, wanted: str = "auto", **fields: Any) -> Path | None:
+    fields = {"output_dir": str(output_dir), "resume_from_checkpoint": wanted, **fields}
+    return checkpoint.find(tiny.train_config(**fields))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The output folder of a run with checkpoints after steps 1, 2 and 3."""
+    run = trained()
+    saver = tiny.checkpointer(tmp_path, *run)
+    for step in (1, 2, 3):
+        saver.save(step)
+        make_step(*run)
+    saver.close()
+    return tmp_path
+
+
+@pytest.fixture
+def asked() -> Iterator[None]:
+    """As if this process had got SIGTERM."""
+    signals._first = (signal.SIGTERM, 0.0)
+    yield
+    signals._first = None
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
+    run = trained()
+    saver, expected = tiny.checkpointer(tmp_path, *run), state(run)
+    saver.save(7)
+    for _ in range(3):
+        make_step(*run)
+    saver.wait()
+    assert not are_equal(state(run), expected)
+    other = trained(seed=1, steps=0)
+    folder = find(tmp_path)
+    assert tiny.checkpointer(tmp_path, *other).load(folder) == 7
+    assert are_equal(state(other), expected)
+
+
+def test_a_run_that_made_no_step_is_saved_as_new(tmp_path: Path) -> None:
+    """Torch makes a step of its own to have a state to save; it must not count."""
+    run, other = trained(steps=0), trained(seed=1, steps=0)
+    saver = tiny.checkpointer(tmp_path, *run)
+    saver.save(0)
+    saver.close()
+    tiny.checkpointer(tmp_path, *other).load(find(tmp_path))
+    fresh = trained(steps=0)
+    for each in (other, fresh):
+        make_step(*each)
+    assert are_equal(state(other), state(fresh))
+
+
+def test_nothing_is_pickled(saved: Path) -> None:
+    for folder in checkpoint_files.newest_first(saved):
+        assert {path.name for path in folder.iterdir()} == {SHARD, "manifest.json"}
+
+
+# ---- damage --------------------------------------------------------------------------------------
+
+
+def truncate(folder: Path) -> None:
+    with (folder / SHARD).open("rb+") as file:
+        file.truncate(1000)
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / SHARD).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / SHARD).write_bytes(content)
+
+
+def lose(folder: Path) -> None:
+    (folder / SHARD).unlink()
+
+
+def edit_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+DAMAGE = [
+    (truncate, f"{SHARD} has 1000 bytes, not "),
+    (flip, f"{SHARD} does not have its checksum"),
+    (lose, f"{SHARD} is missing"),
+    (edit_manifest, "manifest.json is damaged"),
+    (lose_manifest, "it has no manifest.json"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE, ids=lambda x: getattr(x, "__name__", ""))
+def test_damage_is_named_and_the_one_before_is_taken(
+    saved: Path, damage: Any, reason: str, capsys: pytest.CaptureFixture
+) -> None:
+    newest, before, _ = checkpoint_files.newest_first(saved)
+    assert find(saved) == newest
+    damage(newest)
+    for wanted in ("auto", "latest"):
+        assert find(saved, wanted) == before
+        assert f"{newest} is skipped: {reason}" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"no whole checkpoint: {reason}"):
+        find(saved, str(newest))
+
+
+def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
+    for folder in checkpoint_files.newest_first(saved):
+        flip(folder)
+    with pytest.raises(UserError, match="no checkpoint in .* is whole; .* none starts anew"):
+        find(saved)
+    assert find(saved, "none") is None
+
+
+def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
+    newest, before, oldest = checkpoint_files.newest_first(saved)
+    newest.rename(newest.with_name(newest.name + ".partial"))
+    assert find(saved) == before
+    tiny.checkpointer(saved, *trained()).load(before)
+    assert sorted((saved / "checkpoints").iterdir()) == [oldest, before]
+
+
+def test_starting_anew_removes_what_would_be_taken_for_this_run(saved: Path) -> None:
+    saver = tiny.checkpointer(saved, *trained())
+    assert saver.load(None) == 0
+    assert checkpoint_files.newest_first(saved) == []
+
+
+# ---- which run it is of --------------------------------------------------------------------------
+
+
+def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        find(saved, seed=5, learning_rate=2e-5)
+    assert "seed was 0 and is 5; learning_rate was 1e-05 and is 2e-05" in str(caught.value)
+    assert find(saved, "latest", seed=5) is not None
+
+
+def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
+    fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "run_name": "again"}
+    assert find(saved, **fields) == checkpoint_files.folder_of(saved, 3)
+
+
+def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = checkpoint_files.read_manifest
+    other = {"stage": "SFTConfig"}
+    monkeypatch.setattr(checkpoint_files, "read_manifest", lambda folder: read(folder) | other)
+    with pytest.raises(UserError, match="the stage was SFTConfig and is TrainConfig"):
+        find(saved)
+
+
+# ---- which are kept ------------------------------------------------------------------------------
+
+
+def save_all(output_dir: Path, losses: list[float], **fields: Any) -> Checkpointer:
+    """Save after each step, with an eval_loss logged before."""
+    saver = tiny.checkpointer(output_dir, *trained(), save_steps=1, **fields)
+    for step, loss in enumerate(losses, start=1):
+        with (output_dir / "metrics.jsonl").open("a") as file:
+            file.write(json_line({"step": step, "eval_loss": loss, "eval_accuracy": loss}))
+        saver.save(step)
+        make_step(saver.model, saver.optimizer)
+    return saver
+
+
+def steps_in(output_dir: Path) -> list[int]:
+    return [checkpoint_files.step_of(path) for path in checkpoint_files.newest_first(output_dir)]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    save_all(tmp_path, [1.0] * 5, keep_last=2).close()
+    assert steps_in(tmp_path) == [5, 4]
+    save_all(tmp_path, [1.0] * 5, keep_last=0).close()
+    assert steps_in(tmp_path) == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval_loss", 2), ("eval_accuracy", 1)])
+def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, best: int) -> None:
+    fields = {"metric_for_best_model": metric, "load_best_model_at_end": True, "keep_last": 1}
+    saver = save_all(tmp_path, [0.9, 0.2, 0.5, 0.2, 0.6], **fields)
+    saver.wait()
+    assert steps_in(tmp_path) == [5, best]
+    saver.close()
+    expected = trained(steps=best)
+    mine = [*saver.model.parameters()]
+    assert are_equal(mine, [*expected[0].parameters()])
+
+
+def test_a_metric_that_was_never_logged_is_refused(tmp_path: Path) -> None:
+    saver = save_all(tmp_path, [0.9], metric_for_best_model="eval_reward")
+    with pytest.raises(UserError, match="eval_reward, which was never logged"):
+        saver.close()
+
+
+def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:
+    """A line of the same step that was logged after the checkpoint is logged again."""
+    saver = save_all(tmp_path, [0.9, 0.8])
+    saver.close()
+    path = tmp_path / "metrics.jsonl"
+    expected = path.read_text()
+    path.write_text(expected + json_line({"step": 2, "reward_shift": 1.0}) + '{"step": 2, "re')
+    tiny.checkpointer(tmp_path, *trained()).load(checkpoint_files.folder_of(tmp_path, 2))
+    assert path.read_text() == expected
+    tiny.checkpointer(tmp_path, *trained()).load(checkpoint_files.folder_of(tmp_path, 1))
+    assert [line["step"] for line in read_jsonl(path)] == [1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks: int) -> None:
+    saver = tiny.checkpointer(tmp_path, *trained())
+    third = 1 / 3
+    saver.metrics.add("loss", third, 3)
+    saver.save(1)
+    saver.close()
+    manifest = checkpoint_files.read_manifest(checkpoint_files.folder_of(tmp_path, 1))
+    assert manifest["sums"] == [{"loss": [third, 3.0]}]
+    other = tiny.checkpointer(tmp_path, *trained())
+    other._restore_sums(manifest["sums"] * num_ranks)  # as if so many ranks had saved
+    assert other.metrics.reduce() == {"loss": third * num_ranks / (3 * num_ranks)}
+
+
+# ---- a disk that refuses -------------------------------------------------------------------------
+
+
+def test_an_error_of_writing_ends_the_run_and_leaves_the_last_one(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    saver = tiny.checkpointer(saved, *trained())
+    monkeypatch.setattr(checkpoint, "save_shards", refuse)
+    saver.save(4)
+    with pytest.raises(UserError, match="step_00000004 could not be written .No space left on"):
+        saver.wait()
+    monkeypatch.undo()
+    assert find(saved) == checkpoint_files.folder_of(saved, 3)
+    assert not list((saved / "checkpoints").glob("*.partial"))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    run = trained()
+    size = sum(p.numel() * 4 * 3 for p in run[0].parameters())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 2}", "tmpfs", str(disk)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small file system can be mounted by root only")
+    try:
+        saver = tiny.checkpointer(disk, *run, async_save=False)
+        saver.save(1)
+        saver.save(2)
+        with pytest.raises(UserError, match="No space left on device"):
+            saver.save(3)
+        newest = find(disk)
+        assert newest is not None
+        other = trained(seed=1, steps=0)
+        assert tiny.checkpointer(disk, *other).load(newest) == checkpoint_files.step_of(newest)
+        assert are_equal(state(other), state(run))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_not_asked_goes_on(tmp_path: Path) -> None:
+    tiny.checkpointer(tmp_path, *trained()).stop_if_asked(0)
+    assert checkpoint_files.newest_first(tmp_path) == []
+
+
+def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: None) -> None:
+    run = trained()
+    expected = state(run)
+    saver = tiny.checkpointer(tmp_path, *run)
+    saver.metrics.add("loss", 1.0)
+    signals._first = None
+    saver.stop_if_asked(5)
+    saver.metrics.add("loss", 100.0)  # of the step that is not finished
+    next(run[0].parameters()).sum().backward()
+    signals._first = (signal.SIGTERM, 0.0)
+    with pytest.raises(signals.Stopped, match="after step 5 by SIGTERM; the same command goes on"):
+        saver.stop_if_asked(5)
+    folder = find(tmp_path)
+    assert folder == checkpoint_files.folder_of(tmp_path, 5)
+    assert checkpoint_files.read_manifest(folder)["sums"] == [{"loss": [1.0, 1.0]}]
+    other = trained(seed=1, steps=0)
+    tiny.checkpointer(tmp_path, *other).load(folder)
+    assert are_equal(state(other), expected)
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    """Within a second it is the launcher passing on the first."""
+    program = """
+import os, signal, time
+from common import signals
+signals.listen()
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGUSR1)
+print(signals.received(), flush=True)
+signals.SAME_SIGNAL = 0.0
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here", flush=True)
+"""
+    command = [sys.executable, "-c", program]
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (128 + signal.SIGTERM, "SIGUSR1\n")

@@ -1,0 +1,136 @@
+"""Numbers that go bad stop a run before they change a parameter, and can be looked at again.
+
+A loss or gradient that is not finite ends the run with the step and the rows; the folder that it
+leaves makes the same step again from the same state, names the layer, and changes nothing.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+import train_dpo
+import train_grpo
+import train_reward
+import train_sft
+from common import optim, plots, signals
+from common.jsonl import read_jsonl
+
+pytestmark = pytest.mark.usefixtures("process_group")
+BAD_ROW = 5
+CONFIGS: dict[str, tuple[Any, Any]] = {
+    "sft": (train_sft.main, train_sft.SFTConfig),
+    "reward": (train_reward.main, train_reward.RewardConfig),
+    "dpo": (train_dpo.main, train_dpo.DPOConfig),
+    "grpo": (train_grpo.main, train_grpo.GRPOConfig),
+}
+
+
+@pytest.fixture(autouse=True)
+def _this_process_keeps_its_signals() -> Iterator[None]:
+    with mock.patch.object(signals, "listen"), mock.patch.object(plots, "plot_run"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """A model whose position 90 is infinite, and rows of which one reaches it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    lm = AutoModelForCausalLM.from_config(tiny.model_config("gpt2", vocab_size=1024))
+    with torch.no_grad():
+        lm.transformer.wpe.weight[90] = float("inf")
+    lm.save_pretrained(folder / "model")
+    with (folder / "train.jsonl").open("w") as file:
+        for n in range(8):
+            prompt = "the cat sat on the mat. " * (20 if n == BAD_ROW else 1 + n % 3)
+            row = {"prompt": prompt, "completion": " yes", "chosen": " yes", "rejected": " no no"}
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def config_of(stage: str, inputs: Path, tokenizer: Path, output_dir: Path, **fields: Any) -> Any:
+    values = {
+        "output_dir": str(output_dir),
+        "model_name_or_path": str(inputs / "model"),
+        "tokenizer_name_or_path": str(tokenizer),
+        "dataset_name": str(inputs / "train.jsonl"),
+        "dataset_test_split": "",
+        "prompt_truncation": "start",
+        "max_prompt_length": 92,
+        "max_completion_length": 4,
+        "batch_size": 8,
+        "micro_batch_size": 3,
+        "max_steps": 4,
+        "logging_steps": 4,
+        "self_check": False,
+        "token_cache_dir": "",
+    }
+    return CONFIGS[stage][1](**(values | fields))
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_the_rows_are_named_and_the_step_is_made_again(
+    stage: str,
+    inputs: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    main, _ = CONFIGS[stage]
+    more = {"ref_cache_dir": "", "precompute_ref_log_probs": False} if stage == "dpo" else {}
+    config = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", **more)
+    with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
+        main(config)
+    assert f"those of 1 rows, {BAD_ROW}." in str(caught.value)
+    folder = tmp_path / "run" / "failed" / "step_00000001"
+    assert f"--config {folder}/config.yaml --replay {folder}" in str(caught.value)
+    kept = read_jsonl(folder / "batch_rank_0.jsonl")
+    assert {one["row"] for one in kept if not one["is_finite"]} == {BAD_ROW}
+    assert {one["row"] for one in kept} == set(range(8))
+
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    again = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", replay=str(folder), **more)
+    with pytest.raises(signals.Stopped, match="The batch is the one that was kept") as stopped:
+        main(again)
+    assert f"those of 1 rows, {BAD_ROW}." in str(stopped.value)
+    assert "the output of lm.transformer.wpe is not finite" in capsys.readouterr().out
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_replay_of_grpo_samples_the_same_batch(
+    inputs: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of the second step is made infinite, as a reference that underflows would."""
+    step = optim.clip_and_step
+
+    def fail_at_second(*args: Any) -> dict[str, Any]:
+        return step(*args[:-1], args[-1] * (float("inf") if args[3] == 1 else 1.0))
+
+    monkeypatch.setattr(optim, "clip_and_step", fail_at_second)
+    more = {"dataset_name": "synthetic", "num_train_rows": 16, "reward_funcs": ["gold"]}
+    more |= {"num_candidates": 4, "num_generations": 4, "batch_size": 4, "max_prompt_length": 80}
+    args = ("grpo", inputs, tokenizer_folder, tmp_path / "run")
+    with pytest.raises(RuntimeError, match="at step 2 .* loss of 1 ranks .* Every score"):
+        train_grpo.main(config_of(*args, **more))
+    folder = tmp_path / "run" / "failed" / "step_00000002"
+    assert len(read_jsonl(folder / "batch_rank_0.jsonl")) == 16
+    with pytest.raises(signals.Stopped, match="The batch is the one that was kept"):
+        train_grpo.main(config_of(*args, replay=str(folder), **more))
+    monkeypatch.undo()
+    with pytest.raises(signals.Stopped, match="replayed step 2: every number is finite"):
+        train_grpo.main(config_of(*args, replay=str(folder), **more))
+
+
+def test_an_exploding_run_stops_before_the_update(
+    inputs: Path, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    fields = {"learning_rate": 1e30, "max_prompt_length": 80, "max_grad_norm": 0.0}
+    config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
+    with pytest.raises(RuntimeError, match="at step 2 .* nothing was changed"):
+        train_sft.main(config)
