@@ -77,7 +77,7 @@ def report(error: BaseException, store: Any, rank: int, world_size: int, host: i
 
 def say(text: str) -> None:
     """Print to stderr, at once and in one piece."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"\n{text}\n")  # the first: a bar may have left the cursor in its line
     sys.stderr.flush()
 
 
