@@ -108,6 +108,13 @@ class CommonConfig:
     cpu_offload: bool = knob(False, "keep parameters and optimiser state in host memory")
     num_replicas: int = knob(1, "HSDP: number of groups of processes, each holding all shards")
 
+    # --- processes ---
+    ddp_timeout: int = knob(
+        1800,
+        "seconds a process waits for the others before it ends; raise it if rank 0 takes longer to "
+        "download a model",
+    )
+
     # --- watching ---
     num_sample_prompts: int = knob(3, "prompts in the printed table of samples (0: no table)")
 
@@ -125,7 +132,8 @@ class CommonConfig:
             "generation_cache_tokens",
         ):
             require_positive(self, name)
-        require_positive(self, "num_replicas")
+        for name in ("num_replicas", "ddp_timeout"):
+            require_positive(self, name)
         for name in ("num_eval_rows", "num_sample_prompts", "prefetch_blocks"):
             require_not_negative(self, name)
         require_within(self, "seed", 0, 2**63)
@@ -248,7 +256,7 @@ MAY_CHANGE = frozenset(
     cuda_graphs gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
     num_replicas num_sample_prompts self_check report_to run_name logging_steps eval_steps
     sample_steps save_steps keep_last async_save metric_for_best_model load_best_model_at_end
-    profile profile_steps replay
+    profile profile_steps replay ddp_timeout
     """.split()  # noqa: SIM905 - one name a line is longer
 )
 

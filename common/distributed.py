@@ -6,52 +6,69 @@ Without torchrun a run is a process group of one, so that every stage is written
 import os
 import random
 import resource
+import signal
 import sys
 import time
-import traceback
+import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
-from common import signals
+from common import failures, signals
 from common.config import CommonConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # ranks wait while rank 0 downloads and reads a model
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
+_limit = timedelta(minutes=30)  # of a collective; `start` sets it
 
 
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure.
+    Exits with status 2 and one sentence for what the user can put right; for a failure with 1, and
+    with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
+    for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
     """
     try:
         config = parse(config_class)
-        start()
+        start(config.ddp_timeout)
         refuse_without_gpu(config)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:
         print_rank0(stopped)
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was
-            # refused, as by a file that is missing on one machine.
-            time.sleep(REFUSED_ALONE_AFTER)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        close_and_exit(2)
-    except Exception:
-        # Printed at once: a peer waiting in a collective would hide it under its own timeout.
-        print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        close_and_exit(1)
+        refuse(error)
+    except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
+        fail(error)
     dist.destroy_process_group()
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Print the sentence and leave with status 2: rank 0 at once, others if they are alone."""
+    if own_rank() != 0:
+        # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was
+        # refused, as by a file that is missing on one machine.
+        time.sleep(REFUSED_ALONE_AFTER)
+    failures.claim(store(), own_rank(), host(), f"rank {own_rank()} was refused: {error}")
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    close_and_exit(2)
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Leave after an exception that the user cannot put right, which one rank reports."""
+    if isinstance(error, SystemExit) and not dist.is_initialized():
+        raise error  # --help
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
+    close_and_exit(failures.report(error, store(), own_rank(), world_size(), host()))
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:
@@ -60,15 +77,20 @@ def refuse_without_gpu(config: CommonConfig) -> None:
         raise UserError("--cuda_graphs true needs a GPU, and there is none.")
 
 
-def close_and_exit(status: int) -> None:
+def close_and_exit(status: int) -> NoReturn:
     """Leave at once, without waiting for peers that may be inside a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def start() -> None:
-    """Join the process group that torchrun describes, or make a group of one. Idempotent."""
+def start(timeout: float = 1800.0) -> None:
+    """Join the process group that torchrun describes, or make a group of one. Idempotent.
+
+    Args:
+        timeout: seconds that this process waits for the others in a collective, and here.
+    """
+    global _limit
     if dist.is_initialized():
         return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
@@ -84,11 +106,60 @@ def start() -> None:
             )
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
+    _limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        shared, number, size = next(rendezvous("env://", timeout=_limit))
+        shared.set_timeout(_limit)
+        dist.init_process_group(
+            backend,
+            store=part_of_this_start(shared, number, size),
+            rank=number,
+            world_size=size,
+            timeout=_limit,
+        )
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def part_of_this_start(shared: Any, number: int, size: int) -> Any:
+    """The part of the store that only the processes started together with this one use. Collective.
+
+    torchrun keeps the store when it restarts its workers (`--max-restarts`), and hosts may count
+    restarts differently: without this, processes would meet the addresses of dead ones. Rank 0
+    names the part anew, and proves to each rank that it is alive by giving back a word of that
+    rank: a name that an earlier rank 0 has left is never confirmed.
+    """
+    if number == 0:
+        name = uuid.uuid4().hex
+        shared.set("start", name)
+        for other in range(1, size):
+            shared.set(f"{name}/confirmed/{other}", shared.get(f"{name}/here/{other}"))
+        return dist.PrefixStore(name, shared)
+    word, deadline = uuid.uuid4().hex, time.monotonic() + _limit.total_seconds()
+    while time.monotonic() < deadline:
+        name = shared.get("start").decode()
+        shared.set(f"{name}/here/{number}", word)
+        key = f"{name}/confirmed/{number}"
+        if shared.check([key]) and shared.get(key).decode() == word:
+            return dist.PrefixStore(name, shared)
+        time.sleep(0.05)
+    raise dist.DistStoreError(f"rank 0 did not start within {_limit.total_seconds():g} s")
+
+
+def store() -> Any:
+    """The process group's store, None before `start`."""
+    return _get_default_store() if dist.is_initialized() else None
+
+
+def own_rank() -> int:
+    """This process's number, also before `start`."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def host() -> int:
+    """The number of the machine this process runs on, as torchrun counts them."""
+    return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def rank() -> int:
@@ -133,7 +204,10 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
     if num_replicas == 1:
         return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("shard",))
     shape = (num_replicas, world_size() // num_replicas)
-    return init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
+    result = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
+    for group in result.get_all_groups():
+        _set_pg_timeout(_limit, group)  # torch gives a part of the processes its own default
+    return result
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

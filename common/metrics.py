@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from common.config import TrainConfig, UserError, config_dict, save_run_files
 from common.distributed import all_reduce_sum, is_rank0, peak_memory_gb, world_size
+from common.failures import note_step
 from common.glossary import CONSOLE, METRICS, POSTFIX, SPANS, check_names
 from common.jsonl import json_line, rewind_jsonl
 from common.terminal import format_number, progress_bar, show_status, wrapped_table
@@ -164,6 +165,7 @@ class RunLogger:
         self._started = self._mark = time.monotonic()
         self._step_seconds = 0.0  # spent in steps since the last `log_training`
         self._step = self._logged_step = start_step
+        note_step(start_step, total_steps)
         if not self._active:
             return
         output_dir = Path(output_dir)
@@ -258,6 +260,7 @@ class RunLogger:
         now = time.monotonic()
         self._step_seconds += now - self._mark
         self._step, self._mark = step, now
+        note_step(step, self.total_steps)
         if self._active:
             self._bar.update(step - self._bar.n)
 
@@ -298,8 +301,12 @@ class RunLogger:
 
     @staticmethod
     def _append(file: TextIO, record: Mapping[str, Any]) -> None:
-        file.write(json_line(record))
-        file.flush()  # a reader, or the next run after a crash, finds every logged step
+        try:
+            file.write(json_line(record))
+            file.flush()  # a reader, or the next run after a crash, finds every logged step
+        except OSError as error:
+            error.filename = file.name  # for the sentence about a full disk
+            raise
 
     @staticmethod
     def _write(text: str) -> None:

@@ -37,24 +37,43 @@ STAGES = {
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
 
 
-def launch(function: Callable[..., Any], num_ranks: int, folder: Path, **arguments: Any) -> list:
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    *,
+    run: Callable[[Sequence[str], int], Any] | None = None,
+    **arguments: Any,
+) -> list:
     """What `function(**arguments)` returns on each of `num_ranks` CPU processes, by rank.
 
     Args:
         function: at the top of a module in tests/; its arguments and its result must fit in JSON.
         num_ranks: processes.
         folder: existing, for the files between parent and children.
+        run: starts a script on that many processes, as `run_script` does.
         arguments: for the function, the same on every rank.
     """
     call = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
     call_file = Path(tempfile.mkdtemp(prefix="launch_", dir=folder)) / "call.json"
     call_file.write_text(json.dumps(call))
     try:
-        run_script([__file__, str(call_file)], num_ranks)
+        (run or run_script)([__file__, str(call_file)], num_ranks)
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
         raise AssertionError("\n".join(tracebacks) or str(error)) from None
     return [json.loads(result_file(call_file, rank).read_text()) for rank in range(num_ranks)]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The variables of a child process: CPU only, one thread, no network, our modules."""
+    ours = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return {**os.environ, **ours, **variables}
 
 
 def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) -> str:
@@ -62,18 +81,11 @@ def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) 
 
     Several ranks are started by torchrun, one without it.
     """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     result = subprocess.run(
         [sys.executable, *(torchrun if num_ranks > 1 else []), *command],
         cwd=ROOT,
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

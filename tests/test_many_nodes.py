@@ -1,0 +1,85 @@
+"""Claims: two hosts compute what one does, and a host that is cut off ends the run on both.
+
+The hosts are network namespaces of this machine with a cable between them (`tests/many_nodes.py`).
+Losses, gradient norms and exported weights of two hosts with a process each are those of one host
+with two, under plain FSDP and under HSDP. When the second host is cut off amid a run, both end
+within the timeouts that were set, each with a sentence; the same command then resumes from the
+checkpoint, and its weights are those of a run that nobody disturbed.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from many_nodes import (
+    CUT_IN,
+    STEPS,
+    TwoHosts,
+    cut_amid_run,
+    grpo_command,
+    grpo_flags,
+    make_inputs,
+    run_stages_on_both,
+    series,
+    weights_hash,
+)
+
+DDP_TIMEOUT, READ_TIMEOUT = 12, 25  # seconds: of a rank, of torchrun
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    try:
+        both = TwoHosts().__enter__()
+    except OSError as error:
+        pytest.skip(f"two hosts need root and network namespaces: {error}")
+    yield both
+    both.__exit__()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("many_nodes")
+
+
+@pytest.fixture(scope="module")
+def flags(hosts: TwoHosts, folder: Path, tiny_gpt2: Path, tokenizer_folder: Path) -> dict[str, Any]:
+    """Of every run; the undisturbed ones have been made."""
+    flags = make_inputs(folder, tiny_gpt2, tokenizer_folder)
+    run_stages_on_both(hosts, folder, flags, ("sft", "grpo"))
+    return flags
+
+
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_two_hosts_compute_what_one_does(
+    folder: Path, flags: dict[str, Any], stage: str, num_replicas: int
+) -> None:
+    one, two = (folder / name / f"{stage}_{num_replicas}" for name in ("one", "two"))
+    assert [line["step"] for line in series(two)] == list(range(1, STEPS + 1))
+    assert series(two) == series(one)
+    assert weights_hash(two) == weights_hash(one)
+
+
+def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
+    hosts: TwoHosts, folder: Path, flags: dict[str, Any]
+) -> None:
+    run = folder / "cut_off"
+    changes = {"output_dir": run, "save_steps": 1, "resume_from_checkpoint": "latest"}
+    flags = grpo_flags(folder, flags) | changes | {"ddp_timeout": DDP_TIMEOUT, "num_replicas": 2}
+    cut = cut_amid_run(
+        hosts, folder, flags, rdzv_conf=f",read_timeout={READ_TIMEOUT}", limit=READ_TIMEOUT + 40
+    )
+    assert 0 not in cut.statuses
+    assert max(cut.seconds) < READ_TIMEOUT + 15
+    for rank, reason in enumerate(("no word from rank 1", "nor does the store answer")):
+        (line,) = [line for line in cut.logs[rank].splitlines() if line.startswith("rank ")]
+        assert line.startswith(f"rank {rank} lost its peers at step {CUT_IN} of train_grpo")
+        assert line.endswith(reason)
+    assert [line["step"] for line in series(run)] == list(range(1, CUT_IN))
+
+    hosts.run(grpo_command(flags), 2, folder=folder)
+    undisturbed = folder / "one" / "grpo_2"
+    assert series(run) == series(undisturbed)
+    assert weights_hash(run) == weights_hash(undisturbed)
