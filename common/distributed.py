@@ -3,6 +3,7 @@
 Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
+import errno
 import os
 import random
 import resource
@@ -11,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -19,36 +20,57 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common import paths
 from common.config import CommonConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # ranks wait while rank 0 downloads and reads a model
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full disk, a quota, a read-only one
 
 
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure.
+    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure. What
+    it writes is never writable for everybody: who changes a model changes what others run.
     """
+    os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     try:
         config = parse(config_class)
         start()
         refuse_without_gpu(config)
+        if is_rank0():  # the others may be on machines where nothing is written
+            paths.refuse_unwritable("output_dir", config.output_dir)
         main(config)
         dist.barrier()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        sentence = what_to_put_right(error)
+        if not sentence:
+            fail()
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was
             # refused, as by a file that is missing on one machine.
             time.sleep(REFUSED_ALONE_AFTER)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
         close_and_exit(2)
     except Exception:
-        # Printed at once: a peer waiting in a collective would hide it under its own timeout.
-        print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        close_and_exit(1)
+        fail()
     dist.destroy_process_group()
+
+
+def what_to_put_right(error: Exception) -> str:
+    """The sentence for the user; empty for what is none of theirs to put right."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return f"{error.filename or 'a file'} cannot be written: {error.strerror}."
+    return str(error) if isinstance(error, UserError) else ""
+
+
+def fail() -> NoReturn:
+    """End with the traceback of the exception that is handled."""
+    # Printed at once: a peer waiting in a collective would hide it under its own timeout.
+    print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    close_and_exit(1)
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:
@@ -57,7 +79,7 @@ def refuse_without_gpu(config: CommonConfig) -> None:
         raise UserError("--cuda_graphs true needs a GPU, and there is none.")
 
 
-def close_and_exit(status: int) -> None:
+def close_and_exit(status: int) -> NoReturn:
     """Leave at once, without waiting for peers that may be inside a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -154,7 +176,11 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank0(value: Any) -> Any:
-    """Rank 0's value on every rank, pickled on the way. Collective."""
+    """Rank 0's value on every rank. Collective.
+
+    torch pickles it on the way: ranks trust each other, as processes of one run that one user
+    started. What comes out of a file is never unpickled.
+    """
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values, src=0)
@@ -162,7 +188,7 @@ def from_rank0(value: Any) -> Any:
 
 
 def from_all_ranks(values: list[Any]) -> list[Any]:
-    """The ranks' lists one after another on every rank, pickled on the way. Collective."""
+    """The ranks' lists one after another on every rank, pickled as in `from_rank0`. Collective."""
     lists: list[list[Any]] = [values] * world_size()
     if world_size() > 1:
         dist.all_gather_object(lists, values)
