@@ -250,8 +250,9 @@ def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
                 )
             roles = [m["role"] for m in row[column]] if is_messages(row[column]) else ["assistant"]
             if column != "prompt" and roles != ["assistant"]:
+                names = " ".join(", ".join(roles).split())
                 raise UserError(
-                    f"{source}, row {number}: column {column!r} has messages of {', '.join(roles)} "
+                    f"{source}, row {number}: column {column!r} has messages of {names} "
                     "behind those that all completions share; it must be one, of the assistant."
                 )
         clash = sorted({*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS} & row.keys())
