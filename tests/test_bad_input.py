@@ -23,19 +23,13 @@ from typing import Any
 import bad_things
 import pytest
 import tiny
+from refusals import STAGES, Refusals, arguments, check_sentence
 
 from common import checkpoint, distributed, models
 from common.config import parse
 from common.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = {
-    "train_sft": "SFTConfig",
-    "train_reward": "RewardConfig",
-    "train_dpo": "DPOConfig",
-    "train_grpo": "GRPOConfig",
-    "evaluate": "EvaluateConfig",
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,86 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-BASE = {
-    "output_dir": "run",
-    "model_name_or_path": "policy",
-    "dataset_test_split": "",
-    "max_prompt_length": 40,
-    "max_completion_length": 20,
-    "batch_size": 2,
-    "max_steps": 1,
-}
-DATA = {"train_sft": "sft", "train_grpo": "sft"}  # the others read pairs
-
-
-def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
-    """A command line that runs, but for the flags given."""
-    values = {**BASE, "dataset_name": DATA.get(stage, "pairs")}
-    if stage == "train_grpo":
-        values["reward_funcs"] = "rewards.py:lengths"
-    if stage == "evaluate":
-        values = {**values, "policies": "policy", "dataset_test_split": "train"}
-        values = {k: v for k, v in values.items() if k not in ("batch_size", "max_steps")}
-    argv = []
-    for name, value in (values | flags).items():
-        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return argv
-
-
-class Refusals:
-    """Runs a stage in this process, as its command does, to the sentence with which it refuses."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-        monkeypatch.setattr(distributed, "close_and_exit", self.leave)
-
-    @staticmethod
-    def leave(status: int) -> None:
-        raise SystemExit(status)
-
-    def run(self, stage: str, argv: list[str]) -> tuple[int, str]:
-        """Exit status and what is on the standard error."""
-        module = importlib.import_module(stage)
-        self.monkeypatch.setattr(sys, "argv", [f"{stage}.py", *argv])
-        self.capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            distributed.run(module.main, getattr(module, STAGES[stage]))
-        return caught.value.code, self.capsys.readouterr().err
-
-    def sentence(self, stage: str, argv: list[str]) -> str:
-        """The one sentence, with nothing written."""
-        before = everything()
-        status, errors = self.run(stage, argv)
-        assert status == 2, errors
-        assert "Traceback" not in errors
-        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-        check_sentence(line)
-        assert everything() == before
-        return line
-
-
 @pytest.fixture
 def refusals(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Refusals:
     return Refusals(monkeypatch, capsys)
-
-
-def everything() -> dict[str, tuple[int, int]]:
-    """Size and time of all that is in the working directory."""
-    found = {}
-    for parent, folders, files in os.walk("."):
-        for name in (*folders, *files):
-            status = os.lstat(os.path.join(parent, name))
-            found[os.path.join(parent, name)] = (status.st_size, status.st_mtime_ns)
-    return found
-
-
-def check_sentence(message: str) -> None:
-    assert "\n" not in message
-    assert message.endswith(".")
-    assert len(message) < 450
-    assert message.count(". ") == 0, "more than one sentence"
 
 
 Case = tuple[str, dict[str, Any], list[str]]  # a stage, its flags, parts of the sentence
