@@ -44,7 +44,9 @@ class EvaluateConfig(CommonConfig):
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
     max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
-    reward_funcs: list[str] = knob([], "further judges of generations: gold, file.py:function")
+    reward_funcs: list[str] = knob(
+        [], "further judges of generations: gold, file.py:function (your file is run as code)"
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""

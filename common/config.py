@@ -19,17 +19,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from common import paths
+from common.errors import UserError as UserError
+from common.errors import gist as gist
+
 Config = TypeVar("Config")
-
-
-class UserError(ValueError):
-    """Something the user can put right: a run prints it as one sentence and exits with status 2."""
-
-
-def gist(error: Exception) -> str:
-    """The first sentence of an exception on one line, without its full stop."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text.split(". ")[0][:240].rstrip(".")
+# Endings of the names of fields that may hold paths
+PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
@@ -121,6 +117,7 @@ class CommonConfig:
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
         strip_slashes(self)
+        refuse_odd_texts(self)
         if not self.output_dir:
             raise UserError("--output_dir is required: the folder this run writes to.")
         for name in (
@@ -212,7 +209,13 @@ class TrainConfig(CommonConfig):
         super().__post_init__()
         if not self.model_name_or_path:
             raise UserError("--model_name_or_path is required: hub id, folder, or config .json.")
-        for name in ("batch_size", "logging_steps", "learning_rate", "profile_steps"):
+        for name in (
+            "batch_size",
+            "logging_steps",
+            "learning_rate",
+            "profile_steps",
+            "adam_epsilon",  # with 0 a parameter without gradient becomes 0 / 0
+        ):
             require_positive(self, name)
         for name in (
             "warmup_steps",
@@ -222,7 +225,6 @@ class TrainConfig(CommonConfig):
             "save_steps",
             "max_grad_norm",
             "weight_decay",
-            "adam_epsilon",
             "num_train_rows",
             "keep_last",
         ):
@@ -274,6 +276,20 @@ def strip_slashes(config: Any) -> None:
             setattr(config, f.name, value.rstrip("/") or value)
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             setattr(config, f.name, [item.rstrip("/") or item for item in value])
+
+
+def refuse_odd_texts(config: Any) -> None:
+    """Raise a UserError for empty names in a list, and for paths that cannot be looked at.
+
+    A cache may be where nothing can be read or written: it is then warned about, and not used.
+    """
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, list) and "" in value:
+            raise UserError(f"--{f.name} is {value}; no name in it may be empty.")
+        if f.name.endswith(PATHS) and not f.name.endswith("_cache_dir"):
+            for path in filter(None, value if isinstance(value, list) else [value]):
+                paths.refuse_unreachable(f.name, path)
 
 
 def require_positive(config: Any, name: str) -> None:
@@ -344,15 +360,42 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
 
 def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field]) -> list[str]:
     """The recipe named by `--config` in argv, as `--key value` arguments."""
-    import yaml
-
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", nargs="?")
     path = finder.parse_known_args(list(argv))[0].config
     if path is None:
         return []
+    arguments = []
+    for key, value in read_recipe(path).items():
+        if key not in fields:
+            raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
+        takes_list = fields[key].default_factory is not dataclasses.MISSING
+        values = value if isinstance(value, list) and takes_list else [value]
+        if any(item is None or isinstance(item, dict | list) for item in values):
+            raise UserError(f"--config {path} gives {value!r} for {key!r}; it must be one value.")
+        if fields[key].type in (str, list[str]) and any(isinstance(item, bool) for item in values):
+            raise UserError(
+                f"--config {path} gives {value!r} for {key!r}; put a text that YAML reads as true "
+                "or false in quotes."
+            )
+        if takes_list:
+            arguments += [f"--{key}", *map(str, values)]
+        else:
+            arguments.append(f"--{key}={value}")  # one argument: the value may begin with a dash
+    return arguments
+
+
+def read_recipe(path: str) -> dict[Any, Any]:
+    """What a recipe holds, by key.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.
+    """
+    import yaml
+
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        text = Path(path).read_text(encoding="utf-8-sig")
+        recipe, nodes = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
     except yaml.MarkedYAMLError as error:
@@ -360,21 +403,19 @@ def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field
         raise UserError(f"--config {path} is not YAML: line {line}, {error.problem}.") from None
     except (UnicodeDecodeError, yaml.YAMLError):
         raise UserError(f"--config {path} is not YAML: it is no text in UTF-8.") from None
+    except (ValueError, RecursionError) as error:  # a 31st of February, lists in lists in lists
+        raise UserError(f"--config {path} is not YAML: {gist(error)}.") from None
+    if recipe is None:
+        return {}
     if not isinstance(recipe, dict):
         raise UserError(f"--config {path} must hold `key: value` lines.")
-    arguments = []
-    for key, value in recipe.items():
-        if key not in fields:
-            raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
-        takes_list = fields[key].default_factory is not dataclasses.MISSING
-        values = value if isinstance(value, list) and takes_list else [value]
-        if any(item is None or isinstance(item, dict | list) for item in values):
-            raise UserError(f"--config {path} gives {value!r} for {key!r}; it must be one value.")
-        if takes_list:
-            arguments += [f"--{key}", *map(str, values)]
-        else:
-            arguments.append(f"--{key}={value}")  # one argument: the value may begin with a dash
-    return arguments
+    seen: set[str] = set()
+    for key, _ in nodes.value:
+        if str(key.value) in seen:
+            line = key.start_mark.line + 1
+            raise UserError(f"--config {path}, line {line}: the key {key.value!r} is there twice.")
+        seen.add(str(key.value))
+    return recipe
 
 
 def hint(word: Any, known: Iterable[str]) -> str:
@@ -397,9 +438,11 @@ def save_config(file: Path, config: Any) -> None:
 
 
 def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
-    """Write `config.yaml` (resolved values) and `environment.json` (what ran them). Rank 0 only."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    save_config(output_dir / "config.yaml", config)
+    """Write `config.yaml` (resolved values) and `environment.json` (what ran them). Rank 0 only.
+
+    Raises:
+        UserError: they cannot be written.
+    """
     packages = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
     environment = {
         "python": platform.python_version(),
@@ -409,7 +452,14 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "packages": {name: package_version(name) for name in packages},
         "script": Path(sys.argv[0]).name,
     }
-    (output_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_config(output_dir / "config.yaml", config)
+        (output_dir / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be written: {error.strerror or gist(error)}."
+        ) from None
 
 
 def package_version(name: str) -> str | None:

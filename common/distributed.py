@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from common import failures, signals
+from common import failures, paths, signals
 from common.config import CommonConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -36,11 +36,15 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     Exits with status 2 and one sentence for what the user can put right; for a failure with 1, and
     with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
     for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
+    What a run writes is never writable for everybody: who changes a model changes what others run.
     """
+    os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     try:
         config = parse(config_class)
         start(config.ddp_timeout)
         refuse_without_gpu(config)
+        if is_rank0():  # the others may be on machines where nothing is written
+            paths.refuse_unwritable("output_dir", config.output_dir)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:
@@ -231,7 +235,11 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_rank0(value: Any) -> Any:
-    """Rank 0's value on every rank, pickled on the way. Collective."""
+    """Rank 0's value on every rank. Collective.
+
+    torch pickles it on the way: ranks trust each other, as processes of one run that one user
+    started. What comes out of a file is never unpickled.
+    """
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values, src=0)
@@ -239,7 +247,7 @@ def from_rank0(value: Any) -> Any:
 
 
 def from_all_ranks(values: list[Any]) -> list[Any]:
-    """The ranks' lists one after another on every rank, pickled on the way. Collective."""
+    """The ranks' lists one after another on every rank, pickled as in `from_rank0`. Collective."""
     lists: list[list[Any]] = [values] * world_size()
     if world_size() > 1:
         dist.all_gather_object(lists, values)

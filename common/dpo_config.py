@@ -56,7 +56,9 @@ class DPOConfig(LoraTrainConfig):
     num_generations: int = knob(4, "rso_tournament: candidates accepted, twice the pairs; even")
     rejection_temperature: float = knob(0.5, "of rejection sampling, in units of reward")
     temperature: float = knob(1.0, "of sampling")
-    reward_funcs: list[str] = knob([], "`gold`, file.py:function, or reward-model folders")
+    reward_funcs: list[str] = knob(
+        [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
+    )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
 
@@ -69,6 +71,7 @@ class DPOConfig(LoraTrainConfig):
             require_not_negative(self, name)
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
         refuse_contradictions(self)
+        refuse_unused_reference(self)
         if self.pairs_from == "rollouts":
             refuse_impossible_rollouts(self)
         elif self.reward_funcs:
@@ -90,6 +93,18 @@ class DPOConfig(LoraTrainConfig):
     def is_per_token(self) -> bool:
         """Whether implicit rewards are per token: then the losses are, and not only some."""
         return set(self.loss_type) <= set(PER_TOKEN_LOSSES)
+
+
+def refuse_unused_reference(config: DPOConfig) -> None:
+    """Raise a UserError for a reference that no loss would be compared with."""
+    if config.needs_reference or config.ref_model_name_or_path == config.model_name_or_path:
+        return
+    losses = f"--loss_type {', '.join(config.loss_type)}"
+    cause = "--reference_free true" if config.reference_free else losses
+    raise UserError(
+        f"--ref_model_name_or_path is {config.ref_model_name_or_path}; it must not be given with "
+        f"{cause}, which has no reference."
+    )
 
 
 def refuse_contradictions(config: DPOConfig) -> None:

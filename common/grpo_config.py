@@ -32,7 +32,9 @@ class GRPOConfig(LoraTrainConfig):
     top_p: float = knob(1.0, "sample from the most likely tokens that hold this share only")
 
     # --- rewards ---
-    reward_funcs: list[str] = knob([], "`gold`, file.py:function, or reward-model folders")
+    reward_funcs: list[str] = knob(
+        [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
+    )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
     overlong_buffer: int = knob(
@@ -174,7 +176,7 @@ def refuse_sampling(config: GRPOConfig) -> None:
             f"--sampler_correction is {config.sampler_correction}; it must be none with --top_p "
             "below 1 or --top_k above 0, where sampler and trainer have different supports."
         )
-    if config.sampler_correction_cap < 1:
+    if not config.sampler_correction_cap >= 1:  # NaN compares as False
         raise UserError(
             f"--sampler_correction_cap is {config.sampler_correction_cap}; it must be 1 or more."
         )
@@ -192,11 +194,7 @@ def refuse_reference(config: GRPOConfig) -> None:
     if config.lora_r and config.ref_update_steps:
         refuse_adapter_update(config)
     if config.beta == 0:
-        if config.ref_update_steps:
-            raise UserError(
-                f"--ref_update_steps is {config.ref_update_steps}; it must be 0 with --beta 0, "
-                "which has no reference."
-            )
+        refuse_unused_reference(config)
         return
     if config.kl_in == "reward":
         refuse_kl_in_reward(config)
@@ -210,6 +208,27 @@ def refuse_reference(config: GRPOConfig) -> None:
             f"--kl_correction is true; it must be false with --kl_estimator {config.kl_estimator}, "
             "whose gradient is that of the KL without it."
         )
+
+
+def refuse_unused_reference(config: GRPOConfig) -> None:
+    """Raise a UserError for what --beta 0, which has no reference, would ignore."""
+    if config.ref_update_steps:
+        raise UserError(
+            f"--ref_update_steps is {config.ref_update_steps}; it must be 0 with --beta 0, which "
+            "has no reference."
+        )
+    if config.ref_model_name_or_path != config.model_name_or_path:
+        raise UserError(
+            f"--ref_model_name_or_path is {config.ref_model_name_or_path}; it must not be given "
+            "with --beta 0, which has no reference."
+        )
+    for name in ("kl_estimator", "kl_in", "kl_correction"):
+        value, default = getattr(config, name), getattr(type(config), name)
+        if value != default:
+            raise UserError(
+                f"--{name} is {str(value).lower()}; it must be {str(default).lower()} with --beta "
+                "0, which has no KL."
+            )
 
 
 def refuse_adapter_update(config: GRPOConfig) -> None:

@@ -110,6 +110,11 @@ def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
             "in one of them only."
         )
     for name, parameter in targets.items():
+        if found[name].shape != parameter.shape:
+            raise UserError(
+                f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: "
+                f"{name!r} is {tuple(found[name].shape)}, not {tuple(parameter.shape)}."
+            )
         parameter.data.copy_(found[name])
 
 

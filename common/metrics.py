@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -168,7 +168,7 @@ class RunLogger:
         note_step(start_step, total_steps)
         if not self._active:
             return
-        output_dir = Path(output_dir)
+        self.output_dir = output_dir = Path(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         earlier = rewind_jsonl(output_dir / "metrics.jsonl", start_step)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
@@ -232,8 +232,7 @@ class RunLogger:
         values = {name: float(value) for name, value in metrics.items()}
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         self._append(self._metrics_file, {"step": step, **values})
-        if self._wandb is not None:
-            self._wandb.log({"step": step, **values})
+        self._to_wandb(lambda run: run.log({"step": step, **values}))
         shown = [f"{name} {format_number(values[name])}" for name in CONSOLE if name in values]
         postfix = {name: format_number(values[name]) for name in POSTFIX if name in values}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
@@ -280,12 +279,9 @@ class RunLogger:
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
-        if self._wandb is not None:
-            import wandb
-
-            columns = list(table[0])
-            data = [[row.get(column) for column in columns] for row in table]
-            self._wandb.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+        columns = list(table[0])
+        data = [[row.get(column) for column in columns] for row in table]
+        self._to_wandb(lambda run: log_table(run, step, columns, data))
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -296,8 +292,17 @@ class RunLogger:
         self._bar.close()
         self._metrics_file.close()
         self._samples_file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._to_wandb(lambda run: run.finish())
+
+    def _to_wandb(self, action: Callable[[Any], object]) -> None:
+        """Do something with the wandb run, if there is one; one that fails is given up."""
+        if self._wandb is None:
+            return
+        try:
+            action(self._wandb)
+        except Exception as error:
+            self._wandb = None
+            warn_about_wandb("stopped", error, self.output_dir)
 
     @staticmethod
     def _append(file: TextIO, record: Mapping[str, Any]) -> None:
@@ -341,11 +346,23 @@ def start_wandb(output_dir: Path, run_name: str, config: dict[str, Any], start_s
         # Our own axis: wandb's counter refuses a step that a resumed run logs for the second time.
         run.define_metric("*", step_metric="step")
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        print(
-            f"warning: wandb did not start ({reason}); metrics go to {output_dir} only.",
-            file=sys.stderr,
-            flush=True,
-        )
+        warn_about_wandb("did not start", error, output_dir)
         return None
     return run
+
+
+def log_table(run: Any, step: int, columns: list[str], data: list[list[Any]]) -> None:
+    """Give a table of samples to a wandb run."""
+    import wandb
+
+    run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
+
+
+def warn_about_wandb(what: str, error: Exception, output_dir: Path) -> None:
+    """One sentence of warning: a run of hours outlives its dashboard."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    print(
+        f"warning: wandb {what} ({reason}); metrics go to {output_dir} only.",
+        file=sys.stderr,
+        flush=True,
+    )

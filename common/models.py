@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,8 +47,8 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     check_location(path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {gist(error)}.") from None
+    except Exception as error:  # the tokenizers library raises no subclass of it
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
@@ -87,8 +86,8 @@ def read_model_config(
     first loss is not ln 2, and noise would depend on how rows are split over ranks.
 
     Raises:
-        UserError: nothing there, the wrong kind of model, more tokens than embeddings, or prompt
-            and completion longer than the model's positions.
+        UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
+            embeddings, or prompt and completion longer than the model's positions.
     """
     path = lora.base_path(path)
     check_location(path, "model")
@@ -102,9 +101,10 @@ def read_model_config(
             model_config = AutoConfig.from_pretrained(
                 path, trust_remote_code=config.trust_remote_code
             )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"no model could be found at {path!r}: {gist(error)}.") from None
+    except Exception as error:  # of many kinds: a folder is a foreign thing
+        raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
     check_kind(path, model_config, kind)
+    check_sizes(path, model_config, kind, tokenizer)
     limit = getattr(model_config, "max_position_embeddings", None)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
@@ -118,11 +118,6 @@ def read_model_config(
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."
         )
-    if kind == "policy" and len(tokenizer) > model_config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
-            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
-        )
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
     # build the model without reading it.
     model_config.dtype = torch.float32
@@ -130,6 +125,29 @@ def read_model_config(
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
             setattr(model_config, name, 0.0)
     return model_config
+
+
+def check_sizes(
+    path: str, model_config: PretrainedConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        size = getattr(model_config, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
+    spare = 0 if kind == "policy" else 1  # a pad token of its own, which gets an embedding
+    if len(tokenizer) > model_config.vocab_size + spare:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
+            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+        )
+
+
+def reason(error: Exception) -> str:
+    """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own, which only --trust_remote_code true runs"
+    return gist(error)
 
 
 def check_location(path: str, what: str) -> None:
@@ -249,8 +267,8 @@ def load(
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
     Raises:
-        UserError: the weights cannot be read, or lack parameters other than the `new` ones, which
-            would be trained from random values in silence.
+        UserError: the weights cannot be read, have other shapes, or lack parameters other than the
+            `new` ones, which would be trained from random values in silence.
     """
     try:
         if not distributed.is_rank0():
@@ -272,12 +290,20 @@ def load(
             dtype=torch.float32,
             use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
             trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # of many kinds, as above
         raise UserError(
-            f"no safetensors weights could be loaded from {path!r}: {gist(error)}."
+            f"no safetensors weights could be loaded from {path!r}: {reason(error)}."
         ) from None
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise UserError(
+            f"the weights of {path!r} have {name!r} of shape {tuple(found)}, and its config.json "
+            f"makes it {tuple(expected)}."
+        )
     missing = sorted(set(report["missing_keys"]) - new)
     if missing:
         raise UserError(

@@ -11,24 +11,26 @@ rewards here are computed from the text of the completion and, some, from a colu
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
 from common import synthetic
-from common.config import UserError
+from common.chat import is_messages
+from common.config import UserError, gist
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
 RewardFunction = Callable[..., Sequence[Reward]]
 
 _WORD = re.compile(r"\w+")
-# A number, as people write one, that is not a part of something longer (18th, 1/2, 1.2.3).
+# A number, as people write one, that is not a part of something longer (18th, 1/2, 3 1/2, 1.2.3).
 _NUMBER = (
     r"(?P<sign>[-+\u2212$* \t]*)"
     r"(?P<digits>(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)"
     r"(?![\w/:]|[.,]\d)"
+    r"(?![ \t]*(and[ \t]+)?-?[ \t]*((\d+[ \t]*)?[/\u2044][ \t]*\d|[\u00bc-\u00be\u2150-\u215f]))"
 )
 _FINAL_ANSWER = re.compile(r"####" + _NUMBER)
 _ONLY_A_NUMBER = re.compile(_NUMBER + r"[.\s]*")
@@ -63,6 +65,18 @@ def gsm8k(
     return rewards
 
 
+def _answer_fault(columns: Mapping[str, Any]) -> str:
+    """What is wrong with the `answer` of a row, empty if nothing is."""
+    try:
+        _expected_number("0" if columns["answer"] is None else str(columns["answer"]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+gsm8k.row_fault = _answer_fault  # type: ignore[attr-defined]
+
+
 def final_number(text: str) -> Decimal | None:
     """The number behind the last `####` of a text; None where there is none."""
     _, mark, answer = text.rpartition("####")
@@ -73,7 +87,8 @@ def _expected_number(answer: str) -> Decimal:
     """The number that an `answer` of a row is, or ends in."""
     value = final_number(answer) if "####" in answer else _value(_ONLY_A_NUMBER.fullmatch(answer))
     if value is None:
-        raise ValueError(f"the column 'answer' holds {answer!r}, which names no number")
+        shown = repr(answer if len(answer) <= 60 else f"{answer[:60]}...")
+        raise ValueError(f"the column 'answer' holds {shown}, which names no number (18, #### 18)")
     return value
 
 
@@ -121,7 +136,15 @@ def rouge_l(column: str) -> RewardFunction:
         pairs = zip(completions, columns[column], strict=True)
         return [None if r is None else rouge_l_f1(text_of(c), text_of(r)) for c, r in pairs]
 
+    def row_fault(row: Mapping[str, Any]) -> str:
+        reference = row[column]
+        if reference is None or isinstance(reference, str) or is_messages(reference):
+            return ""
+        kind = type(reference).__name__
+        return f"the column {column!r} holds {kind}, it must be text or messages"
+
     overlap.columns = (column,)  # type: ignore[attr-defined]
+    overlap.row_fault = row_fault  # type: ignore[attr-defined]
     return overlap
 
 
@@ -216,10 +239,10 @@ def _load_from_file(name: str) -> RewardFunction:
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         raise UserError(
             f"reward_funcs has {name!r}, and running {file!r} raised "
-            f"{type(error).__name__}: {' '.join(str(error).split())}."
+            f"{type(error).__name__}: {gist(error)}."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -156,8 +156,9 @@ class RewardScorer:
         """Refuse rows that the functions cannot judge, before any model is loaded.
 
         Raises:
-            UserError: a column that a function needs is missing, rows differ in their columns, a
-                row names a function that is not there, or a reward model cannot read messages.
+            UserError: a column that a function needs is missing or holds what it cannot use, rows
+                differ in their columns, a row names a function that is not there, or a reward model
+                cannot read messages.
         """
         names = self.functions.functions
         for example in examples:
@@ -182,6 +183,8 @@ class RewardScorer:
         if not examples:
             return
         self.functions.check_columns(examples[0].columns)
+        for example in examples:
+            self.functions.check_row(example.row + 1, example.columns)
         for function in names.values():
             if isinstance(function, RewardModelFunction) and not function.same_ids:
                 render({"prompt": examples[0].messages or ""}, [], function.tokenizer)

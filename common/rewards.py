@@ -18,16 +18,19 @@ without `**columns` gets what it names. A reward is
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import UserError
+from common.config import UserError, gist
 from common.reward_functions import KINDS, Reward, RewardFunction, find_function
 from common.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
@@ -80,13 +83,29 @@ class RewardSet:
         """
         given = (*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS, *columns)
         for name, function in self.functions.items():
-            for column in _needed(function):
+            for column in _needed(name, function):
                 if column not in given:
                     raise UserError(
                         f"reward function {name!r} needs the column {column!r}, and the rows have "
                         f"{', '.join(map(repr, columns)) or 'no further columns'}; "
                         "change reward_funcs or dataset_name."
                     )
+
+    def check_row(self, number: int, columns: Mapping[str, Any]) -> None:
+        """Refuse a row that a built-in function could not judge, before any model is loaded.
+
+        Args:
+            number: Of the row, counted from 1.
+            columns: The row's columns other than the prompt, by name.
+
+        Raises:
+            UserError: Names the row, the function and what its column holds.
+        """
+        (chosen,) = self._choices([columns.get(CHOICE_COLUMN)])
+        for name in chosen:
+            fault = getattr(self.functions[name], "row_fault", lambda columns: "")(columns)
+            if fault:
+                raise UserError(f"row {number} of the prompts: {fault}, for {name!r}.")
 
     def __call__(
         self,
@@ -107,8 +126,8 @@ class RewardSet:
             trainer_state: What functions get under that name: transformers' `TrainerState`.
 
         Raises:
-            RuntimeError: A function raised, or returned the wrong number of values or one that is
-                no reward, or none applies to a row; names the function and the row of the batch
+            UserError: A function raised, or returned the wrong number of values or one that is no
+                reward, or none applies to a row; names the function and the row of the batch
                 (counted from 0). To find it, a function that raised is called on single rows.
         """
         assert len(prompts) == len(completions) == len(completion_ids)
@@ -134,9 +153,9 @@ class RewardSet:
             applies |= ~values.isnan()
         if not applies.all():
             row = int((~applies).nonzero()[0])
-            raise RuntimeError(
+            raise UserError(
                 f"no reward function applies to row {row} of the batch: "
-                f"{', '.join(choices[row])} returned None."
+                f"{', '.join(choices[row])} returned None; one must give each row a number."
             )
         ends = [len(ids) - 1 for ids in completion_ids]
         return Rewards(total, by_function, self._steps(answers, ends), logged)
@@ -163,7 +182,7 @@ class RewardSet:
             names = [value] if isinstance(value, str) else list(value or self.functions)
             for name in names:
                 if name not in self.functions:
-                    raise RuntimeError(
+                    raise UserError(
                         f"row {row} of the batch names the reward function {name!r} in its column "
                         f"{CHOICE_COLUMN!r}, and there are: {', '.join(self.functions)}."
                     )
@@ -254,10 +273,15 @@ def penalise_steps(
     return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]
 
 
-def _needed(function: RewardFunction) -> list[str]:
+def _needed(name: str, function: RewardFunction) -> list[str]:
     """The arguments that a function cannot be called without."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # as for some functions of C
+        raise UserError(
+            f"reward function {name!r} does not tell its arguments; it must be made with `def`."
+        ) from None
     named = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
     return [*named, *getattr(function, "columns", ())]
 
@@ -289,33 +313,47 @@ def _call(
         rewards = _rewards(function, inputs | dict(shared))
     except UserError:
         raise
-    except Exception as error:
-        raise RuntimeError(
-            f"reward function {name!r} raised {type(error).__name__} on "
-            f"{_where_it_fails(function, inputs, shared, rows)}: {error}"
+    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
+        # A reward model is no code of the user's.
+        kind = RuntimeError if is_collective(function) else UserError
+        where = _where_it_fails(function, inputs, shared, rows)
+        raise kind(
+            f"reward function {name!r} raised {type(error).__name__} on {where}: {gist(error)}"
+            f"{_line(function, error)}."
         ) from error
-    if len(rewards) != len(rows):
-        raise RuntimeError(
-            f"reward function {name!r} returned {len(rewards)} rewards for {len(rows)} completions."
+    if rewards is None or len(rewards) != len(rows):
+        found = "no list of" if rewards is None else len(rewards)
+        raise UserError(
+            f"reward function {name!r} returned {found} rewards for {len(rows)} completions; it "
+            "must return a list with one for each."
         )
     answers = {}
     for row, reward, ids in zip(rows, rewards, inputs["completion_ids"], strict=True):
         try:
             answers[row] = _checked(reward, len(ids))
         except ValueError as error:
-            raise RuntimeError(
-                f"reward function {name!r} returned {reward!r} for row {row} of the batch; {error}."
+            shown = " ".join(reprlib.repr(reward).split())
+            raise UserError(
+                f"reward function {name!r} returned {shown} for row {row} of the batch; {error}."
             ) from None
     return answers
 
 
-def _rewards(function: RewardFunction, inputs: Mapping[str, Any]) -> list[Reward]:
-    """Call a function with what it takes; a coroutine is waited for."""
+def _rewards(function: RewardFunction, inputs: Mapping[str, Any]) -> list[Reward] | None:
+    """Call a function with what it takes; a coroutine is waited for. None: it gave no list."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs = {key: value for key, value in inputs.items() if key in parameters}
     rewards: Any = function(**inputs)
-    return list(asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)
+    rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
+    return list(rewards) if isinstance(rewards, Iterable) else None
+
+
+def _line(function: RewardFunction, error: BaseException) -> str:
+    """Where in its file a function raised, as ` (rewards.py, line 7)`: no traceback is printed."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
 def _checked(reward: Any, num_tokens: int) -> Answer:
@@ -367,6 +405,6 @@ def _where_it_fails(
     for index, row in enumerate([] if is_collective(function) else rows):
         try:
             _rewards(function, {**{key: [v[index]] for key, v in inputs.items()}, **shared})
-        except Exception:
+        except (Exception, SystemExit):
             return f"row {row} of the batch"
     return f"a batch of {len(rows)} rows"

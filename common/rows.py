@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common import hub, synthetic
-from common.chat import is_messages, split_turns
+from common import hub, row_forms, synthetic
+from common.chat import is_messages
 from common.config import UserError, gist
+from common.row_forms import Row as Row
 
 Kind = Literal["sft", "preference", "prompts"]
-Row = dict[str, Any]
 
 COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
     "sft": ("completion",),
@@ -28,6 +28,7 @@ ARGUMENTS = ("prompts", "completions", "completion_ids")
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 OWN_COLUMNS = ("prompt_ids", "has_stop")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+NO_MESSAGES = ", of which 'messages' is no list of messages with the texts 'role' and 'content'"
 
 
 def load_rows(
@@ -56,7 +57,7 @@ def load_rows(
 
     Returns:
         At least one row; texts are neither empty nor blank, or all of a row's are messages: then a
-        completion is one, of the assistant.
+        completion is one, of the assistant. A prompt that completions repeat is cut from them.
 
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
@@ -82,9 +83,12 @@ def load_rows(
     if not rows:
         raise UserError(f"{source} has no rows; at least one is needed.")
     rows = rows[: num_rows or None]
-    rows = [_with_one_answer(row, COMPLETION_COLUMNS[kind]) for row in rows]
+    columns = COMPLETION_COLUMNS[kind]
+    rows = [row_forms.with_completion(row, columns) for row in rows]
+    rows = row_forms.without_repeated_prompts(rows, columns, source)
+    rows = [row_forms.with_one_answer(row, columns) for row in rows]
     if kind == "preference":
-        rows = [_with_explicit_prompt(row) for row in rows]
+        rows = [row_forms.with_explicit_prompt(row) for row in rows]
     _check_rows(rows, kind, source)
     return rows
 
@@ -144,7 +148,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         for part in (folder, folder / "data")
         if part.is_dir()
         for file in part.iterdir()
-        if file.is_file() and file.name.endswith(SUFFIXES)
+        if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
     )
     name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
     matches = {file: match for file in found if (match := name.fullmatch(file.name))}
@@ -173,17 +177,18 @@ def _read_file(path: Path) -> list[Row]:
 
             return list(pyarrow.parquet.read_table(path).to_pylist())
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return _parse_json(data.decode("utf-8"), os.fspath(path))
+        return _parse_json(data.decode("utf-8-sig"), os.fspath(path))
     except UserError:
         raise
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's are the first two
+    except (OSError, ValueError, EOFError, RuntimeError, zlib.error) as error:
+        # pyarrow raises the first two, and NotImplementedError; lists in lists a RecursionError
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
 def _parse_json(text: str, source: str) -> list[Row]:
     """Rows of a JSON list of objects, or of one object per line."""
     if text.lstrip().startswith("["):
-        documents = [("row", i, row) for i, row in enumerate(json.loads(text), start=1)]
+        documents = [("row", i, row) for i, row in enumerate(_DECODER.decode(text), start=1)]
     else:
         documents = []
         # Not splitlines(): a JSON string may hold U+2028, which that takes for a line break.
@@ -191,8 +196,8 @@ def _parse_json(text: str, source: str) -> list[Row]:
             if not line.strip():
                 continue
             try:
-                documents.append(("line", number, json.loads(line)))
-            except ValueError as error:
+                documents.append(("line", number, _DECODER.decode(line)))
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{source}, line {number}: {gist(error)}.") from None
     for unit, number, row in documents:
         if not isinstance(row, dict):
@@ -201,6 +206,19 @@ def _parse_json(text: str, source: str) -> list[Row]:
                 f"found {type(row).__name__}."
             )
     return [row for _, _, row in documents]
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would keep the last of two equal keys in silence."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in an object")
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
 def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
@@ -215,36 +233,6 @@ def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}."
         ) from None
-
-
-def _with_one_answer(row: Row, columns: Sequence[str]) -> Row:
-    """A row of messages with the last one in each completion and those before it in `prompt`.
-
-    A column `messages` is prompt and completion in one (TRL's conversational language modelling).
-    """
-    if columns == ("completion",) and "messages" in row and not {"prompt", *columns} & set(row):
-        row = {**row, "completion": row["messages"]}
-    values = [row.get(column) for column in columns]
-    values += [row["prompt"]] if "prompt" in row else []
-    return split_turns(row, columns) if columns and all(map(is_messages, values)) else row
-
-
-def _with_explicit_prompt(row: Row) -> Row:
-    """A pair with a `prompt` column: if it has none, the prefix that both texts share.
-
-    The prefix ends at a word boundary, and a single space there goes to the completions, as in the
-    layout of `trl-lib/tldr`; other white space stays with the prompt.
-    """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if "prompt" in row or not isinstance(chosen, str) or not isinstance(rejected, str):
-        return row
-    shared = os.path.commonprefix([chosen, rejected])
-    if not (chosen[len(shared) :][:1].isspace() and rejected[len(shared) :][:1].isspace()):
-        shared = re.sub(r"\S*\Z", "", shared)
-    if re.search(r"\S \Z", shared):
-        shared = shared[:-1]
-    texts = {"chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
-    return {**row, "prompt": shared, **texts}
 
 
 def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
@@ -262,8 +250,9 @@ def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
                 )
             roles = [m["role"] for m in row[column]] if is_messages(row[column]) else ["assistant"]
             if column != "prompt" and roles != ["assistant"]:
+                names = " ".join(", ".join(roles).split())
                 raise UserError(
-                    f"{source}, row {number}: column {column!r} has messages of {', '.join(roles)} "
+                    f"{source}, row {number}: column {column!r} has messages of {names} "
                     "behind those that all completions share; it must be one, of the assistant."
                 )
         clash = sorted({*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS} & row.keys())
@@ -277,15 +266,28 @@ def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
 def _column_fault(row: Row, column: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
-        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}"
+        there = ", ".join(map(repr, row)) or "none"
+        is_odd = "messages" in row and not is_messages(row["messages"])
+        return f"is missing; the columns are {there}{NO_MESSAGES if is_odd else ''}"
     value = row[column]
-    if is_messages(value):
-        return ""
     if value == []:
         return "is an empty list of messages; a conversation needs one before the answer"
-    if not isinstance(value, str):
+    if not isinstance(value, str) and not is_messages(value):
         return (
             f"holds {type(value).__name__}, it must be text or a list of messages, each with the "
             "texts 'role' and 'content'"
         )
-    return "" if value.strip() else "is empty; remove the row or fill it in"
+    texts = [value] if isinstance(value, str) else [message["content"] for message in value]
+    if not any(text.strip() for text in texts):
+        return "is empty; remove the row or fill it in"
+    return _character_fault("".join(texts))
+
+
+def _character_fault(text: str) -> str:
+    """What is wrong with the characters of a text, empty if nothing is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may escape half of a pair, which no file can hold
+        half = text[error.start].encode("unicode_escape").decode()
+        return f"holds {half}, half of a surrogate pair, which is no character; remove it"
+    return ""

@@ -1,14 +1,18 @@
-"""Claim: what a user gets wrong ends in one clear sentence, before any weights are read.
+"""Claim: what a user gets wrong ends in one clear sentence and the exit status 2.
 
-The sentence names the value and the field to change, the exit status is 2, and the folder of the
-run is not even made. Most cases call a stage in this process, with loading weights forbidden; some
-run it as a user does, alone and under torchrun, where the sentence is printed once.
+The sentence names the field, or the file and its row, the value, and what is allowed; nothing has
+been written by then, the folder of the run is not even made. One table of cases runs the stages as
+a user does, but in this process: nearly all are refused before any weights are read. Some run as
+real commands, alone and under torchrun, where the sentence is printed once. The malformed things
+themselves are in `bad_things.py`.
 """
 
+import errno
 import gzip
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,172 +20,181 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bad_things
 import pytest
 import tiny
-import torch
-from safetensors.torch import save_file
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
-    T5Config,
-)
+from refusals import STAGES, Refusals, arguments, check_sentence
 
-from common import distributed, models, synthetic
-from common.config import UserError, parse
+from common import checkpoint, distributed, models
+from common.config import parse
+from common.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGES = {
-    "train_sft": "SFTConfig",
-    "train_reward": "RewardConfig",
-    "train_dpo": "DPOConfig",
-    "train_grpo": "GRPOConfig",
-    "evaluate": "EvaluateConfig",
-}
-SFT = {"prompt": "TITLE: a\n\nPOST: b\n\nTL;DR:", "completion": " c"}
-PAIR = {"prompt": SFT["prompt"], "chosen": " c", "rejected": " d"}
-BAD_ROWS: dict[str, list[dict[str, Any]]] = {
-    "sft": [SFT] * 4,
-    "pairs": [PAIR] * 4,
-    "no_completion": [{"prompt": "p"}],
-    "number": [SFT, {**SFT, "completion": 3}],
-    "none": [],
-    "empty_completion": [SFT, {**SFT, "completion": ""}],
-    "messages": [{**SFT, "prompt": [{"role": "user", "content": "p"}]}],
-    "equal_pairs": [PAIR, {**PAIR, "chosen": " d"}],
-    "only_newlines": [{**SFT, "completion": " \n"}],
-    "ragged": [{"prompt": "p"}, {"prompt": "p", "length": 3}],
-    "choice": [{"prompt": "p", "reward_funcs": ["gold", "silver"]}],
-}
-REWARD_FILE = """
-def lengths(prompts, completions, completion_ids, **columns):
-    return [float(len(ids)) for ids in completion_ids]
-
-def strict(prompts, completions, completion_ids, *, grade, **columns):
-    return grade
-
-constant = 3
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Working directory with models, data sets, a reward file, a recipe; with a process group."""
+    """Working directory with models, data sets and reward files; with a process group."""
     folder = tmp_path_factory.mktemp("bad_input")
-    tokenizer = synthetic.train_tokenizer(300)
-    shape = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 300}
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder / "policy")
-    classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
-    GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
-    classifier.num_labels = 2
-    GPT2ForSequenceClassification(classifier).save_pretrained(folder / "two_scores")
-    GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
-    T5Config().save_pretrained(folder / "t5")
-    for name in ("no_weights", "pointer", "partial"):
-        GPT2Config(**shape).save_pretrained(folder / name)
-    # What git leaves of a large file without its LFS extension
-    (folder / "pointer" / "model.safetensors").write_text("version https://git-lfs.github.com\n")
-    save_file({"wte.weight": torch.zeros(300, 8)}, folder / "partial" / "model.safetensors")
-    for name in ("policy", "judge", "few_words", "two_scores", "words", "old_run/model"):
-        tokenizer.save_pretrained(folder / name)
-    for name in ("t5", "no_weights", "pointer", "partial"):
-        tokenizer.save_pretrained(folder / name)
-    (folder / "shape.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder / "no_eos")
-    for name, rows in BAD_ROWS.items():
-        (folder / name).mkdir()
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (folder / name / "train.jsonl").write_text(text)
-    (folder / "both").mkdir()
-    for split in ("train", "validation"):
-        (folder / "both" / f"{split}.jsonl").write_text(f"{json.dumps(SFT)}\n" * 4)
-    (folder / "broken.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "p"}\n' * 99)[:40])
-    (folder / "rewards.py").write_text(REWARD_FILE)
-    (folder / "raises.py").write_text("raise OSError('no disk')\n")
-    (folder / "a_file").write_text("")
+    bad_things.make_rows(folder)
+    bad_things.make_models(folder)
+    bad_things.make_reward_files(folder)
     with tiny.working_directory(folder):
         yield folder
 
 
-BASE = {
-    "output_dir": "run",
-    "model_name_or_path": "policy",
-    "dataset_test_split": "",
-    "max_prompt_length": 40,
-    "max_completion_length": 20,
-    "batch_size": 2,
-    "max_steps": 1,
-}
-DATA = {"train_sft": "sft", "train_grpo": "sft"}  # the others read pairs
+@pytest.fixture
+def refusals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refusals:
+    return Refusals(monkeypatch, capsys)
 
 
-def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
-    """A command line that runs, but for the flags given."""
-    values = {**BASE, "dataset_name": DATA.get(stage, "pairs")}
-    if stage == "train_grpo":
-        values["reward_funcs"] = "rewards.py:lengths"
-    if stage == "evaluate":
-        values = {**values, "policies": "policy", "dataset_test_split": "train"}
-        values = {k: v for k, v in values.items() if k not in ("batch_size", "max_steps")}
-    argv = []
-    for name, value in (values | flags).items():
-        argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return argv
-
-
-def refusal(stage: str, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The sentence with which a stage refuses a command line."""
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
-    module = importlib.import_module(stage)
-    with pytest.raises(UserError) as caught:
-        module.main(parse(getattr(module, STAGES[stage]), argv))
-    assert not Path("run").exists()
-    return str(caught.value)
-
-
-def check_sentence(message: str) -> None:
-    assert "\n" not in message
-    assert message.endswith(".")
-    assert len(message) < 400
-    assert "Traceback" not in message
-    assert message.count(". ") == 0, "more than one sentence"
-
-
-CASES: list[tuple[str, dict[str, Any], list[str]]] = [
-    # Rows
+Case = tuple[str, dict[str, Any], list[str]]  # a stage, its flags, parts of the sentence
+ROWS: list[Case] = [
+    # Columns
     ("train_sft", {"dataset_name": "no_completion"}, ["row 1", "'completion' is missing"]),
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
     ("train_dpo", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("train_reward", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("evaluate", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("train_sft", {"dataset_name": "number"}, ["row 2", "'completion'", "holds int", "text"]),
+    ("train_sft", {"dataset_name": "null"}, ["row 2", "'prompt' holds NoneType", "must be text"]),
+    ("train_sft", {"dataset_name": "nested"}, ["row 1", "'prompt' holds dict", "must be text"]),
+    ("train_sft", {"dataset_name": "texts"}, ["row 1", "'prompt' holds list", "list of messages"]),
+    ("train_sft", {"dataset_name": "nan_text"}, ["row 1", "'completion' holds float"]),
+    ("train_sft", {"dataset_name": "mixed"}, ["row 2", "both be text or both be messages"]),
     ("train_sft", {"dataset_name": "none"}, ["train.jsonl has no rows"]),
+    ("train_sft", {"dataset_name": "null_row"}, ["line 2", "an object", "found NoneType"]),
+    ("train_sft", {"dataset_name": "scalar_row"}, ["line 1", "an object", "found int"]),
+    ("train_grpo", {"dataset_name": "ragged"}, ["row 2", "['length']", "row 1"]),
+    ("train_grpo", {"dataset_name": "reserved"}, ["row 1", "'completion_ids'", "rename it"]),
+    # Texts
     ("train_sft", {"dataset_name": "empty_completion"}, ["row 2", "'completion' is empty"]),
+    ("train_sft", {"dataset_name": "blank_prompt"}, ["row 1", "'prompt' is empty"]),
     ("train_sft", {"dataset_name": "only_newlines"}, ["row 1", "'completion' is empty"]),
+    ("train_sft", {"dataset_name": "only_prompt"}, ["row 1", "'completion' is empty"]),
+    ("train_dpo", {"dataset_name": "equal_pairs"}, ["1 of 2 rows", "1 identical pair"]),
+    ("train_dpo", {"dataset_name": "no_prefix"}, ["row 1", "'prompt' is empty"]),
+    ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
+    # Messages
+    ("train_sft", {"dataset_name": "messages"}, ["'completion'", "both be text or both be"]),
+    ("train_sft", {"dataset_name": "no_role"}, ["row 1", "'prompt' holds list", "'role'"]),
+    ("train_sft", {"dataset_name": "content_number"}, ["row 1", "'prompt' holds list"]),
+    ("train_sft", {"dataset_name": "no_messages"}, ["'prompt' is an empty list of messages"]),
     (
         "train_sft",
-        {"dataset_name": "messages"},
-        ["'completion'", "both be text or both be"],
+        {"dataset_name": "messages_text"},
+        ["row 1", "'messages' is no list"],
     ),
-    ("train_dpo", {"dataset_name": "equal_pairs"}, ["1 of 2 rows", "1 identical pair"]),
-    ("train_sft", {"dataset_name": "broken.jsonl.gz"}, ["broken.jsonl.gz cannot be read"]),
-    ("train_sft", {"dataset_name": "nowhere/x/y"}, ["'nowhere/x/y' does not exist"]),
+    (
+        "train_sft",
+        {"dataset_name": "messages_null"},
+        ["row 1", "'messages' is no list", "'content'"],
+    ),
+    ("train_sft", {"dataset_name": "messages_one"}, ["row 1", "needs one before the answer"]),
+    ("train_sft", {"dataset_name": "messages_user"}, ["row 1", "messages of user", "assistant"]),
+    ("train_sft", {"dataset_name": "blank_answer"}, ["row 1", "'completion' is empty"]),
+    ("train_dpo", {"dataset_name": "two_answers"}, ["row 1", "'chosen'", "it must be one"]),
+    ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),
+    (
+        "train_sft",
+        {"dataset_name": "chat", "model_name_or_path": "bad_template"},
+        ["cannot render them", "chat template"],
+    ),
+    # Other columns
+    ("train_grpo", {"dataset_name": "choice"}, ["row 1", "'gold'", "--reward_funcs has"]),
+    ("train_grpo", {"dataset_name": "choice_number"}, ["row 1", "has 3 in its", "list of names"]),
+    (
+        "train_grpo",
+        {"dataset_name": "answers", "reward_funcs": "gsm8k"},
+        ["row 2", "'answer' holds '#### 3 1/2'", "names no number", "'gsm8k'"],
+    ),
+    ("evaluate", {"dataset_name": "pairs", "reward_funcs": "gsm8k"}, ["needs the column 'answer'"]),
+    (
+        "train_grpo",
+        {"dataset_name": "answer_nan", "reward_funcs": "gsm8k"},
+        ["row 1", "'answer' holds 'nan'", "names no number"],
+    ),
+    (
+        "train_grpo",
+        {"dataset_name": "short_number", "reward_funcs": "rouge_l:short"},
+        ["row 2", "'short' holds int", "must be text", "'rouge_l:short'"],
+    ),
+    ("train_reward", {"dataset_name": "margin_nan"}, ["row 2", "nan", "'margin'", "finite"]),
+    ("train_reward", {"dataset_name": "margin_text"}, ["row 1", "'large'", "'margin'", "finite"]),
+]
+FILES: list[Case] = [
     ("train_sft", {"dataset_name": ""}, ["--dataset_name is empty"]),
+    ("train_sft", {"dataset_name": "nowhere/x/y"}, ["'nowhere/x/y' does not exist"]),
+    ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
+    ("train_sft", {"dataset_name": "empty_file"}, ["train.jsonl has no rows"]),
+    ("train_sft", {"dataset_name": "cut_line"}, ["train.jsonl, line 2: "]),
+    ("train_sft", {"dataset_name": "csv_inside"}, ["train.jsonl, line 1: Expecting value"]),
+    ("train_sft", {"dataset_name": "latin_1"}, ["train.jsonl cannot be read", "utf-8"]),
+    ("train_sft", {"dataset_name": "utf_16"}, ["train.jsonl cannot be read", "utf-8"]),
+    ("train_sft", {"dataset_name": "half_pair"}, ["row 1", "'prompt' holds \\ud83d", "surrogate"]),
+    ("train_sft", {"dataset_name": "doubled_key"}, ["line 1", "'prompt' is there twice"]),
+    ("train_sft", {"dataset_name": "deep"}, ["train.jsonl, line 2: ", "recursion"]),
+    ("train_sft", {"dataset_name": "long_number"}, ["train.jsonl, line 1: ", "4300 digits"]),
+    ("train_sft", {"dataset_name": "broken.jsonl.gz"}, ["broken.jsonl.gz cannot be read"]),
+    ("train_sft", {"dataset_name": "broken.parquet"}, ["broken.parquet cannot be read"]),
+    ("train_sft", {"dataset_name": "scalar.json"}, ["scalar.json, line 1", "found int"]),
+    ("train_sft", {"dataset_name": "object.json"}, ["object.json, line 1: "]),
+    ("train_sft", {"dataset_name": "rows.csv"}, ["'rows.csv' must end in .jsonl"]),
+    ("train_sft", {"dataset_name": "csv_only"}, ["no file for the split 'train'", "no data files"]),
+    ("train_sft", {"dataset_name": "no_splits"}, ["no file for the split 'train'"]),
+    ("train_sft", {"dataset_name": "looped"}, ["looped/train.jsonl cannot be read", "symbolic"]),
+    ("train_sft", {"dataset_name": "unreadable"}, ["unreadable/train.jsonl cannot be read"]),
+    ("train_sft", {"dataset_name": "loop"}, ["--dataset_name loop", "symbolic links"]),
+    ("train_sft", {"dataset_name": "lost"}, ["--dataset_name lost is a link to what is not there"]),
+    ("train_sft", {"dataset_name": "x" * 5000}, ["--dataset_name xxx", "name too long"]),
+    ("train_reward", {"sft_dataset_name": "loop"}, ["--sft_dataset_name loop", "symbolic links"]),
+    ("evaluate", {"prompts_dataset_name": "lost"}, ["--prompts_dataset_name lost is a link"]),
     ("train_sft", {"dataset_train_split": "test"}, ["'test'", "train.jsonl"]),
     ("train_sft", {"dataset_train_split": ""}, ["--dataset_train_split is empty"]),
     ("train_sft", {"dataset_test_split": "validation"}, ["'validation'", "train.jsonl"]),
-    ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
-    # Models and tokenizers
+    # Folders to write to
+    ("train_sft", {"output_dir": ""}, ["--output_dir is required"]),
+    ("train_sft", {"output_dir": "a_file"}, ["--output_dir a_file is a file"]),
+    ("train_sft", {"output_dir": "a_file/run"}, ["--output_dir a_file/run needs", "a folder"]),
+    ("evaluate", {"output_dir": "a_file/b/c"}, ["--output_dir a_file/b/c needs", "a folder"]),
+    ("train_sft", {"output_dir": "loop"}, ["--output_dir loop", "symbolic links"]),
+    ("train_sft", {"output_dir": "loop/run"}, ["--output_dir loop/run", "symbolic links"]),
+    ("train_sft", {"output_dir": "lost"}, ["--output_dir lost is a link to what is not there"]),
+    ("train_sft", {"output_dir": "x" * 5000}, ["--output_dir xxx", "name too long"]),
+    ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
+    ("train_sft", {"resume_from_checkpoint": "loop"}, ["--resume_from_checkpoint loop", "links"]),
+]
+MODELS: list[Case] = [
+    ("train_sft", {"model_name_or_path": ""}, ["--model_name_or_path is required"]),
     ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
+    ("train_sft", {"model_name_or_path": "loop"}, ["--model_name_or_path loop", "symbolic links"]),
+    ("train_sft", {"model_name_or_path": "lost"}, ["--model_name_or_path lost is a link"]),
     ("train_sft", {"model_name_or_path": "pairs"}, ["folder 'pairs' holds no tokenizer"]),
     ("train_sft", {"model_name_or_path": "old_run"}, ["'old_run'", "its subfolder 'model'"]),
-    ("train_sft", {"model_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
     ("train_sft", {"model_name_or_path": "words"}, ["folder 'words' holds no model"]),
     ("train_sft", {"model_name_or_path": "shape.json"}, ["--tokenizer_name_or_path is required"]),
-    ("train_sft", {"tokenizer_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
+    (
+        "train_sft",
+        {"model_name_or_path": "list.json", "tokenizer_name_or_path": "policy"},
+        ["no model could be found at 'list.json'"],
+    ),
+    (
+        "train_sft",
+        {"model_name_or_path": "text.json", "tokenizer_name_or_path": "policy"},
+        ["no model could be found at 'text.json'"],
+    ),
+    ("train_sft", {"model_name_or_path": "no_json"}, ["'no_json'", "JSON"]),
+    ("train_sft", {"model_name_or_path": "list_config"}, ["at 'list_config'"]),
+    ("train_sft", {"model_name_or_path": "no_type"}, ["at 'no_type'", "model_type"]),
+    ("train_sft", {"model_name_or_path": "unknown_type"}, ["at 'unknown_type'", "gpt9"]),
+    ("train_sft", {"model_name_or_path": "unknown_dtype"}, ["at 'unknown_dtype'", "float99"]),
+    ("train_sft", {"model_name_or_path": "text_size"}, ["at 'text_size'", "n_embd"]),
+    ("train_sft", {"model_name_or_path": "no_layers"}, ["'no_layers'", "num_hidden_layers 0"]),
+    ("train_sft", {"model_name_or_path": "no_vocabulary"}, ["'no_vocabulary'", "vocab_size -1"]),
     ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
+    ("train_reward", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
     ("train_reward", {"model_name_or_path": "t5"}, ["'t5' is a t5 model"]),
@@ -189,70 +202,109 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_grpo", {"ref_model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
     ("evaluate", {"policies": "judge"}, ["'judge' is a reward model"]),
+    ("evaluate", {"policies": ["policy", "lost"]}, ["--policies lost is a link"]),
+    ("evaluate", {"policies": ["policy", ""]}, ["--policies is ['policy', '']", "empty"]),
     ("evaluate", {"reward_models": "policy"}, ["'policy' is not a reward model"]),
     ("evaluate", {"reward_models": "two_scores"}, ["'two_scores' gives 2 scores"]),
-    ("train_reward", {"model_name_or_path": "two_scores"}, ["'two_scores' gives 2 scores"]),
-    ("train_sft", {"seed": 2**63}, ["--seed is 9223372036854775808", "below"]),
-    ("train_sft", {"seed": -1}, ["--seed is -1", "at least 0"]),
     ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no tokenizer", "'far/away'"]),
+    ("train_reward", {"model_name_or_path": "two_scores"}, ["'two_scores' gives 2 scores"]),
     ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
     ("train_grpo", {"max_completion_length": 60}, ["--max_completion_length 60", "64 positions"]),
     ("evaluate", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
+    # Tokenizers
+    ("train_sft", {"model_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
+    ("train_sft", {"tokenizer_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
+    ("train_sft", {"tokenizer_name_or_path": "cut_tokenizer"}, ["from 'cut_tokenizer'"]),
+    ("train_sft", {"tokenizer_name_or_path": "odd_tokenizer"}, ["from 'odd_tokenizer'"]),
+    ("train_sft", {"tokenizer_name_or_path": "loop"}, ["--tokenizer_name_or_path loop", "links"]),
     ("train_sft", {"stop_token": "TL;DR:"}, ["--stop_token 'TL;DR:' is", "tokens"]),
     ("train_sft", {"stop_token": ""}, ["--stop_token '' is 0 tokens"]),
-    # Rewards
+]
+REWARDS: list[Case] = [
+    ("train_grpo", {"reward_funcs": []}, ["--reward_funcs is required"]),
+    ("train_grpo", {"reward_funcs": ""}, ["--reward_funcs is ['']", "empty"]),
+    ("train_grpo", {"reward_funcs": ["gold", "gold"]}, ["'gold' twice"]),
     ("train_grpo", {"reward_funcs": "silver.py:f"}, ["'silver.py:f'", "no file 'silver.py'"]),
     ("train_grpo", {"reward_funcs": "./silver"}, ["'./silver'", "no folder", "gold"]),
     ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
+    ("train_grpo", {"reward_funcs": "rewards.txt:lengths"}, ["'rewards.txt:lengths'", "no folder"]),
     ("train_grpo", {"reward_funcs": "rewards.py:best"}, ["'rewards.py:best'", "no function"]),
     ("train_grpo", {"reward_funcs": "rewards.py:constant"}, ["no function of that name"]),
+    ("train_grpo", {"reward_funcs": "rewards.py:first"}, ["'rewards.py:first'", "`def`"]),
+    ("train_grpo", {"reward_funcs": "rewards.py:strict"}, ["'rewards.py:strict'", "'grade'"]),
+    ("train_grpo", {"reward_funcs": "raises.py:f"}, ["OSError", "no disk"]),
+    ("train_grpo", {"reward_funcs": "leaves.py:f"}, ["'leaves.py' raised SystemExit"]),
+    ("train_grpo", {"reward_funcs": "syntax.py:f"}, ["SyntaxError", "line 1"]),
     ("train_grpo", {"reward_funcs": "count"}, ["'count'", "count:<argument>"]),
     ("train_grpo", {"reward_funcs": "regex:(a"}, ["regex:(a", "no pattern", "unterminated"]),
     ("train_grpo", {"reward_funcs": "gsm8k"}, ["'gsm8k' needs the column 'answer'"]),
     ("train_grpo", {"reward_funcs": "rouge_l:short"}, ["needs the column 'short'"]),
-    ("train_grpo", {"reward_funcs": "rewards.py:strict"}, ["'rewards.py:strict'", "'grade'"]),
-    ("train_grpo", {"reward_funcs": "raises.py:f"}, ["OSError", "no disk"]),
     ("train_grpo", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
-    ("train_grpo", {"reward_funcs": []}, ["--reward_funcs is required"]),
-    ("train_grpo", {"reward_funcs": ["gold", "gold"]}, ["'gold' twice"]),
-    ("train_grpo", {"reward_weights": [1, 2]}, ["reward_weights is [1.0, 2.0]", "1 finite"]),
-    ("train_grpo", {"dataset_name": "ragged"}, ["row 2", "['length']", "row 1"]),
-    ("train_grpo", {"dataset_name": "choice"}, ["row 1", "'gold'", "--reward_funcs has"]),
     ("evaluate", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
-    # Sizes and choices
-    ("train_grpo", {"num_generations": 1}, ["--num_generations is 1", "at least 2"]),
-    ("train_grpo", {"num_candidates": 4}, ["--num_generations is 8 of 4 candidates"]),
-    ("train_grpo", {"temperature": 0}, ["--temperature is 0.0", "positive"]),
-    ("train_grpo", {"beta": -0.1}, ["--beta is -0.1", "0 or more"]),
-    ("train_grpo", {"epsilon_low": -0.1}, ["--epsilon_low is -0.1", "0 or more"]),
-    ("train_grpo", {"baseline": "none"}, ["--baseline", "'none'", "all", "kept"]),
-    ("train_dpo", {"beta": 0}, ["--beta is 0.0", "positive"]),
-    ("train_dpo", {"label_smoothing": 0.5}, ["--label_smoothing is 0.5", "below 0.5"]),
+    ("train_grpo", {"reward_weights": [1, 2]}, ["reward_weights is [1.0, 2.0]", "1 finite"]),
+    ("train_grpo", {"reward_weights": "nan"}, ["reward_weights is [nan]", "1 finite"]),
+]
+FLAGS: list[Case] = [
+    # Sizes
     ("train_sft", {"batch_size": -4}, ["--batch_size is -4", "positive"]),
     ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "positive"]),
     ("train_sft", {"micro_batch_size": 0}, ["--micro_batch_size is 0", "positive"]),
     ("train_sft", {"max_completion_length": -1}, ["--max_completion_length is -1", "positive"]),
     ("train_sft", {"num_train_rows": -1}, ["--num_train_rows is -1", "0 or more"]),
+    ("train_sft", {"logging_steps": 0}, ["--logging_steps is 0", "positive"]),
+    ("train_sft", {"lora_r": -1}, ["--lora_r is -1", "0 or more"]),
+    ("train_sft", {"seed": 2**63}, ["--seed is 9223372036854775808", "below"]),
+    ("train_sft", {"seed": -1}, ["--seed is -1", "at least 0"]),
+    ("train_grpo", {"num_generations": 1}, ["--num_generations is 1", "at least 2"]),
+    ("train_grpo", {"num_candidates": 4}, ["--num_generations is 8 of 4 candidates"]),
+    ("evaluate", {"max_new_tokens": 21}, ["--max_new_tokens is 21", "--max_completion_length, 20"]),
+    # Numbers
     ("train_sft", {"max_steps": 0, "num_train_epochs": 0}, ["--num_train_epochs is 0.0"]),
     ("train_sft", {"max_steps": 0, "num_train_epochs": "nan"}, ["--num_train_epochs is nan"]),
     ("train_sft", {"learning_rate": "nan"}, ["--learning_rate is nan"]),
     ("train_sft", {"learning_rate": "inf"}, ["--learning_rate is inf", "finite"]),
     ("train_sft", {"max_grad_norm": "nan"}, ["--max_grad_norm is nan"]),
     ("train_sft", {"adam_beta1": 1}, ["--adam_beta1 is 1.0", "below 1"]),
+    ("train_sft", {"adam_epsilon": 0}, ["--adam_epsilon is 0.0", "positive"]),
     ("train_sft", {"weight_decay": -1}, ["--weight_decay is -1.0", "0 or more"]),
     ("train_sft", {"max_dropped_fraction": 2}, ["--max_dropped_fraction is 2.0", "[0, 1]"]),
-    ("train_sft", {"num_replicas": 2}, ["--num_replicas is 2", "1 processes"]),
+    ("train_grpo", {"temperature": 0}, ["--temperature is 0.0", "positive"]),
+    ("train_grpo", {"beta": -0.1}, ["--beta is -0.1", "0 or more"]),
+    ("train_grpo", {"epsilon_low": -0.1}, ["--epsilon_low is -0.1", "0 or more"]),
+    ("train_grpo", {"top_p": "nan"}, ["--top_p is nan", "above 0"]),
+    ("train_grpo", {"sampler_correction_cap": "nan"}, ["--sampler_correction_cap is nan", "1 or"]),
+    ("train_grpo", {"missing_eos_penalty": "inf"}, ["--missing_eos_penalty is inf", "finite"]),
+    ("train_dpo", {"beta": 0}, ["--beta is 0.0", "positive"]),
+    ("train_dpo", {"label_smoothing": 0.5}, ["--label_smoothing is 0.5", "below 0.5"]),
+    ("evaluate", {"temperature": -1}, ["--temperature is -1.0", "0 or more"]),
+    # Choices
+    ("train_grpo", {"baseline": "none"}, ["--baseline", "'none'", "all", "kept"]),
     ("train_sft", {"lr_scheduler_type": "foo"}, ["--lr_scheduler_type", "'foo'", "cosine"]),
     ("train_sft", {"report_to": "paper"}, ["--report_to", "'paper'", "wandb"]),
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
-    ("evaluate", {"max_new_tokens": 21}, ["--max_new_tokens is 21", "--max_completion_length, 20"]),
+    ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type is ['sigmoid', '']", "empty"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
-    # Folders
-    ("train_sft", {"output_dir": ""}, ["--output_dir is required"]),
-    ("train_sft", {"output_dir": "a_file"}, ["--output_dir a_file is a file"]),
-    ("train_sft", {"model_name_or_path": ""}, ["--model_name_or_path is required"]),
-    ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
+    # Contradictions
+    ("train_sft", {"num_replicas": 2}, ["--num_replicas is 2", "1 processes"]),
+    (
+        "train_dpo",
+        {"reference_free": "true", "ref_model_name_or_path": "old_run/model"},
+        ["--ref_model_name_or_path is old_run/model", "--reference_free true"],
+    ),
+    (
+        "train_dpo",
+        {"loss_type": "simpo", "ref_model_name_or_path": "old_run/model"},
+        ["--ref_model_name_or_path is old_run/model", "--loss_type simpo"],
+    ),
+    (
+        "train_grpo",
+        {"beta": 0, "ref_model_name_or_path": "old_run/model"},
+        ["--ref_model_name_or_path is old_run/model", "--beta 0"],
+    ),
+    ("train_grpo", {"beta": 0, "kl_in": "reward"}, ["--kl_in is reward", "loss", "--beta 0"]),
+    ("train_grpo", {"beta": 0, "kl_estimator": "k1"}, ["--kl_estimator is k1", "k3", "--beta 0"]),
+    ("train_grpo", {"beta": 0, "kl_correction": "true"}, ["--kl_correction is true", "--beta 0"]),
     # The command line
     ("train_sft", {"learning_rte": 1}, ["'--learning_rte'", "did you mean learning_rate?"]),
     ("train_sft", {"max_step": 1}, ["'--max_step'", "did you mean max_steps?"]),
@@ -264,84 +316,206 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_sft", {"max_steps": []}, ["--max_steps", "expected one argument"]),
     ("train_sft", {"batch_size": [1, 2]}, ["'2'", "--help"]),
 ]
+CASES = [*ROWS, *FILES, *MODELS, *REWARDS, *FLAGS]
+# Found when the weights are read
+WEIGHTS: dict[str, list[str]] = {
+    "no_weights": ["no safetensors weights"],
+    "pointer": ["no safetensors weights"],
+    "cut": ["no safetensors weights"],
+    "empty": ["no safetensors weights"],
+    "only_bin": ["no safetensors weights"],
+    "only_pt": ["no safetensors weights"],
+    "no_shards": ["no safetensors weights"],
+    "broken_index": ["no safetensors weights"],
+    "partial": ["lack 'transformer.h.0", "other parameters"],
+    "more_layers": ["lack 'transformer.h.1", "other parameters"],
+    "wider": ["of shape (8,)", "makes it (16,)"],
+    "odd_heads": ["no safetensors weights", "num_heads"],
+}
+# Found when completions are judged
+FUNCTIONS: dict[str, list[str]] = {
+    "nan": ["returned nan for row 1", "finite number"],
+    "few": ["returned 1 rewards for 16 completions", "one for each"],
+    "nothing": ["returned no list of rewards for 16"],
+    "texts": ["returned 'good' for row 0", "finite number"],
+    "unsure": ["no reward function applies to row 0", "returned None"],
+    "raises": ["raised ZeroDivisionError on row 0", "division by zero (rewards.py, line "],
+    "leaves": ["raised SystemExit on row 0", "(rewards.py, line "],
+}
+RECIPES: list[tuple[str, list[str]]] = [
+    ("learning_rte: 1\n", ["r.yaml", "key 'learning_rte'", "mean learning_rate?"]),
+    ("1: 2\n", ["r.yaml", "key 1"]),
+    ("max_steps: many\n", ["--max_steps", "'many'"]),
+    ("max_steps: [1, 2]\n", ["r.yaml", "[1, 2]", "'max_steps'"]),
+    ("max_steps: {a: 1}\n", ["r.yaml", "'max_steps'"]),
+    ("max_steps:\n", ["r.yaml", "'max_steps'"]),
+    ("bf16: 3.5\n", ["3.5"]),
+    ("run_name: yes\n", ["r.yaml gives True for 'run_name'", "quotes"]),
+    ("seed: 1\nbatch_size: 2\nseed: 3\n", ["r.yaml, line 3: the key 'seed' is there twice"]),
+    ("a: [1\nb: 2\n", ["r.yaml is not YAML: line 2, "]),
+    ("max_steps\n", ["r.yaml", "`key: value`"]),
+    ("0\n", ["r.yaml", "`key: value`"]),
+    ("- max_steps\n", ["r.yaml", "`key: value`"]),
+    ("\ttab: 1\n", ["r.yaml is not YAML: line 1, "]),
+    ("run_name: 2024-13-45\n", ["r.yaml is not YAML: month must be in 1..12"]),
+    ("run_name: " + "[" * 5000, ["r.yaml is not YAML"]),
+    ("seed: 1\n---\nseed: 2\n", ["r.yaml is not YAML: line "]),
+    ("run_name: !!python/object/apply:os.getcwd []\n", ["r.yaml is not YAML: line 1, "]),
+    ("run_name: \x00\n", ["r.yaml is not YAML"]),
+]
 
 
 @pytest.mark.parametrize(
     ("stage", "flags", "parts"),
     CASES,
-    ids=[" ".join([stage, *(f"{k}={v}" for k, v in flags.items())]) for stage, flags, _ in CASES],
+    ids=[" ".join([s, *(f"{k}={v}"[:60] for k, v in flags.items())]) for s, flags, _ in CASES],
 )
-def test_bad_input_is_refused_in_one_sentence(stage, flags, parts, folder, monkeypatch):
-    message = refusal(stage, arguments(stage, flags), monkeypatch)
-    check_sentence(message)
+def test_bad_input_is_refused_before_weights_are_read(stage, flags, parts, refusals, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
+    message = refusals.sentence(stage, arguments(stage, flags))
     for part in parts:
         assert part in message
 
 
 @pytest.mark.parametrize("stage", ["train_sft", "train_reward"])
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("no_weights", ["no safetensors weights", "'no_weights'"]),
-        ("pointer", ["no safetensors weights", "'pointer'"]),
-        ("partial", ["the weights of 'partial' lack", "other parameters"]),
-    ],
-)
-def test_weights_that_cannot_be_used_are_refused(stage, name, parts, folder):
-    module = importlib.import_module(stage)
-    argv = arguments(stage, {"model_name_or_path": name})
-    with pytest.raises(UserError) as caught:
-        module.main(parse(getattr(module, STAGES[stage]), argv))
-    check_sentence(str(caught.value))
+@pytest.mark.parametrize(("name", "parts"), WEIGHTS.items(), ids=list(WEIGHTS))
+def test_weights_that_cannot_be_used_are_refused(stage, name, parts, refusals):
+    message = refusals.sentence(stage, arguments(stage, {"model_name_or_path": name}))
+    for part in [f"{name!r}", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(("name", "parts"), FUNCTIONS.items(), ids=list(FUNCTIONS))
+def test_what_a_reward_function_does_wrong_is_told_in_one_sentence(name, parts, refusals):
+    """It is found at the first rollout: the run has begun, and no model is left behind."""
+    flags = {"reward_funcs": f"rewards.py:{name}", "num_generations": 8, "output_dir": "begun"}
+    status, errors = refusals.run("train_grpo", arguments("train_grpo", flags))
+    assert status == 2, errors
+    assert "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+    check_sentence(line)
     for part in parts:
-        assert part in str(caught.value)
-    assert not Path("run").exists()
+        assert part in line
+    assert not Path("begun/model").exists()
+    assert read_jsonl(Path("begun/metrics.jsonl")) == []
 
 
-def test_the_good_input_is_not_refused(folder, monkeypatch):
-    """The control: without the bad value every stage goes on to load weights."""
-    monkeypatch.setattr(models, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
-    for stage, name in STAGES.items():
-        module = importlib.import_module(stage)
-        with pytest.raises(InterruptedError):
-            module.main(parse(getattr(module, name), arguments(stage, {"output_dir": "good"})))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "parts"),
-    [
-        ("learning_rte: 1\n", ["r.yaml", "key 'learning_rte'", "mean learning_rate?"]),
-        ("max_steps: many\n", ["--max_steps", "'many'"]),
-        ("max_steps: [1, 2]\n", ["r.yaml", "[1, 2]", "'max_steps'"]),
-        ("max_steps: {a: 1}\n", ["r.yaml", "'max_steps'"]),
-        ("max_steps:\n", ["r.yaml", "'max_steps'"]),
-        ("bf16: 3.5\n", ["3.5"]),
-        ("a: [1\nb: 2\n", ["r.yaml is not YAML: line 2, "]),
-        ("max_steps\n", ["r.yaml", "`key: value`"]),
-        ("- max_steps\n", ["r.yaml", "`key: value`"]),
-        ("\ttab: 1\n", ["r.yaml is not YAML: line 1, "]),
-    ],
-)
-def test_a_bad_recipe_is_refused_in_one_sentence(recipe, parts, folder, monkeypatch):
+@pytest.mark.parametrize(("recipe", "parts"), RECIPES, ids=[text[:40] for text, _ in RECIPES])
+def test_a_bad_recipe_is_refused_in_one_sentence(recipe, parts, refusals):
     Path("r.yaml").write_text(recipe)
-    argv = ["--config", "r.yaml", *arguments("train_sft", {})]
-    message = refusal("train_sft", argv, monkeypatch)
-    check_sentence(message)
+    message = refusals.sentence("train_sft", ["--config", "r.yaml", *arguments("train_sft", {})])
     for part in parts:
         assert part in message
 
 
-def test_a_recipe_that_is_not_there_or_not_named(folder, monkeypatch):
-    message = refusal("train_sft", ["--config", "gone.yaml"], monkeypatch)
-    check_sentence(message)
+def test_a_recipe_that_is_not_there_or_not_named(refusals):
+    message = refusals.sentence("train_sft", ["--config", "gone.yaml"])
     assert "gone.yaml cannot be read: No such file" in message
-    message = refusal("train_sft", ["--config"], monkeypatch)
-    check_sentence(message)
-    assert "--config: expected one argument" in message
+    assert "sft cannot be read: Is a" in refusals.sentence("train_sft", ["--config", "sft"])
+    assert "--config: expected one argument" in refusals.sentence("train_sft", ["--config"])
     Path("r.yaml").write_bytes(b"\xff\xfe\x00")
-    message = refusal("train_sft", ["--config", "r.yaml"], monkeypatch)
-    check_sentence(message)
-    assert "r.yaml is not YAML" in message
+    assert "r.yaml is not YAML" in refusals.sentence("train_sft", ["--config", "r.yaml"])
+
+
+# ---- where nothing can be written ----------------------------------------------------------------
+
+
+def test_a_folder_that_allows_no_files_is_refused_before_weights_are_read(refusals, monkeypatch):
+    """Permissions are asked for, not tried: tests may run as root, whom nothing stops."""
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for flags in ({}, {"output_dir": "a/b/c"}, {"output_dir": "sft"}):
+        message = refusals.sentence("train_sft", arguments("train_sft", flags))
+        assert f"--output_dir {flags.get('output_dir', 'run')} cannot be written: " in message
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_is_told_in_one_sentence(refusals):
+    Path("full").mkdir()
+    Path("full/config.yaml").symlink_to("/dev/full")
+    for stage in ("train_sft", "evaluate"):
+        message = refusals.sentence(stage, arguments(stage, {"output_dir": "full"}))
+        assert "--output_dir full cannot be written: No space left on device" in message
+
+
+def test_a_disk_that_fills_up_later_ends_the_run_with_a_sentence(refusals, monkeypatch):
+    def export(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "late/model")
+
+    monkeypatch.setattr(checkpoint, "export", export)
+    argv = arguments("train_sft", {"output_dir": "late"})
+    status, errors = refusals.run("train_sft", argv)
+    assert status == 2
+    assert "error: late/model cannot be written: No space left on device.\n" in errors
+    assert "Traceback" not in errors
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "late/model")
+
+    monkeypatch.setattr(checkpoint, "export", fail)
+    status, errors = refusals.run("train_sft", argv)
+    assert status == 1, "a fault of the program is a failure, with its traceback"
+    assert "Traceback" in errors
+
+
+# ---- what looks odd and is good ------------------------------------------------------------------
+
+
+def test_the_good_input_is_not_refused(folder, monkeypatch):
+    """The control: without the bad value every stage goes on to load weights."""
+    for stage in STAGES:
+        reaches_weights(stage, {"output_dir": "good"}, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines"])
+def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
+    line = json.dumps(bad_things.SFT)
+    long = {"prompt": "TITLE: a\n\nPOST: " + "word after word. " * 600_000 + "\n\nTL;DR:"}
+    texts = {
+        "bom": "\ufeff" + f"{line}\n" * 3,
+        "long": f"{line}\n{json.dumps(bad_things.SFT | long)}\n{line}\n",
+        "extra": json.dumps({**bad_things.SFT, "id": 1, "n": float("nan"), "tags": [{}]}) + "\n",
+        "windows": f"{line}\r\n" * 3,
+        "blank_lines": f"\n{line}\n\n \n{line}\n",
+    }
+    Path(f"{name}.jsonl").write_text(texts[name], encoding="utf-8", newline="")
+    reaches_weights("train_sft", {"dataset_name": f"{name}.jsonl"}, monkeypatch)
+    assert "rows, truncated" in capsys.readouterr().out
+    Path(f"{name}.jsonl").unlink()
+
+
+def test_a_recipe_with_a_byte_order_mark_is_read(folder, monkeypatch):
+    Path("bom.yaml").write_text("\ufeffseed: 5\n", encoding="utf-8")
+    reaches_weights("train_sft", {"config": "bom.yaml"}, monkeypatch)
+
+
+def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    module = importlib.import_module(stage)
+    with pytest.raises(InterruptedError):
+        module.main(parse(getattr(module, STAGES[stage]), arguments(stage, flags)))
+
+
+def test_paths_may_have_spaces(folder):
+    """Of the rows, the model, the reward file, the recipe and the run."""
+    shutil.copytree("policy", "a policy")
+    shutil.copytree("sft", "some rows")
+    Path("my rewards.py").write_text(bad_things.REWARD_FILE)
+    Path("my recipe.yaml").write_text("reward_funcs: ['my rewards.py:lengths']\n")
+    flags = {"model_name_or_path": "a policy", "dataset_name": "some rows", "output_dir": "a run"}
+    argv = [*arguments("train_sft", flags), "--num_generations", "2", "--max_steps", "1"]
+    module = importlib.import_module("train_grpo")
+    module.main(parse(module.GRPOConfig, ["--config", "my recipe.yaml", *argv]))
+    assert Path("a run/model/model.safetensors").is_file()
+    assert read_jsonl(Path("a run/metrics.jsonl"))[-1]["reward/lengths"] > 0
+    packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
+    Path("some rows.jsonl.gz").write_bytes(packed)
+    flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
+    module = importlib.import_module("train_sft")
+    module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
+
+
+# ---- as real commands ----------------------------------------------------------------------------
 
 
 def test_only_rank_0_speaks_unless_it_has_nothing_to_say(monkeypatch, capsys):

@@ -669,3 +669,11 @@ def test_a_damaged_or_foreign_adapter_is_refused_in_a_sentence(bases, tmp_path, 
     (tmp_path / "adapter_config.json").write_text(settings)
     with pytest.raises(UserError, match=message):
         new_policy(str(tmp_path), lora_r=0)
+
+
+def test_an_adapter_of_another_rank_than_its_settings_say_is_refused(bases, tmp_path):
+    export.save_pretrained(new_policy(bases["gpt2"]), tiny.tokenizer(), tmp_path / "model")
+    settings = tmp_path / "adapter" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 2}))
+    with pytest.raises(UserError, match=r"is \(4, \d+\), not \(2, \d+\)\.\Z"):
+        new_policy(str(settings.parent), lora_r=0)

@@ -372,3 +372,33 @@ def test_a_run_goes_on_without_wandb(
     run.log(1, {"loss": 1.0})
     run.close()
     assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]
+
+
+@pytest.mark.parametrize("broken", ["log", "Table", "finish"])
+def test_a_run_outlives_wandb_that_fails_on_the_way(
+    broken: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the service has gone")
+
+    calls = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
+    calls |= {broken: fail}
+    wandb = SimpleNamespace(
+        init=lambda **_: SimpleNamespace(**calls),
+        Settings=dict,
+        Table=calls.get("Table", dict),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run = logger(tmp_path, report_to="wandb")
+    for step in (1, 2):
+        run.log(step, {"loss": 1.0})
+        run.samples(step, [{"completion": "a"}])
+    run.close()
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert warnings == [
+        f"warning: wandb stopped (the service has gone); metrics go to {tmp_path} only."
+    ]
+    assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -8,6 +8,7 @@ function written for TRL gets what TRL (1.16) gives it.
 import asyncio
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def test_a_row_may_name_its_own_functions():
     )
     assert total.tolist() == [5, 6]
     assert as_list(per_function["b"]) == [None, None]
-    with pytest.raises(RuntimeError, match=r"row 1 of the batch names .* 'c' .* there are: a, b"):
+    with pytest.raises(UserError, match=r"row 1 of the batch names .* 'c' .* there are: a, b"):
         call({"a": spy, "b": spy}, [1, 1], n=[5, 6], reward_funcs=["a", "c"])
 
 
@@ -165,7 +166,7 @@ def test_a_coroutine_is_waited_for_and_its_error_is_named():
         return [1 / (text != "c1") for text in completions]
 
     assert call({"slow": slow}, [2.0], num=1)[0].tolist() == [2.0]
-    with pytest.raises(RuntimeError, match="'slow' raised ZeroDivisionError on row 1 of the batch"):
+    with pytest.raises(UserError, match="'slow' raised ZeroDivisionError on row 1 of the batch"):
         call({"slow": slow}, [2.0])
 
 
@@ -200,14 +201,14 @@ def test_a_function_written_for_trl_s_conversations_works():
     functions = {"ends_in_four": ends_in_four, "asks": asks}
     found = RewardSet(functions, [1, 10])([CHAT, CHAT], answers, [[1], [2]], {})
     assert found.total.tolist() == [11, 10]
-    with pytest.raises(RuntimeError, match="'ends_in_four' raised TypeError on row 0 of the batch"):
+    with pytest.raises(UserError, match="'ends_in_four' raised TypeError on row 0 of the batch"):
         call({"ends_in_four": ends_in_four}, [1])  # not conversations
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([1.0], "returned 1 rewards for 2 completions"),
+        ([1.0], "returned 1 rewards for 2 completions; it must return a list with one for each."),
         ([1.0, 2.0, 3.0], "returned 3 rewards for 2 completions"),
         ([1.0, "2"], "returned '2' for row 1"),
         ([math.nan, 1.0], "returned nan for row 0"),
@@ -219,7 +220,7 @@ def test_a_function_written_for_trl_s_conversations_works():
     ],
 )
 def test_a_faulty_return_value_is_named(values, words):
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UserError) as caught:
         call({"good": constant(0, 0), "bad": constant(*values)}, [1, 1])
     assert "'bad'" in str(caught.value)
     assert words in str(caught.value)
@@ -227,7 +228,7 @@ def test_a_faulty_return_value_is_named(values, words):
 
 def test_the_row_number_is_that_of_the_batch_also_for_a_part_of_it():
     columns = {"reward_funcs": ["a", "b", "b"]}
-    with pytest.raises(RuntimeError, match="'b' returned nan for row 2"):
+    with pytest.raises(UserError, match="'b' returned nan for row 2"):
         call({"a": constant(0), "b": constant(0, math.nan)}, [1, 1], num=3, **columns)
 
 
@@ -235,25 +236,24 @@ def test_an_exception_names_function_row_and_cause():
     def picky(completions: list[str], **columns: Any) -> list[float]:
         return [1 / (text != "c1") for text in completions]
 
-    with pytest.raises(
-        RuntimeError, match="'picky' raised ZeroDivisionError on row 1 of"
-    ) as caught:
+    with pytest.raises(UserError, match="'picky' raised ZeroDivisionError on row 1 of") as caught:
         call({"picky": picky}, [1.0], num=3)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert re.search(r"division by zero \(test_rewards\.py, line \d+\)\.\Z", str(caught.value))
 
     def moody(completions: list[str], **columns: Any) -> list[float]:
         if len(completions) > 1:
             raise KeyError("many")
         return [0.0]
 
-    with pytest.raises(RuntimeError, match="'moody' raised KeyError on a batch of 2 rows"):
+    with pytest.raises(UserError, match="'moody' raised KeyError on a batch of 2 rows"):
         call({"moody": moody}, [1.0])
-    with pytest.raises(RuntimeError, match="'none' raised TypeError"):
+    with pytest.raises(UserError, match="'none' returned no list of rewards for 2 completions"):
         call({"none": lambda **_: None}, [1.0])
 
 
 def test_a_row_to_which_nothing_applies_is_an_error():
-    with pytest.raises(RuntimeError, match="applies to row 1 of the batch: a, b returned None"):
+    with pytest.raises(UserError, match="applies to row 1 of the batch: a, b returned None"):
         call({"a": constant(1, None), "b": constant(None, None)}, [1, 0])
 
 
@@ -361,6 +361,16 @@ def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
         ("#### 18\n#### 17", "#### 18", 0),
         ("#### 18\n####", "#### 18", 0),
         ("#### 1/2", "#### 1", 0),
+        ("#### 3 1/2", "#### 3", 0),  # a mixed fraction is none of its parts
+        ("#### 3 and 1/2", "#### 3", 0),
+        ("#### 3-1/2", "#### 3", 0),
+        ("#### 31 1/2", "#### 3", 0),
+        ("#### 3 \u00bd", "#### 3", 0),
+        ("#### 3 1\u20442", "#### 3", 0),
+        ("#### 3 / 4", "#### 3", 0),
+        ("#### 3 /hour", "#### 3", 1),
+        ("#### 3 1", "#### 3", 1),
+        ("#### 3\n1/2 of them", "#### 3", 1),
         ("#### 18th", "#### 18", 0),
         ("#### 1.2.3", "#### 1.2", 0),
         ("#### x = 18", "#### 18", 0),
@@ -379,8 +389,18 @@ def test_final_answers_are_compared_as_numbers(completion, answer, expected):
 
 
 def test_an_answer_that_is_no_number_is_named():
-    with pytest.raises(RuntimeError, match="'gsm8k' raised ValueError on row 1 .* holds 'a half'"):
+    with pytest.raises(UserError, match="'gsm8k' raised ValueError on row 1 .* holds 'a half'"):
         judged("gsm8k", "#### 1", "#### 2", answer=["1", "a half"])
+    rewards = load_reward_functions(["gsm8k", "length"])
+    for answer in ("#### 18", 18, 1.5, None):
+        rewards.check_row(1, {"answer": answer})
+    for answer in ("a half", "#### 3 1/2", math.nan, True, "x" * 1000):
+        with pytest.raises(
+            UserError, match="row 7 of the prompts: .* names no number .* 'gsm8k'"
+        ) as caught:
+            rewards.check_row(7, {"answer": answer})
+        assert len(str(caught.value)) < 200
+    rewards.check_row(7, {"answer": "a half", "reward_funcs": ["length"]})  # not asked for
 
 
 @pytest.mark.parametrize(

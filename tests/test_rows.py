@@ -15,7 +15,7 @@ import pytest
 from common import hub
 from common import rows as rows_module
 from common.config import UserError
-from common.rows import load_rows, row_source
+from common.rows import COMPLETION_COLUMNS, load_rows, row_source
 
 SFT = [
     {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},
@@ -260,6 +260,60 @@ def test_a_prompt_column_is_taken_as_it_is(tmp_path):
     row = {"prompt": "Say:", "chosen": "the cat", "rejected": "the dog"}
     file = write_jsonl(tmp_path / "a.jsonl", [row])
     assert load_rows(str(file), "train", kind="preference", seed=0) == [row]
+
+
+USER = [{"role": "user", "content": "Say: "}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("good", "bad"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        # TRL's rows with an implicit prompt, and the prompt in a column beside
+        ("preference", {"prompt": "Say:", "chosen": "Say: good", "rejected": "Say: bad"}),
+        ("sft", {"prompt": "Say:", "completion": "Say: good"}),
+        ("preference", {"prompt": USER, "chosen": USER + GOOD, "rejected": USER + BAD}),
+        ("sft", {"prompt": USER, "completion": USER + GOOD}),
+        # UltraFeedback and UltraChat: the prompt as text, the rest as messages
+        ("preference", {"prompt": "Say:", "chosen": USER + GOOD, "rejected": USER + BAD}),
+        ("sft", {"prompt": "Say:", "messages": USER + GOOD}),
+    ],
+)
+def test_a_prompt_that_completions_repeat_is_cut_from_them(tmp_path, capsys, kind, row):
+    """What remains is what the same row without the repetition gives."""
+    file = str(write_jsonl(tmp_path / "a.jsonl", [row] * 3))
+    found = load_rows(file, "train", kind=kind, seed=0)
+    is_text = isinstance(row["prompt"], str) and all(isinstance(v, str) for v in row.values())
+    plain = {"prompt": "Say:", "chosen": " good", "rejected": " bad", "completion": " good"}
+    if not is_text:
+        plain = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "completion": GOOD}
+    for name in ("prompt", *COMPLETION_COLUMNS[kind]):
+        assert [found_row[name] for found_row in found] == [plain[name]] * 3
+    assert "repeat the prompt in 3 of 3 rows, which is cut" in capsys.readouterr().out
+
+
+def test_a_completion_that_begins_like_its_short_prompt_is_kept_with_a_warning(tmp_path, capsys):
+    rows = [
+        {"prompt": "The", "completion": "The end"},
+        {"prompt": "A long prompt", "completion": " c"},
+    ]
+    file = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    assert load_rows(file, "train", kind="sft", seed=0) == rows
+    assert "warning: " in (output := capsys.readouterr().out)
+    assert "in 1 of 2 rows, which are taken as they are" in output
+
+
+def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
+    row = {"prompt": "Sing:", "chosen": USER + GOOD, "rejected": USER + BAD}
+    file = write_jsonl(tmp_path / "a.jsonl", [row])
+    message = refusal(str(file), "train", kind="preference")
+    assert "row 1: 'chosen' and 'prompt' must both be text or both be messages" in message
+
+
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
+    for name, text in (("a.jsonl", json.dumps(SFT[0])), ("b.json", json.dumps(SFT[:1]))):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert load_rows(str(tmp_path / name), "train", kind="sft", seed=0) == SFT[:1]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import tiny
 import torch
 
 from common.advantages import EPSILON, step_advantages
+from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts
 from common.padding import right_pad
@@ -102,7 +103,7 @@ def test_without_step_rewards_there_are_no_steps():
     ],
 )
 def test_a_faulty_step_names_function_and_row(steps, words):
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(UserError) as caught:
         call({"good": returned(0, 0), "bad": returned([(0, 1.0)], steps)}, [1, 1], [3, 3])
     assert "'bad' returned" in str(caught.value)
     assert "for row 1 of the batch" in str(caught.value)

@@ -1,0 +1,42 @@
+"""Paths that a user names, looked at before anything is read from them or written to them."""
+
+import os
+from pathlib import Path
+
+from common.errors import UserError
+
+LONGEST_SHOWN = 100  # characters of a path in a sentence
+
+
+def refuse_unreachable(flag: str, path: str) -> None:
+    """Raise a UserError for a link to nothing and for what the system cannot look at.
+
+    That is a loop of links, a name that is too long, a folder without permission. A path that is
+    not there passes: it may be made, or be a hub id.
+    """
+    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}..."
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise UserError(
+                f"--{flag} {shown} is a link to what is not there; name a file or folder."
+            ) from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"--{flag} {shown} cannot be looked at ({reason}); name a file or folder that can."
+        ) from None
+
+
+def refuse_unwritable(flag: str, path: str) -> None:
+    """Raise a UserError for a folder that cannot be made or written to. Makes nothing."""
+    folder = Path(path).absolute()
+    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise UserError(f"--{flag} {path} needs {nearest} to be a folder, and it is none.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
+            "folder."
+        )

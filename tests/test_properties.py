@@ -1,0 +1,314 @@
+"""Claim: what holds for the examples of the other tests holds for any lengths, texts and files.
+
+Drawn by hypothesis, the same cases in every run. A score, a position and a completion do not depend
+on what stands beside them in the batch; no cut is too long or loses header or cue; noise is uniform
+for any seed and counter. A file, a recipe or a command line, whatever is in it, is read or refused
+in one sentence. That the two layouts score any shape alike is in `test_layouts.py`.
+"""
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common import noise
+from common.chat import is_messages
+from common.config import UserError, parse
+from common.data import tokenize_rows
+from common.generation import Rollouts, Sampler
+from common.padding import make_batch, padded_batch, shared_prefix_batch
+from common.rows import COMPLETION_COLUMNS, load_rows
+from common.scoring import Policy
+from common.truncation import split_prompt
+from train_sft import SFTConfig
+
+pytestmark = pytest.mark.usefixtures("process_group")
+LAYOUTS = st.sampled_from(["padded", "shared_prefix"])
+GROUPS = st.lists(  # lengths of a prompt and of its completions
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 8), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=4,
+)
+Group = tuple[int, list[int]]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return Policy(tiny.causal_lm("gpt2")).eval()  # learned positions: a wrong one shows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("properties")
+
+
+def ids_of(groups: list[Group]) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Random prompts and completions of the lengths."""
+    prompts = [tiny.random_ids(length, seed=i) for i, (length, _) in enumerate(groups)]
+    completions = [
+        [tiny.random_ids(length, seed=100 * i + k + 50) for k, length in enumerate(lengths)]
+        for i, (_, lengths) in enumerate(groups)
+    ]
+    return prompts, completions
+
+
+# ---- batches -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(groups=GROUPS, layout=LAYOUTS, pad_id=st.integers(0, 60))
+def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pad_id):
+    """Each completion in its batch against the same one alone, without any padding."""
+    prompts, completions = ids_of(groups)
+    with torch.no_grad():
+        batch = make_batch(layout, prompts, completions, pad_id)
+        found = tiny.per_row(policy(batch).token_logps, batch.completion_mask)
+        alone = []
+        for prompt, group in zip(prompts, completions, strict=True):
+            for ids in group:
+                one = padded_batch([prompt], [[ids]], pad_id)
+                assert one.attention_mask.all()
+                alone.append(policy(one).token_logps[0])
+    for scores, expected in zip(found, alone, strict=True):
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=100)
+@given(groups=GROUPS)
+def test_a_token_has_the_position_of_its_own_sequence(groups):
+    """That of the token before each completion token, which predicts it, in either layout."""
+    prompts, completions = ids_of(groups)
+    expected = [
+        len(prompt) - 1 + place
+        for prompt, group in zip(prompts, completions, strict=True)
+        for ids in group
+        for place in range(len(ids))
+    ]
+    shared = shared_prefix_batch(prompts, completions, 7)
+    assert shared.position_ids[0, shared.predictors].tolist() == expected
+    padded = padded_batch(prompts, completions, 7)
+    width = padded.completion_mask.shape[1]
+    before = padded.position_ids[:, -width - 1 : -1]  # (B, C)
+    assert before[padded.completion_mask].tolist() == expected
+
+
+# ---- truncation ----------------------------------------------------------------------------------
+
+EOS = "<|endoftext|>"
+WORDS = st.sampled_from(["a", "word", "end.", "naïve", "喵喵", "🙂", "supercalifragilistic", EOS])
+SPACES = st.sampled_from([" ", " ", "\n", "\n\n", "\t", "\u2028"])
+BODIES = st.lists(st.tuples(WORDS, SPACES).map("".join), min_size=1, max_size=30).map("".join)
+PROMPTS = st.one_of(
+    st.tuples(st.just("SUBREDDIT: r/a\n\nTITLE: b\n\nPOST: "), BODIES, st.just("\n\nTL;DR:")),
+    st.tuples(st.just("TITLE: b\n\n"), BODIES, st.sampled_from(["\n\nTL;DR:", ""])),
+    st.tuples(st.text(max_size=60), BODIES),
+).map("".join)
+
+
+@settings(max_examples=150)
+@given(
+    texts=st.lists(st.tuples(PROMPTS, BODIES | st.text(max_size=60)), min_size=1, max_size=4),
+    max_prompt_length=st.integers(1, 60),
+    max_completion_length=st.integers(1, 30),
+    truncation=st.sampled_from(["tldr", "start"]),
+)
+def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
+    texts, max_prompt_length, max_completion_length, truncation
+):
+    tokenizer = tiny.tokenizer()
+    stop_id = tokenizer.eos_token_id
+    rows = [{"prompt": prompt, "completion": text} for prompt, text in texts]
+    try:
+        examples, report = tokenize_rows(
+            rows,
+            tokenizer,
+            kind="sft",
+            stop_id=stop_id,
+            max_prompt_length=max_prompt_length,
+            max_completion_length=max_completion_length,
+            truncation=truncation,
+            max_dropped_fraction=1.0,
+            split="train",
+        )
+    except UserError as error:
+        assert_one_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
+        return
+    assert len(examples) + report.num_dropped == len(rows)
+    for example in examples:
+        prompt, text = texts[example.row]
+        assert 1 <= len(example.prompt_ids) <= max_prompt_length
+        assert tokenizer(example.prompt, add_special_tokens=False)["input_ids"] == (
+            example.prompt_ids
+        ) or (truncation == "start" and example.prompt != prompt)  # a cut inside a character
+        if truncation == "tldr":
+            header, body, cue = split_prompt(prompt)
+            assert example.prompt.startswith(header)
+            assert example.prompt.endswith(cue)
+            assert body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
+        (ids,) = example.completions
+        assert 1 <= len(ids) <= max_completion_length
+        assert stop_id not in ids[:-1]
+        if ids[-1] == stop_id:
+            assert tokenizer.decode(ids[:-1]) == text.split(EOS)[0]
+        else:
+            assert len(ids) == max_completion_length
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+EXAMPLES = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 9, 2, 6)])
+STOPS = tuple(range(0, 61, 6))  # rows end at many lengths
+
+
+def sample(policy: Policy, rows: list[int], num_samples: int, **fields: Any) -> Rollouts:
+    config = tiny.train_config(max_completion_length=10, **fields)
+    sampler = Sampler(policy, tiny.tokenizer(), STOPS, config)
+    return sampler.sample([EXAMPLES[row] for row in rows], num_samples=num_samples, step=3)
+
+
+@pytest.fixture(scope="module")
+def alone(policy: Policy) -> dict[tuple[int, int], list[int]]:
+    """Completions by (row, sample), each prompt sampled in a batch of its own."""
+    found = {}
+    for row in range(len(EXAMPLES)):
+        rollouts = sample(policy, [row], 3, generation_batch_size=1)
+        found |= {(row, k): ids for k, ids in enumerate(rollouts.completion_ids)}
+    assert len(set(map(len, found.values()))) > 3
+    return found
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.lists(st.integers(0, len(EXAMPLES) - 1), min_size=1, max_size=7, unique=True),
+    num_samples=st.integers(1, 3),
+    generation_batch_size=st.integers(1, 20),
+    generation_cache_tokens=st.integers(1, 200),
+    layout=LAYOUTS,
+)
+def test_a_completion_does_not_depend_on_its_companions(policy, alone, rows, num_samples, **fields):
+    rollouts = sample(policy, rows, num_samples, **fields)
+    places = itertools.product(rows, range(num_samples))
+    assert rollouts.completion_ids == [alone[place] for place in places]
+
+
+COUNTERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**63 - 1), counters=COUNTERS, start=st.integers(0, 2**40))
+def test_noise_is_uniform_for_any_seed_and_counters(seed, counters, start):
+    """16 cells, 4,096 draws: chi-square with 15 degrees of freedom, in normal units."""
+    index = start + torch.arange(4096)
+    values = noise.uniform(seed, *counters, index)
+    assert ((values > 0) & (values < 1)).all()
+    counts = torch.histc(values, 16, 0, 1)
+    chi_square = float(((counts - 256) ** 2 / 256).sum())
+    assert abs(chi_square - 15) / 30**0.5 < 6
+    assert abs(float(values.mean()) - 0.5) < 6 / (12 * 4096) ** 0.5
+    place = 4095 - start % 4096  # one alone is what it is among others
+    assert float(noise.uniform(seed, *counters, int(index[place]))) == float(values[place])
+
+
+# ---- whatever a user gives -----------------------------------------------------------------------
+
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # halves of pairs among them
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]) | TEXTS, "content": TEXTS}
+    ),
+    max_size=3,
+)
+COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "completions", "n")
+ROWS = st.lists(
+    st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=5), max_size=3
+)
+KINDS = st.sampled_from(list(COMPLETION_COLUMNS))
+
+
+def assert_read_or_refused(file: Path, kind: Any) -> None:
+    try:
+        rows = load_rows(str(file), "train", kind=kind, seed=0)
+    except UserError as error:
+        assert_one_sentence(error, file.name)
+        return
+    for row in rows:
+        values = [row[name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
+        assert all(is_messages(value) for value in values) or all(
+            isinstance(value, str) and value.strip() for value in values
+        )
+        json.dumps(values).encode()
+
+
+def assert_one_sentence(error: Exception, *words: str) -> None:
+    assert str(error).endswith(".")
+    assert "\n" not in str(error)
+    for word in words:
+        assert word in str(error)
+
+
+@settings(max_examples=200)
+@given(rows=ROWS, kind=KINDS)
+def test_any_rows_are_read_or_refused(folder, rows, kind):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert_read_or_refused(file, kind)
+
+
+@settings(max_examples=150)
+@given(
+    content=st.binary(max_size=80) | st.text(max_size=40).map(str.encode) | JSON.map(json.dumps),
+    suffix=st.sampled_from([".jsonl", ".json", ".jsonl.gz", ".parquet"]),
+    is_packed=st.booleans(),
+)
+def test_any_file_is_read_or_refused(folder, content, suffix, is_packed):
+    file = folder / f"file{suffix}"
+    content = content if isinstance(content, bytes) else content.encode()
+    file.write_bytes(gzip.compress(content) if is_packed else content)
+    assert_read_or_refused(file, "prompts")
+
+
+LINES = st.sampled_from(
+    ["seed: 1", "seed: 1e3", "bf16: yes", "run_name: no", "run_name: 2024-13-45", "a: b: c", "- x"]
+    + ["layout: padded", "lora_target_modules: [a, [b]]", "learning_rate: .nan", "? [a]", "&a *a"]
+    + ["max_steps: 0x10", "max_steps: 1:30", "batch_size: '4'", "stop_token: !!binary x", "%YAML 9"]
+)
+
+
+@settings(max_examples=80)
+@given(lines=st.lists(LINES | st.text(max_size=20), max_size=4))
+def test_any_recipe_is_read_or_refused(folder, lines):
+    file = folder / "recipe.yaml"
+    file.write_text("\n".join(lines), encoding="utf-8", newline="")
+    argv = ["--config", str(file), "--output_dir", "a", "--model_name_or_path", "b"]
+    assert_config_or_refused(argv)
+
+
+FLAGS = ["--seed", "--bf16", "--lora_r", "--config", "--output_dir", "--batch_size=0", "--x=y"]
+VALUES = ["1", "-1", "nan", "", "--", "-", "1e999", "true", "/", "a\x00b", "x" * 5000]
+
+
+@settings(max_examples=80)
+@given(argv=st.lists(st.sampled_from([*FLAGS, *VALUES]) | st.text(max_size=5), max_size=6))
+def test_any_command_line_is_read_or_refused(folder, argv):
+    assert_config_or_refused(["--output_dir", "a", "--model_name_or_path", "b", *argv])
+
+
+def assert_config_or_refused(argv: list[str]) -> None:
+    try:
+        config = parse(SFTConfig, argv)
+    except UserError as error:
+        assert_one_sentence(error)
+    else:
+        assert config.batch_size > 0

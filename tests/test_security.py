@@ -1,0 +1,417 @@
+"""Claim: nothing that a run reads is run as code unless a flag asks for it, and it leaks nothing.
+
+Model folders, adapters, tokenizers, chat templates, recipes and rows that would write a file if
+they were trusted are refused in one sentence, or read without it. A run's files and its output hold
+no secret of the environment, and nobody else may change them. The code itself is searched for what
+could break this.
+"""
+
+import ast
+import importlib
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bad_things
+import pytest
+import tiny
+import torch
+from refusals import STAGES, Refusals, arguments
+
+from common import models
+from common.config import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = sorted(
+    path
+    for pattern in ("*.py", "common/*.py", "assets/**/*.py", "tests/benchmarks/*.py")
+    for path in ROOT.glob(pattern)
+)
+TRACE = Path("trace")  # the file that untrusted code would make
+
+
+class Evil:
+    """Writes the file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (TRACE,)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Working directory with a good policy and good rows; with a process group."""
+    folder = tmp_path_factory.mktemp("security")
+    bad_things.make_rows(folder)
+    bad_things.make_models(folder)
+    bad_things.make_reward_files(folder)
+    with tiny.working_directory(folder):
+        yield folder
+
+
+@pytest.fixture
+def refusals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Refusals]:
+    TRACE.unlink(missing_ok=True)
+    yield Refusals(monkeypatch, capsys)
+    TRACE.unlink(missing_ok=True)
+
+
+def copy_of(source: str, name: str) -> Path:
+    """A new copy of a folder."""
+    shutil.rmtree(name, ignore_errors=True)
+    return Path(shutil.copytree(source, name))
+
+
+# ---- pickles -------------------------------------------------------------------------------------
+
+
+def evil_bin(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"transformer.wte.weight": Evil()}))
+
+
+def evil_zip(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
+
+
+def evil_pt(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(Evil(), folder / "model.pt")
+
+
+def evil_name(folder: Path) -> None:
+    torch.save({"transformer.wte.weight": Evil()}, folder / "model.safetensors")
+
+
+def evil_shards(folder: Path) -> None:
+    """The index of the safetensors names a pickle."""
+    (folder / "model.safetensors").unlink()
+    torch.save({"transformer.wte.weight": Evil()}, folder / "pytorch_model.bin")
+    weight_map = {"transformer.wte.weight": "pytorch_model.bin"}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("stage", ["train_sft", "train_reward", "train_dpo", "train_grpo"])
+@pytest.mark.parametrize(
+    "make", [evil_bin, evil_zip, evil_pt, evil_name, evil_shards], ids=lambda make: make.__name__
+)
+def test_a_pickle_is_not_loaded(stage, make, refusals):
+    make(copy_of("judge" if stage == "train_reward" else "policy", "evil"))
+    message = refusals.sentence(stage, arguments(stage, {"model_name_or_path": "evil"}))
+    assert "no safetensors weights could be loaded from 'evil'" in message
+    assert not TRACE.exists()
+
+
+def test_a_pickle_beside_good_weights_is_left_alone(refusals):
+    folder = copy_of("policy", "evil")
+    for name in ("training_args.bin", "optimizer.pt", "pytorch_model.bin", "tokenizer.pkl"):
+        torch.save(Evil(), folder / name)
+    torch.save(Evil(), "evil/scheduler.pt")
+    flags = {"model_name_or_path": "evil", "output_dir": "beside"}
+    assert refusals.status("train_sft", arguments("train_sft", flags)) == 0
+    assert not TRACE.exists()
+
+
+@pytest.mark.parametrize("lora_r", [0, 4])
+def test_an_adapter_that_is_a_pickle_is_not_loaded(lora_r, refusals):
+    shutil.rmtree("evil", ignore_errors=True)
+    Path("evil").mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "policy", "r": 4, "lora_alpha": 8}
+    settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    Path("evil/adapter_config.json").write_text(json.dumps(settings))
+    torch.save(Evil(), "evil/adapter_model.bin")
+    flags = {"model_name_or_path": "evil", "lora_r": lora_r, "lora_alpha": 8}
+    message = refusals.sentence("train_sft", arguments("train_sft", flags))
+    assert "no adapter_model.safetensors could be read in 'evil'" in message
+    assert not TRACE.exists()
+
+
+def test_the_trap_works(refusals):
+    """The control: whoever unpickles it makes the file."""
+    pickle.loads(pickle.dumps(Evil()))
+    assert TRACE.exists()
+
+
+# ---- code in a folder ----------------------------------------------------------------------------
+
+CODE_FILE = f"""
+from pathlib import Path
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+Path({str(TRACE)!r}).touch()
+class Config(GPT2Config): model_type = "mine"
+class Model(GPT2LMHeadModel): config_class = Config
+class Tokenizer(PreTrainedTokenizerFast): pass
+def generate(*args, **kwargs): pass
+"""
+
+
+def change(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def code_of_a_model(folder: Path) -> None:
+    auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    change(folder / "config.json", model_type="mine", auto_map=auto_map)
+
+
+def code_of_a_tokenizer(folder: Path) -> None:
+    auto_map = {"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]}
+    change(folder / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Tokenizer")
+
+
+def with_code(change_folder: Callable[[Path], None], name: str) -> Path:
+    folder = copy_of("policy", name)
+    (folder / "code.py").write_text(CODE_FILE)
+    change_folder(folder)
+    return folder
+
+
+@pytest.mark.parametrize("stage", ["train_sft", "evaluate"])
+def test_code_of_a_model_is_not_run_without_the_flag(stage, refusals):
+    with_code(code_of_a_model, "its_code")
+    flag = "policies" if stage == "evaluate" else "model_name_or_path"
+    flags = {flag: "its_code", "tokenizer_name_or_path": "policy"}
+    message = refusals.sentence(stage, arguments(stage, flags))
+    assert "'its_code'" in message
+    assert "--trust_remote_code true" in message
+    assert not TRACE.exists()
+
+
+def test_code_of_a_model_of_a_known_type_is_left_alone(refusals):
+    """Transformers has a class of its own for it, and custom code for `generate` is not read."""
+    folder = with_code(code_of_a_model, "its_code")
+    change(folder / "config.json", model_type="gpt2")
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(CODE_FILE)
+    flags = {"model_name_or_path": "its_code", "output_dir": "known"}
+    status = refusals.status("train_sft", arguments("train_sft", flags))
+    assert status in (0, 2)
+    assert not TRACE.exists()
+
+
+def test_code_of_a_tokenizer_is_not_run_without_the_flag(refusals):
+    with_code(code_of_a_tokenizer, "its_code")
+    flags = {"tokenizer_name_or_path": "its_code", "output_dir": "tokens"}
+    assert refusals.status("train_sft", arguments("train_sft", flags)) in (0, 2)
+    assert not TRACE.exists()
+
+
+def test_with_the_flag_the_code_is_run(folder, refusals, tmp_path, monkeypatch):
+    """The control: the refusal above is not for another reason."""
+    from transformers import dynamic_module_utils
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with_code(code_of_a_model, "its_code")
+    config = tiny.train_config(trust_remote_code=True, max_prompt_length=8, layout="padded")
+    models.read_model_config("its_code", "policy", tiny.tokenizer(), config)
+    assert TRACE.exists()
+
+
+def test_a_chat_template_reaches_nothing_outside(refusals):
+    folder = copy_of("policy", "chatty")
+    steps = "cycler.__init__.__globals__['os'].system('touch trace')"
+    (folder / "chat_template.jinja").write_text(f"{{{{ {steps} }}}}")
+    flags = {"model_name_or_path": "chatty", "dataset_name": "chat"}
+    message = refusals.sentence("train_sft", arguments("train_sft", flags))
+    assert "the tokenizer cannot render them" in message
+    assert not TRACE.exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed: !!python/object/apply:os.system ['touch trace']",
+        "seed: !!python/object/new:os.system ['touch trace']",
+        "? !!python/object/apply:os.system ['touch trace']\n: 1",
+    ],
+)
+def test_a_recipe_runs_nothing(line, refusals):
+    Path("r.yaml").write_text(line)
+    message = refusals.sentence("train_sft", ["--config", "r.yaml", *arguments("train_sft", {})])
+    assert "r.yaml is not YAML: line 1, could not determine a constructor" in message
+    assert not TRACE.exists()
+
+
+@pytest.mark.parametrize("stage", ["train_dpo", "train_grpo", "evaluate"])
+def test_the_help_says_that_a_reward_file_is_run(stage, capsys, monkeypatch):
+    config_class = getattr(importlib.import_module(stage), STAGES[stage])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        parse(config_class, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "file.py:function (your file is run as code)" in text
+
+
+# ---- what a run leaves ---------------------------------------------------------------------------
+
+SECRETS = {
+    "WANDB_API_KEY": "5ec4e7" * 6 + "abcd",
+    "HF_TOKEN": "hf_" + "SecretOfTheHub" * 2,
+    "AWS_SECRET_ACCESS_KEY": "secret/of/the/cloud/0123456789",
+}
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> subprocess.CompletedProcess[bytes]:
+    """A real run with secrets around it and wandb on, started where everybody may write."""
+    flags = {"output_dir": "left", "report_to": "wandb", "save_steps": 1}
+    script = [sys.executable, str(ROOT / "train_sft.py"), *arguments("train_sft", flags)]
+    environment = {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        ["sh", "-c", 'umask 0; exec "$@"', "sh", *script],
+        env={**os.environ, **environment, **SECRETS, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"warning: wandb" not in result.stderr
+    return result
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def test_no_secret_of_the_environment_is_written_or_printed(finished):
+    places = {str(path): path.read_bytes() for path in files_of(Path("left"))}
+    names = {Path(name).name for name in places}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "model.safetensors"} <= names
+    assert any(name.startswith("run-") for name in names), "wandb's own file"
+    for place, content in {**places, "out": finished.stdout, "err": finished.stderr}.items():
+        for name, secret in SECRETS.items():
+            assert secret.encode() not in content, f"{name} is in {place}"
+
+
+def test_nobody_else_may_change_what_a_run_wrote(finished):
+    found = [Path("left"), *Path("left").rglob("*")]
+    assert len(found) > 15
+    open_to_all = [str(p) for p in found if not p.is_symlink() and p.stat().st_mode & 0o002]
+    assert open_to_all == []
+
+
+# ---- the code itself -----------------------------------------------------------------------------
+
+UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_METHODS = {
+    ("os", "system"),
+    ("os", "popen"),
+    ("yaml", "load"),
+    ("yaml", "load_all"),
+    ("yaml", "full_load"),
+    ("yaml", "unsafe_load"),
+    ("subprocess", "getoutput"),
+}
+UNSAFE_OPTIONS = {
+    ("shell", True),
+    ("allow_pickle", True),
+    ("trust_remote_code", True),
+    ("weights_only", False),
+    ("use_safetensors", False),
+}
+
+
+def unsafe_lines(text: str) -> list[int]:
+    """Lines of Python code that may run what they read."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            is_unsafe = any(name.split(".")[0] in UNSAFE_MODULES for name in names)
+        elif isinstance(node, ast.Call):
+            is_unsafe = is_unsafe_call(node)
+        else:
+            continue
+        found += [node.lineno] * is_unsafe
+    return found
+
+
+def is_unsafe_call(node: ast.Call) -> bool:
+    options = {
+        (option.arg, option.value.value)
+        for option in node.keywords
+        if isinstance(option.value, ast.Constant)
+    }
+    if options & UNSAFE_OPTIONS:
+        return True
+    if isinstance(node.func, ast.Name):
+        return node.func.id in UNSAFE_CALLS
+    if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
+        return False
+    method = (node.func.value.id, node.func.attr)
+    is_torch_load = method == ("torch", "load") and ("weights_only", True) not in options
+    return method in UNSAFE_METHODS or is_torch_load
+
+
+def test_the_code_has_nothing_that_runs_what_it_reads():
+    assert len(CODE) > 50
+    found = [f"{path}:{line}" for path in CODE for line in unsafe_lines(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_unsafe"),
+    [
+        ("import pickle", True),
+        ("from pickle import loads", True),
+        ("from joblib.numpy_pickle import load", True),
+        ("eval('1')", True),
+        ("exec(text)", True),
+        ("torch.load(path)", True),
+        ("torch.load(path, weights_only=False)", True),
+        ("yaml.load(text, yaml.SafeLoader)", True),
+        ("subprocess.run(text, shell=True)", True),
+        ("os.system(text)", True),
+        ("np.load(path, allow_pickle=True)", True),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", True),
+        ("AutoModel.from_pretrained(path, trust_remote_code=config.trust_remote_code)", False),
+        ("torch.load(path, weights_only=True)", False),
+        ("yaml.safe_load(text)", False),
+        ("model.eval()", False),
+        ("re.compile(text)", False),
+        ("subprocess.run(['git'])", False),
+    ],
+)
+def test_the_search_finds_what_it_is_for(line, is_unsafe):
+    assert bool(unsafe_lines(line)) == is_unsafe
+
+
+def test_remote_code_is_a_matter_of_one_flag():
+    """Wherever transformers is told whether to trust code, the flag of the run says so."""
+    uses = [
+        ast.unparse(option.value)
+        for path in CODE
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        for option in node.keywords
+        if option.arg == "trust_remote_code"
+    ]
+    assert set(uses) == {"config.trust_remote_code"}
+    assert len(uses) >= 4
+
+
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "tests/requirements.txt", "tests/benchmarks/requirements.txt"]
+)
+def test_every_requirement_is_one_version(name):
+    """What is installed does not change from one day to the next; how to change it is said once."""
+    lines = (ROOT / name).read_text().splitlines()
+    packages = [line for line in lines if line and not line.startswith(("#", "-r "))]
+    assert packages
+    pinned = re.compile(r"[\w.-]+==\d[\w.]*(; python_version (>=|<) \"[\d.]+\")?")
+    assert [line for line in packages if not pinned.fullmatch(line)] == []
+    if name == "requirements.txt":
+        assert "# To update: " in (ROOT / name).read_text()
