@@ -185,6 +185,13 @@ class TrainConfig(CommonConfig):
     profile_steps: int = knob(3, "steps that profile records, after two of warm-up")
     resume_from_checkpoint: str = knob("", "folder of a checkpoint, or `latest` in output_dir")
 
+    # --- planning ---
+    dry_run: bool = knob(False, "print what the run takes, from the models' configs, and end")
+    dry_run_ranks: list[int] = knob([], "numbers of processes to plan (empty: those launched)")
+    dry_run_device: str = knob(
+        "", "plan for a `cuda` or a `cpu` machine (empty: for this one)", ["", "cpu", "cuda"]
+    )
+
     def __post_init__(self) -> None:
         """Refuse values that no training run may have."""
         super().__post_init__()
@@ -210,6 +217,17 @@ class TrainConfig(CommonConfig):
             raise UserError("--dataset_train_split is empty: name the split to train on.")
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
+        refuse_plan(self)
+
+
+def refuse_plan(config: TrainConfig) -> None:
+    """Raise a UserError for fields of a plan that is not asked for, or of no process."""
+    for name in ("dry_run_ranks", "dry_run_device"):
+        value = getattr(config, name)
+        if value and not config.dry_run:
+            raise UserError(f"--{name} is {value}; it must be empty without --dry_run true.")
+    if any(ranks < 1 for ranks in config.dry_run_ranks):
+        raise UserError(f"--dry_run_ranks is {config.dry_run_ranks}; they must be positive.")
 
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:

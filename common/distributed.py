@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.config import CommonConfig, UserError, parse
+from common.config import CommonConfig, TrainConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
 COLLECTIVE_TIMEOUT = timedelta(hours=1)  # ranks wait while rank 0 downloads and reads a model
@@ -29,10 +30,14 @@ REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times 
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure.
+    Exits with status 2 and one sentence for what the user can put right, with 1 for a failure. With
+    `--dry_run true` the run is only planned, before any process group.
     """
     try:
         config = parse(config_class)
+        if isinstance(config, TrainConfig) and config.dry_run:
+            plan(config)
+            return
         start()
         refuse_without_gpu(config)
         main(config)
@@ -49,6 +54,15 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         print(f"rank {rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         close_and_exit(1)
     dist.destroy_process_group()
+
+
+def plan(config: TrainConfig) -> None:
+    """Print on rank 0 what a run takes."""
+    from common import planner  # which imports this module
+
+    if os.environ.get("RANK", "0") == "0":
+        quieten()
+        planner.dry_run(config)
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:
@@ -68,9 +82,7 @@ def start() -> None:
     """Join the process group that torchrun describes, or make a group of one. Idempotent."""
     if dist.is_initialized():
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
+    quieten()
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -86,6 +98,18 @@ def start() -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def quieten() -> None:
+    """Silence libraries."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
+
+
+def launched_ranks() -> int:
+    """Number of processes that torchrun says there are, 1 without it; also before `start`."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 def rank() -> int:
@@ -180,12 +204,25 @@ def print_rank0(*values: object, **options: Any) -> None:
         print(*values, flush=True, **options)
 
 
+def resident_bytes() -> int:
+    """Bytes of memory that this process has now; where only its peak is known, that."""
+    statm = Path("/proc/self/statm")  # total and resident pages, and others
+    if not statm.exists():
+        return round(peak_resident_gb() * 1e9)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_gb() -> float:
+    """Largest memory of this process on the host so far, in GB."""
+    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+
+
 def local_peak_memory_gb() -> float:
     """Largest memory of this process so far, in GB: of the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+    return peak_resident_gb()
 
 
 def peak_memory_gb() -> float:

@@ -76,12 +76,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[
 
 
 def read_model_config(
-    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
+    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
     `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
-    either is.
+    either is. Without a tokenizer a config .json has the vocabulary that it names.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise would depend on how rows are split over ranks.
@@ -95,8 +95,9 @@ def read_model_config(
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
-            fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-            fields |= {"bos_token_id": tokenizer.bos_token_id}
+            if tokenizer is not None:
+                fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+                fields |= {"bos_token_id": tokenizer.bos_token_id}
             model_config = AutoConfig.for_model(**fields)
         else:
             model_config = AutoConfig.from_pretrained(
@@ -118,7 +119,7 @@ def read_model_config(
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."
         )
-    if kind == "policy" and len(tokenizer) > model_config.vocab_size:
+    if kind == "policy" and tokenizer is not None and len(tokenizer) > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
             f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
