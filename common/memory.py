@@ -80,25 +80,52 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
     return float(run.number_bytes * (model.root.numbers() + min(whole, at_once)))
 
 
-def kept_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
-    """What the graph of a micro-batch keeps for backward.
+def tail_tokens(run: Run, batch: MicroBatch) -> float:
+    """Tokens for which the last block computes more than keys and values.
 
-    In the shared layout the last block computes keys and values of all tokens, and the rest for the
-    tails: completions, and the last token of each prompt.
+    In the shared layout these are the completions, and the last token of each prompt.
     """
-    size, layers = run.number_bytes, len(model.blocks)
-    outer = batch.tokens * model.outer_bytes
-    per_layer = attention_bytes(run, model, batch)
-    if run.config.gradient_checkpointing:  # the inputs of all blocks, and one block recomputed
-        inputs = layers * batch.tokens * model.width * size
-        return outer + inputs + batch.tokens * model.block_bytes + per_layer
     if not run.is_shared:
-        return outer + layers * (batch.tokens * model.block_bytes + per_layer)
-    keys = model.keys_bytes + 3 * model.attention_width * size  # queries, keys and values
-    tails = batch.prompts + batch.completions * run.config.max_completion_length
-    last = batch.tokens * keys + min(tails, batch.tokens) * model.block_bytes
-    last = min(last, batch.tokens * (model.block_bytes + keys))
-    return outer + (layers - 1) * (batch.tokens * model.block_bytes + per_layer) + last
+        return batch.tokens
+    return min(batch.tokens, batch.prompts + batch.completions * run.config.max_completion_length)
+
+
+def block_activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
+    """What the graph of a micro-batch keeps of a block, and of the last one."""
+    more = attention_bytes(run, model, batch)
+    block = batch.tokens * model.block_bytes + more
+    if not run.is_shared:
+        return block, block
+    # Queries, keys and values of all tokens, and what they are made of.
+    keys = model.keys_bytes + 3 * model.attention_width * run.number_bytes
+    last = batch.tokens * keys + tail_tokens(run, batch) * model.block_bytes + more
+    return block, last
+
+
+def kept_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """What is kept of a forward pass when its backward begins.
+
+    With gradient checkpointing, of a block its input only.
+    """
+    layers, outer = len(model.blocks), batch.tokens * model.outer_bytes
+    if run.config.gradient_checkpointing:
+        return outer + layers * batch.tokens * model.width * run.number_bytes
+    block, last = block_activations(run, model, batch)
+    return outer + (layers - 1) * block + last
+
+
+def backward_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """The most that is kept and made of activations while a block's backward runs.
+
+    That is the last block's, or, as it has few tokens, that of the one before, when what the last
+    kept is free; with checkpointing what a block keeps is made again.
+    """
+    kept = kept_activations(run, model, batch)
+    block, last = block_activations(run, model, batch)
+    whole = backward_bytes(run, model, batch.tokens)
+    if run.config.gradient_checkpointing:
+        return kept + block + whole
+    return max(kept + backward_bytes(run, model, tail_tokens(run, batch)), kept - last + whole)
 
 
 def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
@@ -174,30 +201,29 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
 def update_moments(run: Run, ranks: int) -> list[Moment]:
     """The loss of a micro-batch, the backward of its last block, and the end of its backward.
 
-    Gradients of several micro-batches are added up whole, and reduced to shards in the last
-    backward only: no reduction is cheaper than one per micro-batch, no memory is as large.
+    Gradients of several micro-batches are added up whole, and become shards in the last backward
+    only: that saves traffic, and costs the memory of all gradients.
     """
     policy, batch = run.policy, micro_batch(run, ranks)
     base = resident(run, ranks, models_of(run))
-    kept = kept_activations(run, policy, batch)
     trained = policy.numbers(trained=True)
     added_up = FLOAT32 * trained if batch.number > 1 else 0
     head = FLOAT32 * policy.head_numbers * policy.trains_head
     whole = gathered(run, policy, ranks, has_backward=True)
     at_loss = base | {
         "gathered": whole,
-        "activations": kept,
+        "activations": kept_activations(run, policy, batch),
         "logits": logits_bytes(run, policy, batch, trains=True),
         "gradients": float(added_up + head * run.is_shared),
     }
     if isinstance(run.config, DPOConfig) and run.reference in models_of(run)[1:]:
         at_loss = beside_reference(run, ranks, batch, at_loss)
     block = largest_trained(policy)
-    tokens = batch.tokens if len(policy.blocks) > 1 else batch.completions  # see shorten_last_block
+    waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
     in_backward = base | {
         "gathered": whole,
-        "activations": kept + backward_bytes(run, policy, tokens),
-        "gradients": float(added_up + head + unit_gradients(run, ranks, block)),
+        "activations": backward_activations(run, policy, batch),
+        "gradients": added_up + waiting + unit_gradients(run, ranks, block),
     }
     at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
     if not run.is_plain(ranks):
