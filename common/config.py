@@ -204,6 +204,13 @@ class TrainConfig(CommonConfig):
     )
     load_best_model_at_end: bool = knob(False, "export that checkpoint and not the last step")
 
+    # --- planning ---
+    dry_run: bool = knob(False, "print what the run takes, from the models' configs, and end")
+    dry_run_ranks: list[int] = knob([], "numbers of processes to plan (empty: those launched)")
+    dry_run_device: str = knob(
+        "", "plan for a `cuda` or a `cpu` machine (empty: for this one)", ["", "cpu", "cuda"]
+    )
+
     def __post_init__(self) -> None:
         """Refuse values that no training run may have."""
         super().__post_init__()
@@ -247,6 +254,7 @@ class TrainConfig(CommonConfig):
                 f"--metric_for_best_model is {self.metric_for_best_model} and --save_steps is 0; "
                 "it must be positive for there to be checkpoints."
             )
+        refuse_plan(self)
 
 
 # Fields that a run may be resumed with other values of: they change how it is watched, stored and
@@ -258,9 +266,19 @@ MAY_CHANGE = frozenset(
     cuda_graphs gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
     num_replicas num_sample_prompts self_check report_to run_name logging_steps eval_steps
     sample_steps save_steps keep_last async_save metric_for_best_model load_best_model_at_end
-    profile profile_steps replay ddp_timeout
+    profile profile_steps replay ddp_timeout dry_run dry_run_ranks dry_run_device
     """.split()  # noqa: SIM905 - one name a line is longer
 )
+
+
+def refuse_plan(config: TrainConfig) -> None:
+    """Raise a UserError for fields of a plan that is not asked for, or of no process."""
+    for name in ("dry_run_ranks", "dry_run_device"):
+        value = getattr(config, name)
+        if value and not config.dry_run:
+            raise UserError(f"--{name} is {value}; it must be empty without --dry_run true.")
+    if any(ranks < 1 for ranks in config.dry_run_ranks):
+        raise UserError(f"--dry_run_ranks is {config.dry_run_ranks}; they must be positive.")
 
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from torch.distributed.rendezvous import rendezvous
 
 from common import failures, paths, signals
-from common.config import CommonConfig, UserError, parse
+from common.config import CommonConfig, TrainConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -37,10 +38,14 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
     for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
+    With `--dry_run true` the run is only planned, before any process group.
     """
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     try:
         config = parse(config_class)
+        if isinstance(config, TrainConfig) and config.dry_run:
+            plan(config)
+            return
         start(config.ddp_timeout)
         refuse_without_gpu(config)
         if is_rank0():  # the others may be on machines where nothing is written
@@ -75,6 +80,15 @@ def fail(error: BaseException) -> NoReturn:
     close_and_exit(failures.report(error, store(), own_rank(), world_size(), host()))
 
 
+def plan(config: TrainConfig) -> None:
+    """Print on rank 0 what a run takes."""
+    from common import planner  # which imports this module
+
+    if own_rank() == 0:
+        quieten()
+        planner.dry_run(config)
+
+
 def refuse_without_gpu(config: CommonConfig) -> None:
     """Raise a UserError for what no CPU can do, before anything is loaded."""
     if config.cuda_graphs and device().type == "cpu":
@@ -97,9 +111,7 @@ def start(timeout: float = 1800.0) -> None:
     global _limit
     if dist.is_initialized():
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
+    quieten()
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -164,6 +176,18 @@ def own_rank() -> int:
 def host() -> int:
     """The number of the machine this process runs on, as torchrun counts them."""
     return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def quieten() -> None:
+    """Silence libraries."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
+
+
+def launched_ranks() -> int:
+    """Number of processes that torchrun says there are, 1 without it; also before `start`."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 def rank() -> int:
@@ -265,12 +289,25 @@ def print_rank0(*values: object, **options: Any) -> None:
         print(*values, flush=True, **options)
 
 
+def resident_bytes() -> int:
+    """Bytes of memory that this process has now; where only its peak is known, that."""
+    statm = Path("/proc/self/statm")  # total and resident pages, and others
+    if not statm.exists():
+        return round(peak_resident_gb() * 1e9)
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_resident_gb() -> float:
+    """Largest memory of this process on the host so far, in GB."""
+    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+
+
 def local_peak_memory_gb() -> float:
     """Largest memory of this process so far, in GB: of the GPU if there is one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+    return peak_resident_gb()
 
 
 def peak_memory_gb() -> float:

@@ -54,7 +54,7 @@ class LoraTrainConfig(TrainConfig):
                 f"--lora_target_modules is {self.lora_target_modules} and --lora_r is 0; it must "
                 "be positive to train adapters."
             )
-        if self.lora_r and self.model_name_or_path.endswith(".json"):
+        if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
             raise UserError(
                 f"--lora_r is {self.lora_r} but {self.model_name_or_path} has no weights to adapt; "
                 "--model_name_or_path must be a model's or adapter's folder, or a hub id."

@@ -75,12 +75,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[
 
 
 def read_model_config(
-    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
+    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
     `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
-    either is.
+    either is. Without a tokenizer a config .json has the vocabulary that it names.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise would depend on how rows are split over ranks.
@@ -94,8 +94,9 @@ def read_model_config(
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
-            fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-            fields |= {"bos_token_id": tokenizer.bos_token_id}
+            if tokenizer is not None:
+                fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+                fields |= {"bos_token_id": tokenizer.bos_token_id}
             model_config = AutoConfig.for_model(**fields)
         else:
             model_config = AutoConfig.from_pretrained(
@@ -128,7 +129,10 @@ def read_model_config(
 
 
 def check_sizes(
-    path: str, model_config: PretrainedConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase
+    path: str,
+    model_config: PretrainedConfig,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -136,7 +140,7 @@ def check_sizes(
         if not isinstance(size, int) or size < 1:
             raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
     spare = 0 if kind == "policy" else 1  # a pad token of its own, which gets an embedding
-    if len(tokenizer) > model_config.vocab_size + spare:
+    if tokenizer is not None and len(tokenizer) > model_config.vocab_size + spare:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
             f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."

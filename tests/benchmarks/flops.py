@@ -2,60 +2,39 @@
 
 The prompt is computed once for all its completions, the vocabulary head on completion tokens only,
 attention looks back only, and of a prompt's tokens but the last the last block computes keys and
-values alone, since nobody reads more. A product of (m, k) and (k, n) costs 2 m k n; the backward
-pass costs twice the forward pass. LayerNorm, softmax, GELU, the embeddings and the optimiser are
-left out (under 2 % at these sizes).
+values alone, since nobody reads more. The backward pass costs twice the forward pass. The formulas
+of a forward pass are in `common/flops.py`.
 """
 
 from collections.abc import Sequence
 
+from common import flops
+from common.flops import Decoder
 from tests.benchmarks.fixture import Shape
 from tests.benchmarks.rows import BenchRow
 
 FORWARD, TRAIN = 1, 3  # passes: forward alone; forward and backward
 
 
+def decoder(shape: Shape) -> Decoder:
+    """A GPT-2: 12 width^2 weights in a block (4 attention, of which 2 keys and values; 8 MLP)."""
+    width = shape.width
+    return Decoder(shape.num_layers, 12 * width**2, 2 * width**2, width, width * shape.vocabulary)
+
+
 def block_flops(shape: Shape, num_tokens: int) -> float:
-    """Linear layers of all blocks: 12 width^2 weights each (4 attention, 8 MLP), 2 per token."""
-    return 24.0 * shape.num_layers * shape.width**2 * num_tokens
-
-
-def attention_flops(shape: Shape, num_pairs: float) -> float:
-    """Scores and weighted values: 2 products of 2 width each per (query, key) pair and layer."""
-    return 4.0 * shape.num_layers * shape.width * num_pairs
-
-
-def causal_pairs(num_queries: float, num_before: float = 0) -> float:
-    """(query, key) pairs of a run of tokens.
-
-    Each sees itself, those before it in the run, and `num_before` tokens before the run.
-    """
-    return num_queries * num_before + num_queries * (num_queries + 1) / 2
+    """Linear layers of all blocks."""
+    return flops.block_flops(decoder(shape), num_tokens)
 
 
 def head_flops(shape: Shape, num_tokens: float) -> float:
     """The vocabulary head on so many positions."""
-    return 2.0 * shape.width * shape.vocabulary * num_tokens
+    return flops.head_flops(decoder(shape), num_tokens)
 
 
 def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
-    """One forward pass of a prompt and its completions.
-
-    Args:
-        shape: The model.
-        prompt: Tokens of the prompt.
-        completions: Tokens of each completion.
-        head: Whether completion tokens go through the vocabulary head (a policy's do).
-    """
-    pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
-    total = block_flops(shape, prompt + sum(completions)) + attention_flops(shape, pairs)
-    return total - unread_flops(shape, prompt - 1) + head * head_flops(shape, sum(completions))
-
-
-def unread_flops(shape: Shape, num_tokens: float) -> float:
-    """What the last block need not do for a prompt's tokens: 10 of its 12 width^2, attention."""
-    pairs = causal_pairs(num_tokens)
-    return 20.0 * shape.width**2 * num_tokens + 4.0 * shape.width * pairs
+    """One forward pass of a prompt and its completions; see `common.flops.group_flops`."""
+    return flops.group_flops(decoder(shape), prompt, completions, head=head)
 
 
 def step_flops(

@@ -15,13 +15,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 ERROR_LINES = 30
 
 
-def run(arguments: Sequence[str], log: Path, *, threads: int) -> float:
+def run(arguments: Sequence[str], log: Path, *, threads: int, on_gpu: bool = False) -> float:
     """Run this Python with these arguments in the repository; returns its peak memory in MB.
 
     Args:
         arguments: Of the interpreter: a script or `-m module`, and flags.
         log: File that gets what it prints.
         threads: Of every library that multiplies matrices.
+        on_gpu: Whether it sees the GPUs of the machine.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str], log: Path, *, threads: int) -> float:
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "CUDA_VISIBLE_DEVICES": "",
+        **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "disabled",

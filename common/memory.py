@@ -1,0 +1,390 @@
+"""What a rank holds in memory at each moment of a step, by arithmetic.
+
+Bytes of a number: parameters, gradients and both moments of AdamW 4 (float32), what computes 2 with
+bf16, else 4. Where a formula stands for code, its docstring says what that code holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from common.dpo_config import DPOConfig
+from common.footprint import Footprint
+from common.grpo_config import GRPOConfig
+from common.projection import CHUNK_NUMBERS
+from common.workload import FLOAT32, MicroBatch, Run, micro_batch
+
+MOMENTS_OF_ADAM = 2
+COLUMNS = (
+    "parameters",
+    "optimiser",
+    "gradients",
+    "gathered",
+    "activations",
+    "logits",
+    "rollout",
+    "process",
+)
+
+
+@dataclass
+class Moment:
+    """What is in memory at once, in bytes by column."""
+
+    name: str
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+# ---- columns -------------------------------------------------------------------------------------
+
+
+def resident(
+    run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True
+) -> dict[str, float]:
+    """Shards that stay: float32 parameters of these models, two moments of what is trained."""
+    shards = run.num_shards(ranks)
+    parameters = FLOAT32 * sum(model.numbers(shards) for model in models)
+    optimiser = MOMENTS_OF_ADAM * FLOAT32 * run.policy.numbers(shards, trained=True)
+    if run.is_offloaded:
+        parameters = optimiser = 0
+    parts = {"parameters": float(parameters), "process": run.process_bytes}
+    return parts | {"optimiser": float(optimiser)} if trains else parts
+
+
+def models_of(run: Run) -> list[Footprint]:
+    """What stays in memory while the policy trains: DPO frees a reference that scored ahead."""
+    is_ahead = isinstance(run.config, DPOConfig) and run.config.precompute_ref_log_probs
+    reference = [run.reference] if run.reference and not is_ahead else []
+    return [run.policy, *reference, *run.reward_models]
+
+
+def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> float:
+    """Whole parameters of FSDP units in the compute dtype.
+
+    The root's stay from forward to backward. Of the blocks there is the one that computes and the
+    one that is being gathered (into a buffer that is then copied out), and those that are gathered
+    ahead on request; all, if they are not freed in between.
+    """
+    if run.is_plain(ranks):
+        return 0.0
+    whole = sum(block.numbers() for block in model.blocks)
+    at_once = (2 + run.config.prefetch_blocks) * model.largest_block
+    if has_backward and not run.config.reshard_after_forward:
+        at_once = whole
+    return float(run.number_bytes * (model.root.numbers() + min(whole, at_once)))
+
+
+def tail_tokens(run: Run, batch: MicroBatch) -> float:
+    """Tokens for which the last block computes more than keys and values.
+
+    In the shared layout these are the completions, and the last token of each prompt.
+    """
+    if not run.is_shared:
+        return batch.tokens
+    return min(batch.tokens, batch.prompts + batch.completions * run.config.max_completion_length)
+
+
+def block_activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
+    """What the graph of a micro-batch keeps of a block, and of the last one."""
+    more = attention_bytes(run, model, batch)
+    block = batch.tokens * model.block_bytes + more
+    if not run.is_shared:
+        return block, block
+    # Queries, keys and values of all tokens, and what they are made of.
+    keys = model.keys_bytes + 3 * model.attention_width * run.number_bytes
+    last = batch.tokens * keys + tail_tokens(run, batch) * model.block_bytes + more
+    return block, last
+
+
+def kept_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """What is kept of a forward pass when its backward begins.
+
+    With gradient checkpointing, of a block its input only.
+    """
+    layers, outer = len(model.blocks), batch.tokens * model.outer_bytes
+    if run.config.gradient_checkpointing:
+        return outer + layers * batch.tokens * model.width * run.number_bytes
+    block, last = block_activations(run, model, batch)
+    return outer + (layers - 1) * block + last
+
+
+def backward_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """The most that is kept and made of activations while a block's backward runs.
+
+    That is the last block's, or, as it has few tokens, that of the one before, when what the last
+    kept is free; with checkpointing what a block keeps is made again.
+    """
+    kept = kept_activations(run, model, batch)
+    block, last = block_activations(run, model, batch)
+    whole = backward_bytes(run, model, batch.tokens)
+    if run.config.gradient_checkpointing:
+        return kept + block + whole
+    return max(kept + backward_bytes(run, model, tail_tokens(run, batch)), kept - last + whole)
+
+
+def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """What attention keeps in one layer besides queries, keys, values and output of each token.
+
+    Padded: the mask of each row, made a number of the compute dtype in each layer. Shared on a GPU
+    (`attention.gathered_branches`): copies of queries, keys and values of the trunks and their
+    output; per completion copies of the prompt's keys and values; and both masks.
+    """
+    prompt, own = run.config.max_prompt_length, run.config.max_completion_length
+    size, width = run.number_bytes, model.attention_width
+    if not run.is_shared:
+        return batch.completions * (prompt + own) ** 2 * size
+    if not run.on_gpu:
+        return 0.0
+    has_branches = run.num_completions > 1
+    trunk = prompt if has_branches else prompt + own
+    copies = batch.prompts * (4 * trunk * width + trunk**2)
+    if has_branches:
+        seen = prompt + own
+        copies += batch.completions * (2 * own * width + 2 * seen * width + own * seen)
+    return copies * size
+
+
+def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
+    """The widest moment of a block without a graph, in its MLP.
+
+    There are the residual stream, what the norm makes of it, and before and after the activation
+    (of a gated MLP the gate's, the other factor, and the product).
+    """
+    numbers = 2 * model.width + (1 + model.num_gates) * model.mlp_width
+    return tokens * numbers * run.number_bytes
+
+
+def backward_bytes(run: Run, model: Footprint, tokens: float) -> float:
+    """Gradients of activations at the widest moment of a block, in its MLP.
+
+    Those of the residual stream and of the MLP's output, and of what the activation makes and is
+    given; what that layer kept is free by then.
+    """
+    return tokens * (2 * model.width + model.num_gates * model.mlp_width) * run.number_bytes
+
+
+def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool) -> float:
+    """The projection onto the vocabulary and what is made of it, in float32.
+
+    Shared (`common/projection.py`): a chunk of logits, with an exact KL one of the reference and
+    their difference, on a GPU the probabilities for the entropy; and the states that are projected.
+    Padded: logits of every completion column and copies of them. Forward: the scaled ones and a
+    temporary of logsumexp. Backward: those kept, the gradient of the chosen ones, and three
+    temporaries of logsumexp's. The entropy keeps its probabilities, and since the loss does not
+    pass through it, a micro-batch's are freed only when the next one's scores take their name.
+    """
+    if not model.head_numbers:
+        return 0.0
+    vocabulary, own = model.vocabulary, run.config.max_completion_length
+    cast = FLOAT32 * model.head_numbers if run.config.bf16 else 0  # the head in float32
+    rows = batch.completions * own
+    if run.is_shared:
+        chunk = min(rows, max(1, CHUNK_NUMBERS // vocabulary)) * vocabulary
+        copies = 1 + 2 * run.has_exact_kl + (run.has_entropy and run.on_gpu)
+        states = rows * model.width * run.number_bytes
+        return FLOAT32 * chunk * copies + states + cast
+    copies = 3
+    if trains:
+        copies = 5 + 4 * run.has_exact_kl + run.has_entropy * (1 + 2 * (batch.number > 1))
+    return FLOAT32 * batch.completions * (own + 1) * vocabulary * copies + cast
+
+
+# ---- moments -------------------------------------------------------------------------------------
+
+
+def update_moments(run: Run, ranks: int) -> list[Moment]:
+    """The loss of a micro-batch, the backward of its last block, and the end of its backward.
+
+    Gradients of several micro-batches are added up whole, and become shards in the last backward
+    only: that saves traffic, and costs the memory of all gradients.
+    """
+    policy, batch = run.policy, micro_batch(run, ranks)
+    base = resident(run, ranks, models_of(run))
+    trained = policy.numbers(trained=True)
+    added_up = FLOAT32 * trained if batch.number > 1 else 0
+    head = FLOAT32 * policy.head_numbers * policy.trains_head
+    whole = gathered(run, policy, ranks, has_backward=True)
+    at_loss = base | {
+        "gathered": whole,
+        "activations": kept_activations(run, policy, batch),
+        "logits": logits_bytes(run, policy, batch, trains=True),
+        "gradients": float(added_up + head * run.is_shared),
+    }
+    if isinstance(run.config, DPOConfig) and run.reference in models_of(run)[1:]:
+        at_loss = beside_reference(run, ranks, batch, at_loss)
+    block = largest_trained(policy)
+    waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
+    in_backward = base | {
+        "gathered": whole,
+        "activations": backward_activations(run, policy, batch),
+        "gradients": added_up + waiting + unit_gradients(run, ranks, block),
+    }
+    at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
+    if not run.is_plain(ranks):
+        at_end["gathered"] = float(run.number_bytes * policy.root.numbers())
+    return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
+
+
+def beside_reference(
+    run: Run, ranks: int, batch: MicroBatch, at_loss: dict[str, float]
+) -> dict[str, float]:
+    """DPO's reference scores a micro-batch while the policy's graph of it is there."""
+    assert run.reference is not None
+    temporary = logits_bytes(run, run.reference, batch, trains=False)
+    temporary += forward_bytes(run, run.reference, batch.tokens)
+    return at_loss | {
+        "gathered": at_loss["gathered"] + gathered(run, run.reference, ranks, has_backward=False),
+        "logits": max(at_loss["logits"], temporary),
+    }
+
+
+def largest_trained(model: Footprint) -> int:
+    """Trained numbers of the block that has most."""
+    return max(block.numbers(trained=True) for block in model.blocks)
+
+
+def unit_gradients(run: Run, ranks: int, numbers: int) -> float:
+    """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
+
+    On a GPU the reduction of one unit runs beside the next one's backward.
+    """
+    if run.is_plain(ranks):
+        return 0.0
+    return float(numbers * (run.number_bytes + FLOAT32 * (2 if run.on_gpu else 1)))
+
+
+def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
+    """Gradients when the embedding gets its own: all others are there.
+
+    Autograd makes the embedding's gradient whole, and adds it to that of the head if they are tied
+    and to the sum of earlier micro-batches if there are any: each is a temporary of its size.
+    """
+    policy, shards = run.policy, run.num_shards(ranks)
+    is_added = num_micro_batches > 1
+    temporaries = policy.trains_head * (is_added + policy.is_tied)
+    embedding = policy.vocabulary * policy.width * temporaries
+    if run.is_plain(ranks):
+        return float(FLOAT32 * (policy.numbers(trained=True) + embedding))
+    if is_added:  # not the last micro-batch: nothing is reduced yet
+        whole = FLOAT32 * policy.numbers(trained=True) + run.number_bytes * embedding
+        return float(whole)
+    reduced = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
+    root = policy.root.numbers(trained=True)
+    return float(reduced + run.number_bytes * embedding + unit_gradients(run, ranks, root))
+
+
+def scoring_moment(
+    run: Run, ranks: int, name: str, model: Footprint, base: dict[str, float]
+) -> Moment:
+    """A frozen model scores a micro-batch; nothing is kept for backward."""
+    batch = micro_batch(run, ranks)
+    hidden = 0.0
+    if run.has_exact_kl and model.head_numbers:  # of all micro-batches, and the head whole
+        rows = batch.number * batch.completions * run.config.max_completion_length
+        hidden = rows * model.width * run.number_bytes + FLOAT32 * model.head_numbers
+    parts = {
+        "gathered": gathered(run, model, ranks, has_backward=False),
+        "activations": forward_bytes(run, model, batch.tokens) + hidden,
+        "logits": logits_bytes(run, model, batch, trains=False),
+    }
+    return Moment(name, base | parts)
+
+
+def copy_bytes(run: Run, ranks: int) -> float:
+    """The plain copy that samples (`fsdp.RolloutCopy`), whole on every rank.
+
+    In one plain process its weights are the policy's own. On a CPU the linear layers are packed
+    anew (`fsdp.packed`), which gives up a gathered weight but not one that the policy holds; the
+    head is packed, or cast to float32 once, beside the embedding.
+    """
+    policy, size = run.policy, run.number_bytes
+    is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()
+    head = FLOAT32 * policy.head_numbers * (is_packed or run.config.bf16)
+    if not run.is_plain(ranks):
+        return float(size * policy.numbers() + head)
+    is_merged = policy.numbers(trained=True) < policy.numbers()  # adapters, into new weights
+    return float(head + FLOAT32 * policy.linear_numbers * (is_packed or is_merged))
+
+
+def decoded_at_once(run: Run, num_prompts: int, num_samples: int) -> tuple[int, int]:
+    """Prompts, and samples of each, that `generation.Sampler.parts` decodes together."""
+    config = run.config
+    room, own = config.generation_cache_tokens, config.max_completion_length
+    group = config.max_prompt_length + num_samples * own
+    at_once = min(config.generation_batch_size // num_samples, room // group, num_prompts)
+    if at_once > 0:
+        return at_once, num_samples
+    left = (room - config.max_prompt_length) // own
+    return 1, max(1, min(config.generation_batch_size, left))
+
+
+def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
+    """Keys and values while sampling, or what the prefill holds of them.
+
+    Shared: the prompts' once, room for each sample's own. The prefill's keys and values are copied
+    out of the storages they are in (of GPT-2: with the queries); a CPU has no memory yet for the
+    samples' room, which is zero and untouched. Padded: a copy of the prompt for each sample, and of
+    one layer a second, as it grows by a token.
+    """
+    policy, config = run.policy, run.config
+    layers, own = len(policy.blocks), config.max_completion_length
+    tokens = num_prompts * config.max_prompt_length
+    per_token = 2 * layers * policy.key_width * run.number_bytes
+    samples = num_prompts * num_samples
+    if not run.is_shared:
+        whole = samples * (config.max_prompt_length + own) * per_token
+        return whole * (1 + 1 / layers)
+    kept = layers * policy.kept_keys_bytes * tokens
+    rooms = samples * own * per_token
+    both = kept + rooms if run.on_gpu else max(kept, rooms)
+    return max(tokens * per_token + both, kept + forward_bytes(run, policy, tokens))
+
+
+def rollout_moment(
+    run: Run, ranks: int, base: dict[str, float], num_prompts: int, num_samples: int
+) -> Moment:
+    """Sampling: the copy, the cache, and a token's logits.
+
+    Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
+    temporary, and what is drawn from.
+    """
+    prompts, samples = decoded_at_once(run, num_prompts, num_samples)
+    parts = {
+        "rollout": copy_bytes(run, ranks) + cache_bytes(run, prompts, samples),
+        "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
+    }
+    return Moment("rollout", base | parts)
+
+
+def moments(run: Run, ranks: int) -> list[Moment]:
+    """What a rank holds at each moment at which that may be most, from the second step on."""
+    config = run.config
+    base = resident(run, ranks, models_of(run))
+    found = update_moments(run, ranks)
+    if isinstance(config, GRPOConfig):
+        rows = config.batch_size // ranks
+        found.append(rollout_moment(run, ranks, base, rows, config.num_candidates))
+    elif run.stage != "reward model" and config.num_sample_prompts:
+        found.append(rollout_moment(run, ranks, base, config.num_sample_prompts, 1))
+    if run.reference and not isinstance(config, DPOConfig):
+        found.append(scoring_moment(run, ranks, "reference", run.reference, base))
+    elif run.reference:  # ahead of the policy
+        alone = resident(run, ranks, [run.reference], trains=False)
+        found.append(scoring_moment(run, ranks, "reference", run.reference, alone))
+    for model in run.reward_models:
+        found.append(scoring_moment(run, ranks, "rewards", model, base))
+    if not run.on_gpu:  # rank 0 has the whole model to write, and safetensors a copy of its bytes
+        whole = FLOAT32 * run.policy.numbers() * (1 if run.is_plain(ranks) else 2)
+        found.append(Moment("export", base | {"rollout": float(whole)}))
+    return found
+
+
+def peak(run: Run, ranks: int) -> Moment:
+    """The moment at which a rank holds most."""
+    return max(moments(run, ranks), key=lambda moment: moment.total)

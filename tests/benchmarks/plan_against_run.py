@@ -1,0 +1,126 @@
+r"""What `--dry_run` says of memory beside what the same run takes.
+
+    python -m tests.benchmarks.plan_against_run
+    python -m tests.benchmarks.plan_against_run --device cuda --cases sft dpo
+
+Each case is planned and then run for a few steps, in processes of their own, on the fixture of the
+speed benchmark (built on first use; GPT-2 small takes minutes). On a CPU the run is measured by the
+peak resident memory that the kernel reports of it, everything included from import to export. On a
+GPU by `peak_memory_gb` of its metrics, which is `torch.cuda.max_memory_allocated`; that way was
+written without a GPU at hand and has not been tried.
+
+Exits with status 1 if a plan is off by more than `GOAL`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import our_stages, processes
+from tests.benchmarks.rows import ROWS
+
+GOAL = 0.2  # of what was measured
+STEPS = 3  # the optimiser's state is there from the second on
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a row of the benchmark with other flags."""
+
+    row: str
+    model: str  # of the fixture
+    flags: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+
+
+CASES = {
+    "sft": Case("sft", "tiny", {"micro_batch_tokens": 4096}),
+    "sft-long": Case("sft", "tiny", {"micro_batch_tokens": 1024, "batch_size": 64}),
+    "sft-checkpointed": Case(
+        "sft", "gpt2-small", {"micro_batch_tokens": 4096, "gradient_checkpointing": "true"}
+    ),
+    "sft-lora": Case("sft", "gpt2-small", {"micro_batch_tokens": 2048, "lora_r": 8}),
+    "sft-two-ranks": Case("sft", "gpt2-small", {"micro_batch_tokens": 1024}, ranks=2),
+    "sft-bf16": Case("sft", "gpt2-small", {"micro_batch_tokens": 2048, "bf16": "true"}),
+    "reward": Case("reward", "gpt2-small", {"micro_batch_tokens": 2048}),
+    "dpo": Case("dpo-precomputed", "gpt2-small", {"micro_batch_tokens": 2048}),
+    "dpo-padded": Case("dpo", "gpt2-small", {"micro_batch_tokens": 2048, "layout": "padded"}),
+    "grpo": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 4096}),
+    "grpo-padded": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 2048, "layout": "padded"}),
+    "grpo-reward-model": Case("grpo-1x8-reward-model", "gpt2-small", {"micro_batch_tokens": 1024}),
+}
+
+
+def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
+    """The script of a case with its flags."""
+    arguments = our_stages.command(ROWS[case.row], fixture, STEPS, output_dir)
+    return arguments + [text for name, value in case.flags.items() for text in flag(name, value)]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """A flag and its value."""
+    return [f"--{name}", str(value)]
+
+
+def planned(case: Case, arguments: Sequence[str], log: Path, device: str) -> dict[str, str]:
+    """The row of the plan's table, by column."""
+    more = [*flag("dry_run", "true"), *flag("dry_run_ranks", case.ranks)]
+    more += flag("dry_run_device", device)
+    processes.run([*arguments, *more], log, threads=1)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("|")]
+    header, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0:3:2])
+    return dict(zip(header, row, strict=True))
+
+
+def measured(
+    case: Case, arguments: Sequence[str], output_dir: Path, threads: int, device: str
+) -> float:
+    """Peak memory of the run, of its largest process, in GB."""
+    launcher = [*TORCHRUN, str(case.ranks)] if case.ranks > 1 else []
+    log = output_dir.with_suffix(".log")
+    on_gpu = device == "cuda"
+    resident = processes.run([*launcher, *arguments], log, threads=threads, on_gpu=on_gpu)
+    if not on_gpu:
+        return resident * 2**20 / 1e9
+    records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+    return max(record.get("peak_memory_gb", 0.0) for record in records)
+
+
+def fixture_of(model: str, folder: Path) -> Path:
+    """The fixture, built if it is not there by a process of its own: this one stays small."""
+    fixture = folder / model / "fixture"
+    build = ["-m", "tests.benchmarks.fixture", "--model", model, "--folder", str(fixture)]
+    processes.run(build, folder / model / "fixture.log", threads=1)
+    return fixture
+
+
+def main() -> None:
+    """Print a table of all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--folder", type=Path, default=Path("output/bench"), help="with fixtures")
+    args = parser.parse_args()
+    print("| case | planned GB | measured GB | planned / measured | when |")
+    print("|" + " --- |" * 5, flush=True)
+    is_off = False
+    for name in args.cases:
+        case, output_dir = CASES[name], args.folder / "plan" / name
+        arguments = arguments_of(case, fixture_of(case.model, args.folder), output_dir)
+        plan = planned(case, arguments, output_dir.with_suffix(".plan"), args.device)
+        peak = measured(case, arguments, output_dir, args.threads, args.device)
+        ratio = float(plan["peak"]) / peak
+        is_off = is_off or abs(ratio - 1) > GOAL
+        cells = [name, plan["peak"], f"{peak:.3f}", f"{ratio:.2f}", plan["when"]]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    sys.exit(is_off)
+
+
+if __name__ == "__main__":
+    main()

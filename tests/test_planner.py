@@ -1,0 +1,352 @@
+"""`--dry_run` counts what is there: parameters, optimiser, activations, caches, per rank.
+
+The targets are worked out by hand from the sizes of a model, or counted on a real one: what its
+autograd graph keeps in a real forward pass, what a real sampler's cache holds, what peft adds.
+Whether the sum is what a run takes is measured by `tests/benchmarks/plan_against_run.py`.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiny
+import torch
+
+from common import fsdp, lora, memory, planner, workload
+from common.config import UserError
+from common.decoding import SharedDecoder
+from common.dpo_config import DPOConfig
+from common.footprint import Unit
+from common.grpo_config import GRPOConfig
+from common.lora import LoraTrainConfig
+from common.padding import make_batch
+from common.scoring import Policy
+
+WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 32, 2, 4, 61, 96
+# Of a GPT-2 block: qkv, output, up, down, their biases, two norms.
+BLOCK = 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH + 4 * WIDTH
+ROOT = (VOCABULARY + POSITIONS) * WIDTH + 2 * WIDTH
+NUMBERS = LAYERS * BLOCK + ROOT
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config .json of each family, without weights."""
+    folder = tmp_path_factory.mktemp("shapes")
+    for family in tiny.FAMILIES:
+        fields = tiny.model_config(family).to_dict()
+        (folder / f"{family}.json").write_text(json.dumps(fields))
+    return folder
+
+
+def run_of(shapes: Path, family: str = "gpt2", *, config: Any = LoraTrainConfig, **flags: Any):
+    """What is planned for a stage, on a CPU unless said otherwise."""
+    needed = {
+        "output_dir": "unused",
+        "model_name_or_path": str(shapes / f"{family}.json"),
+        "max_prompt_length": 40,
+        "max_completion_length": 10,
+        "dry_run": True,
+        "dry_run_device": "cpu",
+        "num_sample_prompts": 0,
+    }
+    return planner.make_run(config(**(needed | flags)))
+
+
+def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
+    """The bytes by column at a moment."""
+    (found,) = (m for m in memory.moments(run, num_ranks) if m.name == name)
+    return found.parts
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
+    unit = Unit(((10, 30, True), (3, 3, False), (1, 1, True)))
+    assert unit.numbers() == 34
+    assert unit.numbers(4) == 3 * 3 + 1 + 1
+    assert unit.numbers(4, trained=True) == 3 * 3 + 1
+    assert unit.numbers(1000) == 3 + 1 + 1
+
+
+def test_parameters_and_optimiser_of_one_process(shapes: Path):
+    found = parts(run_of(shapes), 1, "loss")
+    assert found["parameters"] == 4 * NUMBERS
+    assert found["optimiser"] == 8 * NUMBERS
+    at_end = parts(run_of(shapes, batch_size=1), 1, "gradients")
+    assert at_end["gradients"] == 4 * (NUMBERS + VOCABULARY * WIDTH)  # the head is tied
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shards_are_the_chunks_that_torch_makes(shapes: Path, family: str, num_ranks: int):
+    found = parts(run_of(shapes, family, batch_size=num_ranks), num_ranks, "loss")
+    shard = sum(p.chunk(num_ranks)[0].numel() for p in tiny.causal_lm(family).parameters())
+    assert found["parameters"] == 4 * shard
+    assert found["optimiser"] == 8 * shard
+
+
+def test_thousands_of_ranks_hold_less_each_and_replicas_hold_more(shapes: Path):
+    flags = {"batch_size": 4096, "dry_run_device": "cuda"}
+    run = run_of(shapes, **flags)
+    totals = [parts(run, n, "loss")["optimiser"] for n in (1, 8, 64, 1024, 4096)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[2] < totals[0] / 20
+    replicated = run_of(shapes, **flags, num_replicas=8)
+    assert parts(replicated, 64, "loss")["optimiser"] == totals[1]
+
+
+def test_frozen_copies_have_parameters_only(shapes: Path):
+    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"])
+    assert parts(grpo, 1, "loss")["parameters"] == 8 * NUMBERS
+    assert parts(grpo, 1, "loss")["optimiser"] == 8 * NUMBERS
+    without = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], beta=0.0)
+    assert parts(without, 1, "loss")["parameters"] == 4 * NUMBERS
+
+
+def test_a_reference_that_scores_ahead_is_gone_when_the_policy_trains(shapes: Path):
+    ahead = run_of(shapes, config=DPOConfig)
+    beside = run_of(shapes, config=DPOConfig, precompute_ref_log_probs=False)
+    assert parts(ahead, 1, "loss")["parameters"] == 4 * NUMBERS
+    assert parts(ahead, 1, "reference")["parameters"] == 4 * NUMBERS
+    assert "optimiser" not in parts(ahead, 1, "reference")
+    assert parts(beside, 1, "loss")["parameters"] == 8 * NUMBERS
+
+
+def test_adapters_are_those_that_peft_adds(shapes: Path):
+    rank = 4
+    run = run_of(shapes, lora_r=rank)
+    by_hand = LAYERS * rank * (2 * WIDTH + 4 * WIDTH + 5 * WIDTH + 5 * WIDTH)  # in + out of each
+    assert run.policy.numbers(trained=True) == by_hand
+    lm = tiny.causal_lm("gpt2")
+    settings = LoraTrainConfig(output_dir="unused", model_name_or_path="unused", lora_r=rank)
+    lora.add_adapters(lm, fsdp.blocks(lm), "unused", settings)
+    assert by_hand == sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    assert run.policy.numbers() == sum(p.numel() for p in lm.parameters())
+    found = parts(run, 1, "gradients")
+    assert (found["gradients"], found["optimiser"]) == (4 * by_hand, 8 * by_hand)
+
+
+def test_offloading_leaves_no_shard_on_a_gpu(shapes: Path):
+    flags = {"cpu_offload": True, "batch_size": 2}
+    on_gpu = parts(run_of(shapes, **flags, dry_run_device="cuda"), 2, "loss")
+    assert on_gpu["parameters"] == on_gpu["optimiser"] == 0
+    on_cpu = parts(run_of(shapes, **flags), 2, "loss")
+    assert on_cpu["parameters"] > 0  # there it is the same memory
+
+
+@pytest.mark.parametrize(("bf16", "size"), [(False, 4), (True, 2)])
+def test_gathered_units_are_in_the_compute_dtype(shapes: Path, bf16: bool, size: int):
+    run = run_of(shapes, bf16=bf16, batch_size=2)
+    assert parts(run, 2, "loss")["gathered"] == size * (ROOT + 2 * BLOCK)
+    assert parts(run_of(shapes), 1, "loss")["gathered"] == 0
+
+
+def test_gradients_of_several_micro_batches_are_whole(shapes: Path):
+    one = run_of(shapes, batch_size=2, micro_batch_tokens=100)
+    assert workload.micro_batch(one, 2).number == 1
+    several = run_of(shapes, batch_size=8, micro_batch_tokens=100)
+    assert workload.micro_batch(several, 2).number == 2
+    head = 4 * VOCABULARY * WIDTH
+    assert parts(one, 2, "loss")["gradients"] == head
+    assert parts(several, 2, "loss")["gradients"] == 4 * NUMBERS + head
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def test_a_gpt2_block_keeps_what_is_worked_out_by_hand(shapes: Path):
+    # Both norms' inputs and outputs, queries, keys, values, attention's output: 8 widths; of the
+    # MLP before and after its activation 8; two statistics of each norm, a log-sum-exp per head.
+    numbers = 16 * WIDTH + 4 + HEADS
+    assert run_of(shapes).policy.block_bytes == 4 * numbers
+    # Without norms' statistics, which stay float32 on a CPU only sometimes.
+    assert run_of(shapes, bf16=True).policy.block_bytes == pytest.approx(2 * numbers, rel=0.03)
+
+
+def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
+    """Bytes of the storages that the graph of a policy's scores keeps, without parameters'."""
+    model = Policy(tiny.causal_lm(family)).train()
+    fsdp.project_in_float32(model.lm)
+    fsdp.fuse_gelu(model.lm)
+    prompts = [tiny.random_ids(40, seed=n) for n in range(4)]
+    completions = [
+        [tiny.random_ids(10, seed=10 * n + k) for k in range(num_completions)] for n in range(4)
+    ]
+    batch = make_batch(layout, prompts, completions, 0)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        scores = model(batch)
+    del scores
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_activations_are_those_that_a_real_graph_keeps(shapes: Path, family: str, layout: str):
+    run = run_of(shapes, family, config=DPOConfig, layout=layout, batch_size=4)
+    batch = workload.micro_batch(run, 1)
+    assert batch.tokens == 4 * (40 + 2 * 10) if layout == "shared_prefix" else 8 * 50
+    planned = memory.kept_activations(run, run.policy, batch)
+    rows = 8 * 10
+    # Logits, and of the shared layout the states that they are made of.
+    logits = rows * (VOCABULARY + WIDTH) if layout == "shared_prefix" else rows * VOCABULARY
+    real = kept_by_a_real_pass(family, layout, 2)
+    assert planned + 4 * logits == pytest.approx(real, rel=0.06)
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpointing(shapes: Path):
+    kept = [
+        parts(run_of(shapes, micro_batch_tokens=n, batch_size=512), 1, "loss")["activations"]
+        for n in (128, 256, 1024, 4096)
+    ]
+    assert kept == sorted(kept)
+    assert kept[3] == pytest.approx(32 * kept[0], rel=0.01)
+    flags = {"micro_batch_tokens": 4096, "batch_size": 512}
+    again = run_of(shapes, **flags, gradient_checkpointing=True)
+    assert parts(again, 1, "loss")["activations"] < 0.8 * kept[3]  # of two blocks one is left
+
+
+def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
+    by_tokens = workload.micro_batch(run_of(shapes, batch_size=64, micro_batch_tokens=500), 1)
+    assert (by_tokens.number, by_tokens.tokens) == (7, 500)  # ten rows of 50
+    by_rows = run_of(shapes, batch_size=64, micro_batch_tokens=500, micro_batch_size=4)
+    assert workload.micro_batch(by_rows, 1) == workload.MicroBatch(16, 200, 4, 4)
+    group = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
+    cut = run_of(shapes, **group, batch_size=1, micro_batch_tokens=100)  # 40 + 4 x 10 fit
+    assert workload.micro_batch(cut, 1) == workload.MicroBatch(2, 100, 1.25, 5.0)
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
+    num_prompts, num_samples = 3, 8
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_generations=num_samples)
+    lm = tiny.causal_lm("gpt2")
+    prompts = [tiny.random_ids(40, seed=n) for n in range(num_prompts)]
+    with torch.no_grad():
+        cache = SharedDecoder(lm, prompts, num_samples, max_length=10).cache
+    held = [
+        x for keys in (cache.prompt_keys, cache.own_keys) for pair in keys.values() for x in pair
+    ]
+    real = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    by_hand = 4 * 2 * LAYERS * WIDTH * (num_prompts * 40 + num_prompts * num_samples * 10)
+    assert memory.cache_bytes(run, num_prompts, num_samples) == real == by_hand
+    # On a GPU the room for samples is taken at once, beside the keys that the prefill left, which
+    # of GPT-2 are a part of queries, keys and values.
+    on_gpu = replace(run, on_gpu=True)
+    more = 4 * LAYERS * 3 * WIDTH * num_prompts * 40
+    assert memory.cache_bytes(on_gpu, num_prompts, num_samples) == by_hand + more
+
+
+def test_what_is_decoded_at_once_is_bounded(shapes: Path):
+    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
+    run = run_of(shapes, **flags, generation_batch_size=24)
+    assert memory.decoded_at_once(run, 100, 8) == (3, 8)
+    assert memory.decoded_at_once(run, 2, 8) == (2, 8)
+    run = run_of(shapes, **flags, generation_cache_tokens=250)
+    assert memory.decoded_at_once(run, 100, 8) == (2, 8)  # of 40 + 80 tokens
+    run = run_of(shapes, **flags, generation_cache_tokens=90)
+    assert memory.decoded_at_once(run, 100, 8) == (1, 5)
+
+
+def test_every_rank_samples_from_a_whole_copy(shapes: Path):
+    flags: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
+    flags |= {"batch_size": 64, "dry_run_device": "cuda"}
+    run = run_of(shapes, **flags)
+    whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
+    assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
+    assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def test_operations_of_a_step(shapes: Path):
+    # One layer less 10 of 12 width^2 for the prompt's tokens but the last.
+    linear = 2 * (24 * WIDTH**2 * 50 - 10 * WIDTH**2 * 39)
+    pairs = 2 * (50 * 51 / 2) - 39 * 40 / 2
+    forward = linear + 4 * WIDTH * pairs + 2 * WIDTH * VOCABULARY * 10
+    flops = workload.step_flops(run_of(shapes, batch_size=4))
+    assert flops == {"forward": 4 * forward, "backward": 8 * forward}
+    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_candidates=16)
+    work = workload.step_flops(grpo)
+    assert set(work) == {"forward", "backward", "sampling", "reference"}
+    assert work["reference"] == work["forward"] < work["sampling"]
+    again = workload.step_flops(run_of(shapes, batch_size=4, gradient_checkpointing=True))
+    assert again["backward"] == 12 * forward
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def dry_run_script(arguments: list[str]) -> str:
+    return ranks.run_script(arguments, 1, timeout=120)
+
+
+def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
+    """A folder with no weights, rows that are not there: neither is read."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((shapes / "llama.json").read_text())
+    output = dry_run_script(
+        ["train_sft.py", "--model_name_or_path", str(model), "--dataset_name", "nowhere.jsonl"]
+        + ["--output_dir", str(tmp_path / "run"), "--token_cache_dir", str(tmp_path / "cache")]
+        + ["--max_prompt_length", "40", "--max_completion_length", "10", "--dry_run", "true"]
+        + ["--batch_size", "8192", "--dry_run_ranks", "1", "8", "64", "4096"]
+    )
+    rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:6]] == ["1", "8", "64", "4096"]
+    assert all(float(row[-2]) > 0.05 for row in rows[2:6])  # with Python's own memory
+    assert "TFLOP: forward" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert [path.name for path in model.iterdir()] == ["config.json"]
+
+
+def test_a_plan_for_gpus_counts_no_process_and_names_its_peak(shapes: Path):
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], dry_run_device="cuda")
+    page = planner.page(run, [1, 2])
+    assert run.process_bytes == 0
+    assert "plan of GRPO" in page
+    assert "reference: GPT2LMHeadModel" in page
+    assert "on a GPU" in page
+    names = {moment.name for moment in memory.moments(run, 2)}
+    assert names == {"loss", "backward", "gradients", "rollout", "reference"}
+    largest = max(memory.moments(run, 2), key=lambda moment: moment.total)
+    assert memory.peak(run, 2).name == largest.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dry_run": False}, "dry_run_ranks is .* without --dry_run"),
+        ({"dry_run_ranks": [0]}, "must be positive"),
+        ({"batch_size": 6}, "which 4 processes cannot share"),
+        ({"num_replicas": 3, "batch_size": 4}, "must divide the 4 processes"),
+        ({"model_name_or_path": "/nowhere"}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(shapes: Path, flags: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        planner.page(run_of(shapes, **({"dry_run_ranks": [4]} | flags)), [4])
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused(
+    shapes: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(type(tiny.causal_lm("gpt2")), "_supports_sdpa", False)
+    with pytest.raises(UserError, match="GPT2LMHeadModel has an attention of its own"):
+        run_of(shapes)
