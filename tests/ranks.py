@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,20 +38,28 @@ STAGES = {
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
 
 
-def launch(function: Callable[..., Any], num_ranks: int, folder: Path, **arguments: Any) -> list:
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    folder: Path,
+    *,
+    timeout: float = 300,
+    **arguments: Any,
+) -> list:
     """What `function(**arguments)` returns on each of `num_ranks` CPU processes, by rank.
 
     Args:
         function: at the top of a module in tests/; its arguments and its result must fit in JSON.
         num_ranks: processes.
         folder: existing, for the files between parent and children.
+        timeout: seconds.
         arguments: for the function, the same on every rank.
     """
     call = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
     call_file = Path(tempfile.mkdtemp(prefix="launch_", dir=folder)) / "call.json"
     call_file.write_text(json.dumps(call))
     try:
-        run_script([__file__, str(call_file)], num_ranks)
+        run_script([__file__, str(call_file)], num_ranks, timeout=timeout)
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
         raise AssertionError("\n".join(tracebacks) or str(error)) from None
@@ -116,6 +125,17 @@ def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         with mock.patch.object(plots, "plot_run"), watched() as record:
             module.main(config)
         records.append(record)
+    return records
+
+
+def run_and_listen(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """`run_stages`, and in each record the warnings that its stage gave on this rank."""
+    records = []
+    for job in jobs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (record,) = run_stages([job])
+        records.append(record | {"warnings": [str(warning.message) for warning in caught]})
     return records
 
 

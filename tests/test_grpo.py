@@ -9,10 +9,8 @@
 """
 
 import functools
-import json
 import math
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +18,11 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from ranks import launch, run_stages
+from ranks import launch, run_and_listen, run_stages
 from torch import Tensor
 
 import train_grpo
-from common import checkpoint, distributed, fsdp, rollouts, synthetic
+from common import checkpoint, distributed, fsdp, rollouts
 from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
@@ -35,6 +33,7 @@ from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
 from common.scoring import CompletionScores, Policy, ReferenceStates
+from tests.variants import REWARD_FILE, stopping_model_job
 
 LAYOUTS = ("shared_prefix", "padded")
 PAD = 7
@@ -490,16 +489,6 @@ def test_a_reference_of_another_shape_cannot_be_updated():
 
 # ---- whole runs ----------------------------------------------------------------------------------
 
-# Equal rewards in a third of the prompts, if all of a prompt's completions stop.
-REWARD_FILE = """
-def letters(prompts, completions, completion_ids, **columns):
-    pairs = zip(prompts, completions)
-    return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
-
-def steps(prompts, completions, completion_ids, trainer_state, **columns):
-    assert trainer_state.max_steps == 3 and 0 <= trainer_state.global_step < 3
-    return [[(i, token % 7 / 7) for i, token in enumerate(ids)] for ids in completion_ids]
-"""
 RUN = {
     "dataset_name": "synthetic",
     "dataset_test_split": "",
@@ -540,14 +529,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 
 
-def run_and_listen(jobs: list[dict[str, Any]]) -> list[str]:
-    """Run stages on this rank; the warnings that they gave."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_stages(jobs)
-    return [str(warning.message) for warning in caught]
-
-
 def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
     paths = {
         "model_name_or_path": str(folder / "base" / "model"),
@@ -562,22 +543,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_fo
     """A folder with a tiny model that has learned to stop after some words."""
     folder = tmp_path_factory.mktemp("grpo")
     (folder / "rewards.py").write_text(REWARD_FILE)
-    rows = synthetic.make_rows("sft", "train", 64)
-    with (folder / "short.jsonl").open("w") as file:
-        for i, row in enumerate(rows):
-            words = row["completion"].split()[: 1 + i % 4]
-            file.write(json.dumps({"prompt": row["prompt"], "completion": " ".join(words)}) + "\n")
-    flags = {name: RUN[name] for name in list(RUN)[:6]} | {
-        "dataset_name": str(folder / "short.jsonl"),
-        "num_train_rows": 64,
-        "model_name_or_path": str(tiny_gpt2),
-        "tokenizer_name_or_path": str(tokenizer_folder),
-        "output_dir": str(folder / "base"),
-        "batch_size": 16,
-        "learning_rate": 1e-2,
-        "max_steps": 40,
-    }
-    launch(run_stages, 1, folder, jobs=[{"stage": "sft", "flags": flags}])
+    job = stopping_model_job(folder / "base", tiny_gpt2, tokenizer_folder)
+    launch(run_stages, 1, folder, jobs=[job])
     return folder
 
 
@@ -591,7 +558,7 @@ def heard(base: Path) -> list[str]:
             for name, flags in VARIANTS.items()
         ]
         caught += launch(run_and_listen, num_ranks, base, jobs=jobs)
-    return [message for messages in caught for message in messages]
+    return [message for records in caught for r in records for message in r["warnings"]]
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
