@@ -52,8 +52,8 @@ METRICS: dict[str, str] = {
     "reward_std": "Standard deviation of the reward within a group, mean over the groups.",
     "reward/<function>": "One reward function before its weight, mean over the completions it "
     "applies to.",
-    "logged/<name>": "What reward functions gave to `log_metric`, mean over the calls: one sees the "
-    "completions of one rank, also of the prompts that fill up a short batch.",
+    "logged/<name>": "What reward functions gave to `log_metric`, mean over the calls; one sees "
+    "the completions of one rank, also of the prompts that fill up a short batch.",
     "kept_reward": "Reward, mean over the completions that rejection sampling kept.",
     "advantage_mean_kept": "Advantage, mean over the kept completions; far from 0, the baseline is "
     "none.",
