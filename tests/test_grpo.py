@@ -646,6 +646,15 @@ def test_sampler_weights_multiply_the_policy_term(base: Path):
     assert objective.call_args.kwargs == {"objective": "clip", **options}
 
 
+def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sampled(base: Path):
+    """The second meets a policy that the first has moved: its old log-probs have to be kept."""
+    bounds = {"epsilon_low": 1e-3, "epsilon_high": 1e-3}
+    run = run_here(base, "single pass", num_minibatches=2, learning_rate=1e-2, **bounds)
+    for line in run:
+        assert line["sampler_kl"] == pytest.approx(0, abs=1e-5)
+        assert line["clip_fraction"] > 0.1
+
+
 def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for():
     groups = new_groups(REWARDS)
     for estimator, corrected in (("k1", True), ("k2", False), ("k3", False), ("k3", True)):
