@@ -9,7 +9,6 @@
 """
 
 import functools
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
-from common.scoring import CompletionScores, Policy, ReferenceStates
+from common.scoring import Policy, ReferenceStates
 from tests.variants import REWARD_FILE, stopping_model_job
 
 LAYOUTS = ("shared_prefix", "padded")
@@ -655,23 +654,28 @@ def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sample
         assert line["clip_fraction"] > 0.1
 
 
-def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for():
-    groups = new_groups(REWARDS)
-    for estimator, corrected in (("k1", True), ("k2", False), ("k3", False), ("k3", True)):
-        config = new_config(kl_estimator=estimator, kl_correction=corrected)
-        part = prepared(groups, config)[0][0]
-        mask = part.batch.completion_mask
-        logps, part.ref_logps = part.sampled_logps, part.sampled_logps - 0.5 * mask
-        old_logps = logps - math.log(2) * mask  # ratio 2
-        scores = CompletionScores(logps, logps, logps - 99)
-        found = train_grpo.kl_to_reference(scores, old_logps, part, config)
-        expected = kl_estimate(torch.tensor(0.5), torch.tensor(0.0), estimator=estimator)
-        torch.testing.assert_close(
-            found[mask], ((1 + corrected) * expected).expand(int(mask.sum())), rtol=1e-4, atol=1e-5
-        )
-        exact = new_config(kl_estimator="full")
-        found = train_grpo.kl_to_reference(scores, old_logps, part, exact)
-        assert torch.equal(found, logps - 99)
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ({}, {"estimator": "k3", "corrected": False}),
+        ({"kl_estimator": "k1", "kl_correction": True}, {"estimator": "k1", "corrected": True}),
+        ({"kl_estimator": "full"}, None),
+    ],
+    ids=str,
+)
+def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
+    base: Path, flags: dict[str, Any], options: dict[str, Any] | None
+):
+    """A token's KL of 0.5 is that of a completion per token; the exact one asks no estimator."""
+    half = mock.Mock(side_effect=lambda logps, *_, **__: 0 * logps + 0.5)
+    with mock.patch.object(train_grpo, "kl_loss", half):
+        (line,) = run_here(base, f"estimator {options}", max_steps=1, **flags)
+    assert half.called == (options is not None)
+    if options is None:
+        assert line["kl"] == pytest.approx(0, abs=1e-6)
+    else:
+        assert half.call_args.kwargs == options
+        assert line["kl"] == pytest.approx(0.5 * line["completion_length"], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
