@@ -13,8 +13,8 @@ mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside 
 
 How this differs from the papers:
 1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
-   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1). There a
-   completion is scored once and compared with all others; here once for each comparison.
+   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1); a
+   completion in several of them is scored once.
 2. The shift is folded into the bias of the final LayerNorm, so that plain transformers computes it
    too; a model without such a bias (RMSNorm) keeps it as `reward_shift` in its config.json.
 3. One seed; the papers train 3-10 and select on a development part.
@@ -30,8 +30,11 @@ three points of the best attainable accuracy in two minutes on two CPU cores.
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from common import (
     checkpoint,
+    comparisons,
     data,
     distributed,
     evaluation,
@@ -116,26 +119,23 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in range(start_step, total_steps):
-        rows = [row for i in order.rows(step) if i is not None for row in groups[i].rows]
-        is_grouped = config.group_comparisons
-        batches = data.micro_batches(train_set, rows, config, pad_id, is_grouped=is_grouped)
-        num_groups = distributed.count_all([weights[rows].sum()])
-        for i, batch in enumerate(batches):
-            fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)
-            batch = batch.to(device)
-            real = batch.is_real[::2]  # (N,) False: filler of a short batch
-            pair_rows = batch.places[::2] // 2  # (N,)
-            rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
-            margin, weight = margins[pair_rows], weights[pair_rows] * real  # (N,)
+        own = [groups[i].rows for i in order.rows(step) if i is not None]
+        parts = comparisons.micro_batches(train_set, own, config, pad_id)
+        num_groups = distributed.count_all([torch.tensor(len(own))])
+        for i, part in enumerate(parts):
+            fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
+            part = part.to(device)
+            rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
+            margin, weight = margins[part.rows], weights[part.rows]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
             penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
             losses = losses + config.center_rewards_coefficient * penalties
             loss = (losses * weight).sum() / num_groups
             loss.backward()
             metrics.add("loss", loss * num_groups, weight.sum())
-            evaluation.add_pair_metrics(metrics, rewards, real)
-            lengths = batch.completion_mask.sum(-1).view(-1, 2)  # (N, 2)
-            metrics.add("chosen_longer", (pairs.longer_chosen(lengths) * real).sum(), real.sum())
+            evaluation.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
+            lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
+            metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
         metrics.add_values(
             **optim.clip_and_step(model, optimizer, config, step, total_steps),
             epoch=order.epochs(step + 1),

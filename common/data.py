@@ -557,40 +557,16 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
     )
 
 
-def share_prompts(pieces: Sequence[Piece], config: CommonConfig) -> list[Piece]:
-    """Neighbours with the same prompt as one piece, as far as the limits allow.
-
-    In the shared-prefix layout their prompt is then computed once.
-    """
-    merged: list[Piece] = []
-    for piece in pieces:
-        if merged and merged[-1].prompt_ids == piece.prompt_ids:
-            last = merged[-1]
-            both = Piece(
-                last.prompt_ids,
-                last.completions + piece.completions,
-                last.places + piece.places,
-                last.weight + piece.weight,
-            )
-            if fits([both], config):
-                merged[-1] = both
-                continue
-        merged.append(piece)
-    return merged
-
-
 def micro_batches(
     examples: Sequence[Example],
     rows: Sequence[int | None],
     config: CommonConfig,
     pad_id: int,
-    *,
-    is_grouped: bool = False,
 ) -> list[AnyBatch]:
     """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
 
     The completions of a row stay together; completion k of row n has the place n * K + k. A row
-    that is None counts nowhere. Rows that are grouped by prompt share it, see `share_prompts`.
+    that is None counts nowhere.
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
@@ -603,8 +579,6 @@ def micro_batches(
         for row in rows
         if row is not None
     ]
-    if is_grouped:
-        pieces = share_prompts(pieces, config)
     packs = pack(pieces, config, num_completions)
     return [collate(part, config.layout, pad_id) for part in packs]
 
