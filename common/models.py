@@ -21,13 +21,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from common import distributed, fsdp, hub, lora, synthetic
 from common.config import CommonConfig, UserError, gist
 from common.noise import derive_seed
 
-Kind = Literal["policy", "reward_model", "trunk"]
+Kind = Literal["policy", "reward_model", "trunk", "encoder"]
 RANDOM_SEED_PART = "model initialisation"
 
 
@@ -39,6 +42,20 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none, or it has no eos token.
     """
+    tokenizer = read_tokenizer(path, config)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+    """The same as it is, which for an encoder has no eos.
+
+    Raises:
+        UserError: there is none.
+    """
     if path == "synthetic":
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
@@ -47,14 +64,9 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"no tokenizer could be loaded from {path!r}: {gist(error)}.") from None
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
@@ -80,8 +92,8 @@ def read_model_config(
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
-    `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
-    either is.
+    `kind` is what it must be: a policy, a reward model, a trunk to put a reward head on, which
+    either is, or an encoder that judges.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise would depend on how rows are split over ranks.
@@ -91,20 +103,47 @@ def read_model_config(
             and completion longer than the model's positions.
     """
     path = lora.base_path(path)
+    model_config = find_config(path, tokenizer, config)
+    check_kind(path, model_config, kind)
+    if kind != "encoder":  # its texts are other tokens
+        check_lengths(path, model_config, config)
+    if kind == "policy" and len(tokenizer) > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
+            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+        )
+    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
+    # build the model without reading it.
+    model_config.dtype = torch.float32
+    for name, value in model_config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(model_config, name, 0.0)
+    return model_config
+
+
+def find_config(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: CommonConfig
+) -> PretrainedConfig:
+    """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
+
+    Raises:
+        UserError: nothing there.
+    """
+    path = lora.base_path(path)
     check_location(path, "model")
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
             fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
             fields |= {"bos_token_id": tokenizer.bos_token_id}
-            model_config = AutoConfig.for_model(**fields)
-        else:
-            model_config = AutoConfig.from_pretrained(
-                path, trust_remote_code=config.trust_remote_code
-            )
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"no model could be found at {path!r}: {gist(error)}.") from None
-    check_kind(path, model_config, kind)
+
+
+def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
+    """Raise a UserError for prompt and completion that the model's positions do not hold."""
     limit = getattr(model_config, "max_position_embeddings", None)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
@@ -118,18 +157,13 @@ def read_model_config(
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."
         )
-    if kind == "policy" and len(tokenizer) > model_config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
-            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
-        )
-    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
-    # build the model without reading it.
-    model_config.dtype = torch.float32
-    for name, value in model_config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
-            setattr(model_config, name, 0.0)
-    return model_config
+
+
+def is_encoder(model_config: PretrainedConfig) -> bool:
+    """Whether it is BERT or its like, which read a text in both directions."""
+    # By name, as in `check_kind`.
+    is_masked = model_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_masked and not model_config.is_encoder_decoder
 
 
 def check_location(path: str, what: str) -> None:
@@ -158,9 +192,9 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
     # By name: looking a class up in transformers' mappings imports every model there is.
     model_type = model_config.model_type
-    if model_type in CONFIG_MAPPING_NAMES and (
-        model_config.is_encoder_decoder or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ):
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
+    is_other = model_config.is_encoder_decoder or not is_causal
+    if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
         raise UserError(
             f"{path!r} is a {model_config.model_type} model, not a causal language model."
         )
@@ -174,7 +208,7 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         raise UserError(
             f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
         )
-    if kind == "reward_model" and not is_classifier:
+    if kind in ("reward_model", "encoder") and not is_classifier:
         found = architectures[0] if architectures else "an unknown architecture"
         raise UserError(f"{path!r} is not a reward model: it holds {found}.")
 

@@ -18,7 +18,7 @@ be a coroutine. One without `**columns` gets what it names. A reward is
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -216,6 +216,17 @@ def load_reward_functions(
 def is_collective(function: RewardFunction) -> bool:
     """Whether ranks have to call it equally often with as many rows, as a sharded model."""
     return bool(getattr(function, "is_collective", False))
+
+
+def equal_for_equal(texts: Sequence[Hashable], rewards: Tensor) -> list[float]:
+    """The rewards (B,) of a model, the first one for all equal texts.
+
+    A score is rounded by what stands beside it in the batch. Equal completions must not differ by
+    that: GRPO would divide the difference by itself and train on it.
+    """
+    first: dict[Hashable, float] = {}
+    values = zip(texts, rewards.tolist(), strict=True)
+    return [first.setdefault(text, reward) for text, reward in values]
 
 
 def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
