@@ -26,7 +26,7 @@ from common.data import Example
 from common.encoder_rewards import EncoderFunction
 from common.reward_scoring import RewardScorer, model_function
 
-WORDS = "the cat sat on a mat and then it slept all day".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "slept", "all", "day"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 PROMPTS = ["the cat", "the cat", "a mat and then it slept on the mat", "it"]
 COMPLETIONS = [" sat", " slept all day on the mat", " and then", ""]
