@@ -9,7 +9,8 @@ The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 
 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
 sharding. The reward is read at the last real token. After training a constant is added so that the
-mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model.
+mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model. With
+`lora_r` adapters and the head are trained; the folder `adapter` has both, without the constant.
 
 How this differs from the papers:
 1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
@@ -45,8 +46,9 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob, require_not_negative, require_positive
+from common.config import is_due, knob, require_not_negative, require_positive
 from common.data import Example
+from common.lora import LoraTrainConfig
 from common.losses import bradley_terry_loss, centering_penalty
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -54,7 +56,7 @@ from common.scoring import RewardModel
 
 
 @dataclass
-class RewardConfig(TrainConfig):
+class RewardConfig(LoraTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
 
     center_rewards_coefficient: float = knob(
@@ -102,7 +104,8 @@ def main(config: RewardConfig) -> None:
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = models.load_reward_model(config.model_name_or_path, model_config, tokenizer, config)
+    path = config.model_name_or_path
+    lm = models.load_trained_reward_model(path, model_config, tokenizer, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
 

@@ -273,6 +273,26 @@ def load_reward_model(
     return lm
 
 
+def load_trained_reward_model(
+    path: str, model_config: PretrainedConfig, tokenizer: Any, config: lora.LoraTrainConfig
+) -> PreTrainedModel:
+    """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
+
+    Raises:
+        UserError: with `lora_r` the path is that of an adapter, which would be merged into what the
+            new one is saved for.
+    """
+    if config.lora_r and lora.is_adapter(path):
+        raise UserError(
+            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
+            "from a whole model: give the folder `model` beside it."
+        )
+    lm = load_reward_model(path, model_config, tokenizer, config)
+    if config.lora_r:
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, head="score")
+    return lm
+
+
 def load(
     auto_class: Any,
     path: str,

@@ -88,6 +88,7 @@ VARIANTS: dict[str, list[Flags]] = {
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
         {"dataset_name": "COMPARISONS"},
         {"dataset_name": "COMPARISONS", "group_comparisons": True},
+        *FURTHER_LORA,
     ],
     "dpo": [
         {},
