@@ -141,7 +141,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     faults.watch_replay(policy, config)
     logger = RunLogger.start(config, "DPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
-    rows_of = data.rows_of_places(train_set)
+    numbers = data.row_numbers(train_set)  # (rows,)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -166,8 +166,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                 ref_logps = torch.zeros_like(logps)
             lengths = mask.sum(-1).clamp(min=1).view(-1, 2)  # (N, 2)
             sums = token_logps.sum(-1).view(-1, 2)  # (N, 2) nats
-            losses = pair_losses(logps, ref_logps, lengths, config)  # (N,)
-            losses = losses + config.sft_weight * -sums[:, 0] / lengths[:, 0]
+            losses = pair_losses(logps, ref_logps, sums, lengths, config)  # (N,)
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             metrics.add("loss", loss * num_pairs, real.sum())
@@ -177,7 +176,8 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             if config.is_per_token:
                 implicit_rewards = implicit_rewards / lengths
             evaluation.add_pair_metrics(metrics, implicit_rewards, real)
-        with faults.guarded(saver, batches, rows_of, step):
+        numbers_of = (numbers[batch.places // 2] for batch in batches)
+        with faults.guarded(saver, batches, numbers_of, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(
@@ -206,8 +206,21 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     plots.plot_run(output_dir)
 
 
-def pair_losses(logps: Tensor, ref_logps: Tensor, lengths: Tensor, config: DPOConfig) -> Tensor:
-    """The weighted sum of the run's losses of each pair: (N,) from (N, 2), chosen first."""
+def pair_losses(
+    logps: Tensor, ref_logps: Tensor, sums: Tensor, lengths: Tensor, config: DPOConfig
+) -> Tensor:
+    """The weighted sum of the run's losses of each pair, and the SFT term of its chosen one.
+
+    Args:
+        logps: (N, 2) log-probabilities under the policy, chosen first; tails count `ld_alpha`.
+        ref_logps: (N, 2) the same under the reference.
+        sums: (N, 2) under the policy, where every token counts 1.
+        lengths: (N, 2) tokens.
+        config: Of the run.
+
+    Returns:
+        (N,) nats.
+    """
     losses = [
         weight
         * preference_loss(
@@ -222,7 +235,7 @@ def pair_losses(logps: Tensor, ref_logps: Tensor, lengths: Tensor, config: DPOCo
         )
         for loss_type, weight in config.weighted_losses
     ]
-    return torch.stack(losses).sum(0)
+    return torch.stack(losses).sum(0) - config.sft_weight * sums[:, 0] / lengths[:, 0]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,16 @@ How this differs from the paper:
 5. Sampling noise is a function of (seed, step, prompt, sample, position): the completions do not
    depend on the number of ranks.
 
-Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
-    torchrun --standalone --nproc_per_node 2 train_grpo.py --config assets/recipes/demo/grpo.yaml
+Launch (the last value of a flag wins; every field of a recipe is a flag; `--model_name_or_path` is
+the SFT stage's `model` folder):
+    one process   python train_grpo.py --config assets/recipes/demo/grpo.yaml
+    one GPU       python train_grpo.py --config assets/recipes/tldr-gpt2/grpo.yaml
+    N GPUs        torchrun --standalone --nproc_per_node N train_grpo.py --config ...
+    M nodes       torchrun --nnodes M --nproc_per_node N --rdzv_backend c10d \
+                      --rdzv_endpoint HOST:29500 train_grpo.py --config ...
+
+On the demo two CPU processes take half a minute: the gold reward, which is only watched, goes from
+0.685 (SFT) to 0.954 of 1 at a KL of 1.35 nats per completion to the SFT policy.
 
 With one update per rollout the ratio is 1, so the policy loss is minus the mean advantage, whatever
 is learned: watch `reward`, `kl`, `entropy` and the samples instead.
@@ -34,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common import (
     checkpoint,
@@ -53,19 +60,12 @@ from common.config import is_due
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
-from common.losses import (
-    aggregate,
-    clipped_tokens,
-    kl_estimate,
-    policy_loss,
-    probability_ratio,
-    sampler_weights,
-)
+from common.losses import aggregate, clipped_tokens, kl_loss, policy_loss, sampler_weights
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
 from common.reward_scoring import RewardScorer
 from common.rollouts import MicroBatch
-from common.scoring import CompletionScores, Policy, ReferenceStates
+from common.scoring import Policy, ReferenceStates
 
 
 def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
@@ -133,6 +133,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         "ratio_level": config.ratio_level,
     }
     cap: Any = {"correction": config.sampler_correction, "cap": config.sampler_correction_cap}
+    of_kl: Any = {"estimator": config.kl_estimator, "corrected": config.kl_correction}
     scoring: Any = {"temperature": config.temperature, "with_entropy": True}
 
     # Loop
@@ -146,7 +147,6 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, and say which of them count
         kept = rollouts.select(groups, config, step)  # (N, G)
-        rows_of = partial(rollouts.rows_of, groups, kept)
         counts = rollouts.counted(groups, kept, config)  # (N, G)
         minibatches = rollouts.collate(groups, kept, counts, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates
@@ -183,7 +183,9 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                     if config.entropy_coef > 0:
                         per_token = per_token - config.entropy_coef * scores.entropy
                     if part.ref_logps is not None:
-                        kl = kl_to_reference(scores, old_logps, part, config)  # (B, C)
+                        kl = scores.kl  # (B, C)
+                        if not config.has_exact_kl:
+                            kl = kl_loss(logps, part.ref_logps, old_logps, mask, **of_kl)
                         metrics.add("kl", (kl * mask).sum(), part.batch.is_real.sum())
                         if config.kl_in == "loss":
                             per_token = per_token + config.beta * kl
@@ -200,7 +202,8 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                         metrics.add("sampler_kl", gap.sum(), num_tokens)
                 if micro_batches[0].has_effect:
                     batches = [part.batch for part in micro_batches]
-                    with faults.guarded(saver, batches, rows_of, step):
+                    rows = (rollouts.rows_of(groups, kept, batch.places) for batch in batches)
+                    with faults.guarded(saver, batches, rows, step):
                         metrics.add_values(**update(step, total_steps, metrics.total("loss")))
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
@@ -242,24 +245,6 @@ def score_before_updates(
                 part.ref_states = ReferenceStates(scores.hidden, head)
         if config.num_updates > 1:
             part.old_logps = policy(part.batch, temperature=config.temperature).token_logps
-
-
-def kl_to_reference(
-    scores: CompletionScores, old_logps: Tensor, part: MicroBatch, config: GRPOConfig
-) -> Tensor:
-    """The KL to the reference at each token, (B, C) nats: exact, or estimated at the token drawn.
-
-    With `kl_correction` the estimate is weighed by the ratio of the token, so that its gradient is
-    that of KL(pi || ref) also after the first update (DeepSeek-V3.2 2025).
-    """
-    assert part.ref_logps is not None
-    if config.kl_estimator == "full":
-        return scores.kl
-    kl = kl_estimate(scores.token_logps, part.ref_logps, estimator=config.kl_estimator)
-    if config.kl_correction:
-        mask = part.batch.completion_mask
-        kl = kl * probability_ratio(scores.token_logps, old_logps, mask)
-    return kl
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 
 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
 sharding. The reward is read at the last real token. After training a constant is added so that the
-mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model.
+mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model. With
+`lora_r` adapters and the head are trained; the folder `adapter` has both, without the constant.
 
 How this differs from the papers:
 1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
-   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1). There a
-   completion is scored once and compared with all others; here once for each comparison.
+   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1); a
+   completion in several of them is scored once.
 2. The shift is folded into the bias of the final LayerNorm, so that plain transformers computes it
    too; a model without such a bias (RMSNorm) keeps it as `reward_shift` in its config.json.
 3. One seed; the papers train 3-10 and select on a development part.
@@ -30,8 +31,11 @@ three points of the best attainable accuracy in two minutes on two CPU cores.
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from common import (
     checkpoint,
+    comparisons,
     data,
     distributed,
     evaluation,
@@ -44,8 +48,9 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import TrainConfig, is_due, knob, require_not_negative, require_positive
+from common.config import is_due, knob, require_not_negative, require_positive
 from common.data import Example
+from common.lora import LoraTrainConfig
 from common.losses import bradley_terry_loss, centering_penalty
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -53,7 +58,7 @@ from common.scoring import RewardModel
 
 
 @dataclass
-class RewardConfig(TrainConfig):
+class RewardConfig(LoraTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
 
     center_rewards_coefficient: float = knob(
@@ -101,7 +106,8 @@ def main(config: RewardConfig) -> None:
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = models.load_reward_model(config.model_name_or_path, model_config, tokenizer, config)
+    path = config.model_name_or_path
+    lm = models.load_trained_reward_model(path, model_config, tokenizer, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
 
@@ -117,32 +123,31 @@ def main(config: RewardConfig) -> None:
     faults.watch_replay(model, config)
     logger = RunLogger.start(config, "reward model", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
-    rows_of = data.rows_of_places(train_set)
+    numbers = data.row_numbers(train_set)  # (rows,)
 
     # Loop
     for step in range(start_step, total_steps):
-        rows = [row for i in order.rows(step) if i is not None for row in groups[i].rows]
-        is_grouped = config.group_comparisons
-        batches = data.micro_batches(train_set, rows, config, pad_id, is_grouped=is_grouped)
-        num_groups = distributed.count_all([weights[rows].sum()])
-        for i, batch in enumerate(batches):
+        own = [groups[i].rows for i in order.rows(step) if i is not None]
+        parts = comparisons.micro_batches(train_set, own, config, pad_id)
+        num_groups = distributed.count_all([torch.tensor(len(own))])
+        for i, part in enumerate(parts):
             saver.stop_if_asked(step)
-            fsdp.reduce_gradients_in_next_backward(model, i == len(batches) - 1)
-            batch = batch.to(device)
-            real = batch.is_real[::2]  # (N,) False: filler of a short batch
-            pair_rows = batch.places[::2] // 2  # (N,)
-            rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
-            margin, weight = margins[pair_rows], weights[pair_rows] * real  # (N,)
+            fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
+            part = part.to(device)
+            rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
+            margin, weight = margins[part.rows], weights[part.rows]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
             penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
             losses = losses + config.center_rewards_coefficient * penalties
             loss = (losses * weight).sum() / num_groups
             loss.backward()
             metrics.add("loss", loss * num_groups, weight.sum())
-            evaluation.add_pair_metrics(metrics, rewards, real)
-            lengths = batch.completion_mask.sum(-1).view(-1, 2)  # (N, 2)
-            metrics.add("chosen_longer", (pairs.longer_chosen(lengths) * real).sum(), real.sum())
-        with faults.guarded(saver, batches, rows_of, step):
+            evaluation.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
+            lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
+            metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
+        batches = [part.batch for part in parts]
+        rows = (numbers[part.rows_of_completions()] for part in parts)
+        with faults.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(model, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(

@@ -83,7 +83,7 @@ def main(config: SFTConfig) -> None:
     faults.watch_replay(policy, config)
     logger = RunLogger.start(config, "SFT", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
-    rows_of = data.rows_of_places(train_set)
+    numbers = data.row_numbers(train_set)  # (rows,)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -97,7 +97,8 @@ def main(config: SFTConfig) -> None:
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        with faults.guarded(saver, batches, rows_of, step):
+        rows = (numbers[batch.places] for batch in batches)
+        with faults.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(

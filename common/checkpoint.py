@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
@@ -361,10 +361,10 @@ def keep_lines(path: Path, num_lines: int) -> None:
         file.truncate()
 
 
-def cause(error: Exception) -> str:
+def cause(error: BaseException) -> str:
     """The reason of a failed save in a few words: that of the first rank which has one."""
     failures: Mapping[int, Any] = getattr(error, "failures", {})
-    first = next(iter(failures.values()))[0] if failures else error
+    first: Any = next(iter(failures.values()))[0] if failures else error
     if isinstance(first, OSError) and first.errno is not None:
         return os.strerror(first.errno)
     return gist(first)

@@ -121,8 +121,9 @@ def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """
     differences = []
     for field in dataclasses.fields(config):
-        is_list = field.default is dataclasses.MISSING
-        default = field.default_factory() if is_list else field.default  # type: ignore[misc]
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         before, now = saved.get(field.name, default), getattr(config, field.name)
         if field.name not in MAY_CHANGE and before != now:
             differences.append(f"{field.name} was {before!r} and is {now!r}")

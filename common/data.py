@@ -7,7 +7,7 @@ checking the rows themselves is in `common/rows.py`, cutting a prompt in `common
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -557,40 +557,16 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
     )
 
 
-def share_prompts(pieces: Sequence[Piece], config: CommonConfig) -> list[Piece]:
-    """Neighbours with the same prompt as one piece, as far as the limits allow.
-
-    In the shared-prefix layout their prompt is then computed once.
-    """
-    merged: list[Piece] = []
-    for piece in pieces:
-        if merged and merged[-1].prompt_ids == piece.prompt_ids:
-            last = merged[-1]
-            both = Piece(
-                last.prompt_ids,
-                last.completions + piece.completions,
-                last.places + piece.places,
-                last.weight + piece.weight,
-            )
-            if fits([both], config):
-                merged[-1] = both
-                continue
-        merged.append(piece)
-    return merged
-
-
 def micro_batches(
     examples: Sequence[Example],
     rows: Sequence[int | None],
     config: CommonConfig,
     pad_id: int,
-    *,
-    is_grouped: bool = False,
 ) -> list[AnyBatch]:
     """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
 
     The completions of a row stay together; completion k of row n has the place n * K + k. A row
-    that is None counts nowhere. Rows that are grouped by prompt share it, see `share_prompts`.
+    that is None counts nowhere.
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
@@ -603,17 +579,13 @@ def micro_batches(
         for row in rows
         if row is not None
     ]
-    if is_grouped:
-        pieces = share_prompts(pieces, config)
     packs = pack(pieces, config, num_completions)
     return [collate(part, config.layout, pad_id) for part in packs]
 
 
-def rows_of_places(examples: Sequence[Example]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gives the row numbers (B,) of completions by their places (B,), see `micro_batches`."""
-    numbers = torch.tensor([example.row for example in examples])
-    num_completions = len(examples[0].completions)
-    return lambda places: numbers[places // num_completions]
+def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
+    """(rows,) int64, where each example was in its data set: some rows may have been dropped."""
+    return torch.tensor([example.row for example in examples])
 
 
 def prompts(

@@ -9,7 +9,7 @@ Row order and noise are functions of the step, so `--replay` of that folder make
 from the state before it, watches the output of every layer, and updates nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from common.optim import NonFiniteError
 from common.padding import AnyBatch
 
 MAX_NAMED = 8  # rows in a message
-Rows = Callable[[Tensor], Tensor]  # from places (B,) of completions to row numbers (B,)
 
 
 @contextmanager
 def guarded(
-    saver: Checkpointer, batches: Sequence[AnyBatch], rows_of: Rows, step: int
+    saver: Checkpointer, batches: Sequence[AnyBatch], rows: Iterable[Tensor], step: int
 ) -> Iterator[None]:
     """Around an update: if its numbers are not finite, keep what is needed to look. Collective.
 
@@ -40,7 +39,7 @@ def guarded(
     Args:
         saver: of the run.
         batches: all that the update was computed from.
-        rows_of: the numbers of the rows that completions came from, by their places.
+        rows: (B,) int64 for each batch, the numbers of the rows that its completions came from.
         step: that is being made, counted from 0.
 
     Raises:
@@ -51,7 +50,7 @@ def guarded(
     try:
         yield
     except NonFiniteError as error:
-        completions = scored_again(saver.model, batches, rows_of)
+        completions = scored_again(saver.model, batches, rows)
         folder = Path(config.replay or Path(config.output_dir) / "failed" / f"step_{step + 1:08d}")
         told = f"{error} {describe(completions)}"
         if config.replay:
@@ -66,27 +65,26 @@ def guarded(
 
 
 def scored_again(
-    model: nn.Module, batches: Sequence[AnyBatch], rows_of: Rows
+    model: nn.Module, batches: Sequence[AnyBatch], rows: Iterable[Tensor]
 ) -> list[dict[str, Any]]:
     """This rank's real completions, with whether the model's scores of them are finite. Collective.
 
     Args:
         model: a policy or a reward model.
         batches: as for `guarded`.
-        rows_of: as for `guarded`.
+        rows: as for `guarded`.
     """
     model.zero_grad(set_to_none=True)
     completions = []
-    for i, on_host in enumerate(batches):
+    for i, (on_host, numbers) in enumerate(zip(batches, rows, strict=True)):
         batch = on_host.to(distributed.device())
         with torch.no_grad():
             scores = model(batch)
         scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)
         is_finite = scores.isfinite().view(len(batch.is_real), -1).all(1)  # (B,)
-        rows = rows_of(batch.places.cpu())
         for n in batch.is_real.nonzero().flatten().tolist():
             ids = batch.completion_ids[n][batch.completion_mask[n]].tolist()
-            place, row, finite = int(batch.places[n]), int(rows[n]), bool(is_finite[n])
+            place, row, finite = int(batch.places[n]), int(numbers[n]), bool(is_finite[n])
             known = {"row": row, "place": place, "micro_batch": i, "is_finite": finite}
             completions.append({**known, "completion_ids": ids})
     return completions

@@ -231,7 +231,7 @@ class Sampler:
         self,
         examples: Sequence[Example],
         rollouts: Rollouts | None = None,
-        **columns: Sequence[float],
+        **columns: Sequence[Any],
     ) -> list[dict[str, Any]]:
         """Rows to print: prompt end, completion, further columns, why it stopped. Collective.
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 
 FUNCTION_PREFIX = "reward/"
+LOGGED_PREFIX = "logged/"
+PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX)  # of names that a run makes up
 
 METRICS: dict[str, str] = {
     # --- every stage; tokens only in SFT ---
@@ -50,6 +52,8 @@ METRICS: dict[str, str] = {
     "reward_std": "Standard deviation of the reward within a group, mean over the groups.",
     "reward/<function>": "One reward function before its weight, mean over the completions it "
     "applies to.",
+    "logged/<name>": "What reward functions gave to `log_metric`, mean over the calls; one sees "
+    "the completions of one rank, also of the prompts that fill up a short batch.",
     "kept_reward": "Reward, mean over the completions that rejection sampling kept.",
     "advantage_mean_kept": "Advantage, mean over the kept completions; far from 0, the baseline is "
     "none.",
@@ -93,7 +97,7 @@ POSTFIX = ("loss", "accuracy", "reward", "kl")
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Assert that every name is defined: in `METRICS`, or `reward/` and a function's name."""
+    """Assert that every name is defined: in `METRICS`, or made up behind one of `PREFIXES`."""
     for name in names:
-        is_function = name.startswith(FUNCTION_PREFIX) and len(name) > len(FUNCTION_PREFIX)
-        assert name in METRICS or is_function, f"metric {name!r} has no definition in METRICS"
+        is_made_up = any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
+        assert name in METRICS or is_made_up, f"metric {name!r} has no definition in METRICS"

@@ -35,7 +35,7 @@ PREFIX = "base_model.model."  # of every name in peft's weights file
 
 @dataclass
 class LoraTrainConfig(TrainConfig):
-    """The fields that the stages share which train a policy."""
+    """The fields of the stages that can train adapters."""
 
     # --- LoRA ---
     lora_r: int = knob(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
@@ -132,7 +132,7 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     weights = {
         PREFIX + name.replace(f".{TRAINED}.", "."): tensor.contiguous()
         for name, tensor in state.items()
-        if belongs_to(name, TRAINED)
+        if belongs_to(name, TRAINED) or is_saved_whole(lm, name)
     }
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
@@ -147,6 +147,7 @@ def add_adapters(
     config: LoraTrainConfig,
     *,
     with_copy: bool = False,
+    head: str = "",
 ) -> None:
     """Freeze a model but for adapters: new ones, or those of the folder it is loaded from.
 
@@ -158,6 +159,7 @@ def add_adapters(
         path: of the model, or of an adapter on it.
         config: the fields on LoRA and the seed are read.
         with_copy: keep a frozen copy also of new adapters: the reference will be replaced by it.
+        head: name of a module that is trained whole, and saved with the adapters; "" for none.
 
     Raises:
         UserError: the fields do not fit the model or the adapter.
@@ -171,9 +173,11 @@ def add_adapters(
         if goes_on and distributed.is_rank0():
             load_weights(lm, path, adapter)
     distributed.seed_everything(config.seed)
+    if head:  # only now, since peft would put a copy of the module beside it
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", [head]
     lm.peft_config = {TRAINED: settings}
     for name, parameter in lm.named_parameters():
-        parameter.requires_grad_(belongs_to(name, TRAINED))
+        parameter.requires_grad_(belongs_to(name, TRAINED) or is_saved_whole(lm, name))
     activate(lm, [TRAINED])
 
 
@@ -256,6 +260,11 @@ def inject(lm: Any, settings: Any, adapter: str) -> None:
 def belongs_to(name: str, adapter: str) -> bool:
     """Whether a parameter's name is that of a matrix of the adapter."""
     return name.endswith((f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight"))
+
+
+def is_saved_whole(lm: Any, name: str) -> bool:
+    """Whether a parameter is that of a module which is trained whole, as a reward head."""
+    return name.rpartition(".")[0] in (lm.peft_config[TRAINED].modules_to_save or [])
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, Any]:

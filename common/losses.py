@@ -259,6 +259,39 @@ def probability_ratio(
     return log_ratio.exp()
 
 
+def kl_loss(
+    token_logps: Tensor,
+    ref_token_logps: Tensor,
+    old_token_logps: Tensor,
+    completion_mask: Tensor,
+    *,
+    estimator: str,
+    corrected: bool,
+) -> Tensor:
+    """The tie to the reference at each token: `kl_estimate`, if corrected times the ratio.
+
+    Then its gradient is that of KL(pi || ref) also after the first update (DeepSeek-V3.2 2025).
+
+    Args:
+        token_logps: (B, C), log pi with gradient.
+        ref_token_logps: (B, C), of the reference.
+        old_token_logps: (B, C), of the policy that sampled.
+        completion_mask: (B, C) bool, True = the token counts.
+        estimator: One of `KL_ESTIMATORS`.
+        corrected: Whether to multiply by `probability_ratio` at token level.
+
+    Returns:
+        (B, C), nats; not masked.
+
+    Raises:
+        ValueError: An unknown estimator.
+    """
+    kl = kl_estimate(token_logps, ref_token_logps, estimator=estimator)
+    if corrected:
+        kl = kl * probability_ratio(token_logps, old_token_logps, completion_mask)
+    return kl
+
+
 def policy_loss(
     token_logps: Tensor,
     old_token_logps: Tensor,

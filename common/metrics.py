@@ -19,7 +19,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.config import TrainConfig, UserError, config_dict, save_run_files
-from common.distributed import all_reduce_sum, is_rank0, peak_memory_gb, world_size
+from common.distributed import (
+    all_reduce_sum,
+    from_all_ranks,
+    is_rank0,
+    peak_memory_gb,
+    world_size,
+)
 from common.failures import note_step
 from common.glossary import CONSOLE, METRICS, POSTFIX, SPANS, check_names
 from common.jsonl import json_line, rewind_jsonl
@@ -104,9 +110,8 @@ class Accumulator:
     def reduce(self, num_steps: int = 1) -> dict[str, float]:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
 
-        A name of `METRICS` may be missing on some ranks; `reward/<function>` must have been added
-        on all of them, with count 0 where a rank has no such row. Names that counted nothing on any
-        rank are left out.
+        The ranks exchange their names first, on the host: one may be missing on some. Names that
+        counted nothing on any rank are left out.
 
         Args:
             num_steps: optimiser steps since the last call. Phases of a step (`SPANS`) are divided
@@ -120,8 +125,8 @@ class Accumulator:
             seconds[name] = seconds.get(name, 0.0) + started.elapsed_time(ended) / 1000
         self._spans = []
         self.add_values(**seconds)
-        # All of METRICS takes part, so that ranks agree on the layout whatever each one added.
-        names = sorted({*METRICS, *self._sums})
+        # So that ranks agree on the layout: of a name that is made up only some may know.
+        names = sorted({*METRICS, *from_all_ranks(list(self._sums))})
         nothing = torch.zeros(2, dtype=torch.float64, device=self.device)
         table = torch.stack([self._sums.get(name, nothing) for name in names])  # (names, 2)
         self._sums = {}

@@ -20,13 +20,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from common import distributed, fsdp, hub, lora, synthetic
 from common.config import CommonConfig, UserError, gist
 from common.noise import derive_seed
 
-Kind = Literal["policy", "reward_model", "trunk"]
+Kind = Literal["policy", "reward_model", "trunk", "encoder"]
 RANDOM_SEED_PART = "model initialisation"
 
 
@@ -38,6 +41,20 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none, or it has no eos token.
     """
+    tokenizer = read_tokenizer(path, config)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+    """The same as it is, which for an encoder has no eos.
+
+    Raises:
+        UserError: there is none.
+    """
     if path == "synthetic":
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
@@ -46,14 +63,9 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library raises no subclass of it
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
@@ -79,8 +91,9 @@ def read_model_config(
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
-    `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
-    either is. Without a tokenizer a config .json has the vocabulary that it names.
+    `kind` is what it must be: a policy, a reward model, a trunk to put a reward head on, which
+    either is, or an encoder that judges. Without a tokenizer a config .json has the vocabulary that
+    it names.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise would depend on how rows are split over ranks.
@@ -90,6 +103,29 @@ def read_model_config(
             embeddings, or prompt and completion longer than the model's positions.
     """
     path = lora.base_path(path)
+    model_config = find_config(path, tokenizer, config)
+    check_kind(path, model_config, kind)
+    if kind != "encoder":  # its texts are other tokens
+        check_sizes(path, model_config, kind, tokenizer)
+        check_lengths(path, model_config, config)
+    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
+    # build the model without reading it.
+    model_config.dtype = torch.float32
+    for name, value in model_config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(model_config, name, 0.0)
+    return model_config
+
+
+def find_config(
+    path: str, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+) -> PretrainedConfig:
+    """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
+
+    Raises:
+        UserError: nothing there.
+    """
+    path = lora.base_path(path)
     check_location(path, "model")
     try:
         if path.endswith(".json"):
@@ -97,15 +133,14 @@ def read_model_config(
             if tokenizer is not None:
                 fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
-            model_config = AutoConfig.for_model(**fields)
-        else:
-            model_config = AutoConfig.from_pretrained(
-                path, trust_remote_code=config.trust_remote_code
-            )
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # of many kinds: a folder is a foreign thing
         raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
-    check_kind(path, model_config, kind)
-    check_sizes(path, model_config, kind, tokenizer)
+
+
+def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
+    """Raise a UserError for prompt and completion that the model's positions do not hold."""
     limit = getattr(model_config, "max_position_embeddings", None)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
@@ -119,13 +154,13 @@ def read_model_config(
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."
         )
-    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
-    # build the model without reading it.
-    model_config.dtype = torch.float32
-    for name, value in model_config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
-            setattr(model_config, name, 0.0)
-    return model_config
+
+
+def is_encoder(model_config: PretrainedConfig) -> bool:
+    """Whether it is BERT or its like, which read a text in both directions."""
+    # By name, as in `check_kind`.
+    is_masked = model_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_masked and not model_config.is_encoder_decoder
 
 
 def check_sizes(
@@ -180,9 +215,9 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
     # By name: looking a class up in transformers' mappings imports every model there is.
     model_type = model_config.model_type
-    if model_type in CONFIG_MAPPING_NAMES and (
-        model_config.is_encoder_decoder or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ):
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
+    is_other = model_config.is_encoder_decoder or not is_causal
+    if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
         raise UserError(
             f"{path!r} is a {model_config.model_type} model, not a causal language model."
         )
@@ -196,7 +231,7 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         raise UserError(
             f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
         )
-    if kind == "reward_model" and not is_classifier:
+    if kind in ("reward_model", "encoder") and not is_classifier:
         found = architectures[0] if architectures else "an unknown architecture"
         raise UserError(f"{path!r} is not a reward model: it holds {found}.")
 
@@ -258,6 +293,26 @@ def load_reward_model(
         std = (head.shape[1] + 1) ** -0.5
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=generator) * std)
+    return lm
+
+
+def load_trained_reward_model(
+    path: str, model_config: PretrainedConfig, tokenizer: Any, config: lora.LoraTrainConfig
+) -> PreTrainedModel:
+    """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
+
+    Raises:
+        UserError: with `lora_r` the path is that of an adapter, which would be merged into what the
+            new one is saved for.
+    """
+    if config.lora_r and lora.is_adapter(path):
+        raise UserError(
+            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
+            "from a whole model: give the folder `model` beside it."
+        )
+    lm = load_reward_model(path, model_config, tokenizer, config)
+    if config.lora_r:
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, head="score")
     return lm
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.glossary import FUNCTION_PREFIX
+from common.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
 from common.jsonl import read_jsonl
 
 # Okabe and Ito (2008): told apart with any colour vision. Dark enough on white, so no yellow.
@@ -45,7 +45,7 @@ MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
 EXACT = ("learning_rate", "peak_memory_gb")  # without noise: never smoothed
 
-# Panels of curves.png in order: title, y axis with unit, metrics ("reward/" takes all of them).
+# Panels of curves.png in order: title, y axis with unit, metrics (a prefix takes all that have it).
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Loss", "loss", ("loss", "eval_loss")),
     ("Preference accuracy", "share of pairs", ("accuracy", "eval_accuracy")),
@@ -53,6 +53,7 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Pair log-probabilities", "nats per completion", ("chosen_logp", "rejected_logp")),
     ("Reward", "mean reward", ("reward", "kept_reward")),
     ("Reward functions", "mean, unweighted", (FUNCTION_PREFIX,)),
+    ("Logged by reward functions", "mean over the calls", (LOGGED_PREFIX,)),
     ("Reward spread in a group", "standard deviation", ("reward_std",)),
     ("KL to the reference", "nats per completion", ("kl",)),
     ("Sampler against trainer", "nats per token", ("sampler_kl",)),
@@ -150,8 +151,8 @@ def _recorded(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> lis
     present = sorted({name for record in records for name in record})
     found = []
     for name in names:
-        if name == FUNCTION_PREFIX:
-            found += [other for other in present if other.startswith(FUNCTION_PREFIX)]
+        if name in PREFIXES:
+            found += [other for other in present if other.startswith(name)]
         elif name in present:
             found.append(name)
     return found

@@ -1,6 +1,6 @@
 """Reward models as reward functions, and all reward functions of a run applied to rollouts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -15,9 +15,16 @@ from common import data, distributed, fsdp, models, self_checks
 from common.chat import render
 from common.config import CommonConfig, UserError
 from common.data import Example
+from common.encoder_rewards import EncoderFunction
 from common.generation import Rollouts
-from common.reward_functions import is_built_in
-from common.rewards import CHOICE_COLUMN, Rewards, RewardSet, load_reward_functions
+from common.reward_functions import RewardFunction, is_built_in
+from common.rewards import (
+    CHOICE_COLUMN,
+    Rewards,
+    RewardSet,
+    equal_for_equal,
+    load_reward_functions,
+)
 from common.rows import OWN_COLUMNS
 from common.scoring import RewardModel
 from common.truncation import encode, leading_ids, without_leading
@@ -79,13 +86,8 @@ class RewardModelFunction:
             batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
             values = self.model(batch.to(distributed.device())).cpu()  # (B,)
             rewards[batch.places[batch.is_real]] = values[batch.is_real]
-        # A score is rounded by what stands beside it in the batch. Equal completions must not
-        # differ by that: GRPO would divide the difference by itself and train on it.
-        first: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-        return [
-            first.setdefault((tuple(prompt), tuple(completion)), reward)
-            for prompt, completion, reward in zip(prompt_ids, ids, rewards.tolist(), strict=True)
-        ]
+        texts = [(*prompt, -1, *own) for prompt, own in zip(prompt_ids, ids, strict=True)]
+        return equal_for_equal(texts, rewards)
 
     def own_ids(
         self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
@@ -119,6 +121,17 @@ class RewardModelFunction:
             )
 
 
+def model_function(path: str, policy_tokenizer: Any, config: CommonConfig) -> RewardFunction:
+    """A model's folder as a reward function, by what kind of model it holds.
+
+    Raises:
+        UserError: it holds no reward model.
+    """
+    if models.is_encoder(models.find_config(path, policy_tokenizer, config)):
+        return EncoderFunction(path, config)
+    return RewardModelFunction(path, policy_tokenizer, config)
+
+
 class RewardScorer:
     """The reward functions of a run, applied to rollouts."""
 
@@ -149,7 +162,7 @@ class RewardScorer:
             self.functions = load_reward_functions(
                 names,
                 weights or None,
-                load_reward_model=lambda path: RewardModelFunction(path, tokenizer, config),
+                load_reward_model=lambda path: model_function(path, tokenizer, config),
             )
 
     def check_rows(self, examples: Sequence[Example]) -> None:
@@ -168,18 +181,7 @@ class RewardScorer:
                     f"{sorted(example.columns)} and row {examples[0].row + 1} has "
                     f"{sorted(examples[0].columns)}; give all rows the same, null where empty."
                 )
-            chosen = example.columns.get(CHOICE_COLUMN) or []
-            if not isinstance(chosen, str | list):
-                raise UserError(
-                    f"row {example.row + 1} of the prompts has {chosen!r} in its column "
-                    f"{CHOICE_COLUMN!r}; it must be a name or a list of names."
-                )
-            for name in [chosen] if isinstance(chosen, str) else chosen:
-                if name not in names:
-                    raise UserError(
-                        f"row {example.row + 1} of the prompts names {name!r} in its column "
-                        f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
-                    )
+            check_choice(example, names)
         if not examples:
             return
         self.functions.check_columns(examples[0].columns)
@@ -188,6 +190,11 @@ class RewardScorer:
         for function in names.values():
             if isinstance(function, RewardModelFunction) and not function.same_ids:
                 render({"prompt": examples[0].messages or ""}, [], function.tokenizer)
+            if isinstance(function, EncoderFunction) and examples[0].messages:
+                raise UserError(
+                    f"--reward_funcs {function.path!r} is an encoder, which reads texts, and the "
+                    "rows are messages."
+                )
 
     def refuse_other_vocabularies(self) -> None:
         """Raise a UserError for a reward model that reads the policy's token ids as other text."""
@@ -197,11 +204,16 @@ class RewardScorer:
                     f"--reward_models {name!r} has another tokenizer than the policies; evaluate "
                     "it in a run of its own."
                 )
+            if isinstance(function, EncoderFunction):
+                raise UserError(
+                    f"{name!r} is an encoder, which cannot read the policies' token ids; it can be "
+                    "one of the --reward_funcs of GRPO."
+                )
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""
         for function in self.functions.functions.values():
-            if isinstance(function, RewardModelFunction):
+            if isinstance(function, RewardModelFunction | EncoderFunction):
                 function.load(mesh)
 
     @property
@@ -278,3 +290,19 @@ def short_name(path: str, depth: int = 1) -> str:
     parts = Path(path).parts
     parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
     return "/".join(parts[-depth:])
+
+
+def check_choice(example: Example, names: Collection[str]) -> None:
+    """Raise a UserError if a row names functions that are not there."""
+    chosen = example.columns.get(CHOICE_COLUMN) or []
+    if not isinstance(chosen, str | list):
+        raise UserError(
+            f"row {example.row + 1} of the prompts has {chosen!r} in its column {CHOICE_COLUMN!r}; "
+            "it must be a name or a list of names."
+        )
+    for name in [chosen] if isinstance(chosen, str) else chosen:
+        if name not in names:
+            raise UserError(
+                f"row {example.row + 1} of the prompts names {name!r} in its column "
+                f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
+            )

@@ -6,8 +6,8 @@ A reward function has TRL's signature
 
 with one entry per completion: texts (or lists of messages, if the rows are conversations), token
 ids, and the columns of the data set row that each completion belongs to; all are passed by name. As
-in TRL it also gets `trainer_state`, `log_extra` and `log_metric`, and it may be a coroutine. One
-without `**columns` gets what it names. A reward is
+in TRL it also gets `trainer_state`, `log_extra` and `log_metric` (see `reward_notes`), and it may
+be a coroutine. One without `**columns` gets what it names. A reward is
 
 - a number;
 - None: the function does not apply to the row;
@@ -20,21 +20,20 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from common.config import UserError, gist
 from common.reward_functions import KINDS, Reward, RewardFunction, find_function
+from common.reward_notes import Notes, as_number
 from common.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
-LARGEST = torch.finfo(torch.float32).max  # of what a function may return
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
 Steps = dict[int, float]
@@ -54,13 +53,13 @@ class Rewards:
         steps: The weighted rewards of each completion's steps, B entries, of which the total is the
             sum; empty if no function rewards steps. The rewards of other functions are one more
             step, which ends with the completion; those of weight 0 are none.
-        logged: What the functions gave to `log_extra` and `log_metric`, by name.
+        notes: What the functions gave to `log_extra` and `log_metric`.
     """
 
     total: Tensor
     by_function: dict[str, Tensor]
     steps: list[Steps] = field(default_factory=list)
-    logged: dict[str, list[Any]] = field(default_factory=dict)
+    notes: Notes = field(default_factory=lambda: Notes(0))
 
 
 class RewardSet:
@@ -134,14 +133,13 @@ class RewardSet:
         assert all(len(values) == len(prompts) for values in columns.values())
         arguments = dict(zip(ARGUMENTS, (prompts, completions, completion_ids), strict=True))
         choices = self._choices(columns.get(CHOICE_COLUMN, [None] * len(prompts)))
-        logged: dict[str, list[Any]] = {}
-        shared = _trainer_arguments(trainer_state, logged)
+        notes = Notes(len(prompts), trainer_state)
         answers = {}  # by function, of B completions
         for name, function in self.functions.items():
             chosen = [name in names for names in choices]
             # Ranks have to call a sharded model equally often, whatever their rows ask for.
             rows = [i for i, asked in enumerate(chosen) if asked or is_collective(function)]
-            found = _call(name, function, {**columns, **arguments}, shared, rows)
+            found = _call(name, function, {**columns, **arguments}, notes, rows)
             answers[name] = [found[row] if asked else None for row, asked in enumerate(chosen)]
         by_function = {
             name: torch.tensor([_total(answer) for answer in own]) for name, own in answers.items()
@@ -158,7 +156,7 @@ class RewardSet:
                 f"{', '.join(choices[row])} returned None; one must give each row a number."
             )
         ends = [len(ids) - 1 for ids in completion_ids]
-        return Rewards(total, by_function, self._steps(answers, ends), logged)
+        return Rewards(total, by_function, self._steps(answers, ends), notes)
 
     def _steps(self, answers: Mapping[str, Sequence[Answer]], ends: Sequence[int]) -> list[Steps]:
         """`Rewards.steps` of completions whose last tokens are at `ends`."""
@@ -239,6 +237,17 @@ def is_collective(function: RewardFunction) -> bool:
     return bool(getattr(function, "is_collective", False))
 
 
+def equal_for_equal(texts: Sequence[Hashable], rewards: Tensor) -> list[float]:
+    """The rewards (B,) of a model, the first one for all equal texts.
+
+    A score is rounded by what stands beside it in the batch. Equal completions must not differ by
+    that: GRPO would divide the difference by itself and train on it.
+    """
+    first: dict[Hashable, float] = {}
+    values = zip(texts, rewards.tolist(), strict=True)
+    return [first.setdefault(text, reward) for text, reward in values]
+
+
 def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
     """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
 
@@ -286,23 +295,11 @@ def _needed(name: str, function: RewardFunction) -> list[str]:
     return [*named, *getattr(function, "columns", ())]
 
 
-def _trainer_arguments(trainer_state: Any, logged: dict[str, list[Any]]) -> dict[str, Any]:
-    """What TRL (1.16) passes beside columns: the run's state, and two functions that record."""
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        logged.setdefault(column, []).extend(values)
-
-    def log_metric(name: str, value: float) -> None:
-        logged.setdefault(name, []).append(value)
-
-    return dict(zip(TRAINER_ARGUMENTS, (trainer_state, log_extra, log_metric), strict=True))
-
-
 def _call(
     name: str,
     function: RewardFunction,
     arguments: Mapping[str, Sequence[Any]],
-    shared: Mapping[str, Any],
+    notes: Notes,
     rows: Sequence[int],
 ) -> dict[int, Answer]:
     """The function's checked answers on some rows of the batch, by row; not called for none."""
@@ -310,13 +307,13 @@ def _call(
         return {}
     inputs = {key: [values[row] for row in rows] for key, values in arguments.items()}
     try:
-        rewards = _rewards(function, inputs | dict(shared))
+        rewards = _rewards(function, inputs | notes.arguments(rows))
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         # A reward model is no code of the user's.
         kind = RuntimeError if is_collective(function) else UserError
-        where = _where_it_fails(function, inputs, shared, rows)
+        where = _where_it_fails(function, inputs, notes, rows)
         raise kind(
             f"reward function {name!r} raised {type(error).__name__} on {where}: {gist(error)}"
             f"{_line(function, error)}."
@@ -380,12 +377,11 @@ def _checked(reward: Any, num_tokens: int) -> Answer:
 
 
 def _finite(value: Any) -> float:
-    """A finite number, also one of numpy or in a tensor, as float; else a ValueError."""
-    is_scalar = isinstance(value, Tensor | np.generic | np.ndarray) and value.ndim == 0
-    value = value.item() if is_scalar else value
-    if not isinstance(value, Real) or not abs(float(value)) <= LARGEST:  # NaN compares as False
+    """A finite number as float; else a ValueError."""
+    number = as_number(value)
+    if number is None:
         raise ValueError("a reward must be a finite number, None, or a list of steps")
-    return float(value)
+    return number
 
 
 def _total(answer: Answer) -> float:
@@ -398,13 +394,14 @@ def _total(answer: Answer) -> float:
 def _where_it_fails(
     function: RewardFunction,
     inputs: Mapping[str, Sequence[Any]],
-    shared: Mapping[str, Any],
+    notes: Notes,
     rows: Sequence[int],
 ) -> str:
     """The first row on which a function that raised on the batch raises alone."""
     for index, row in enumerate([] if is_collective(function) else rows):
         try:
-            _rewards(function, {**{key: [v[index]] for key, v in inputs.items()}, **shared})
+            alone = {key: [values[index]] for key, values in inputs.items()}
+            _rewards(function, alone | notes.arguments([row]))
         except (Exception, SystemExit):
             return f"row {row} of the batch"
     return f"a batch of {len(rows)} rows"

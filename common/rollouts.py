@@ -24,6 +24,7 @@ from common.advantages import (
 from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts, Sampler
+from common.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
 from common.metrics import Accumulator
@@ -100,6 +101,8 @@ def draw(
         )
     with metrics.timed("score_seconds"):
         scored = reward(scorer, examples, rollouts, config, step, total_steps)
+    for name, values in scored.notes.metrics.items():
+        metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
     rest = (scored.by_function, scored.steps)
     return Groups(examples, real, rollouts, scored.total, *rest)
 
@@ -447,10 +450,15 @@ def sample_table(
         top_k=config.top_k,
         top_p=config.top_p,
     )
-    rewards = reward(scorer, examples, rollouts, config).total  # (N, G)
+    scored = reward(scorer, examples, rollouts, config)
+    rewards = scored.total  # (N, G)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(rewards, scale=scale, baseline=baseline)
-    columns = {"reward": rewards.flatten().tolist(), "advantage": advantages.flatten().tolist()}
+    columns: dict[str, list[Any]] = {
+        "reward": rewards.flatten().tolist(),
+        "advantage": advantages.flatten().tolist(),
+        **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
+    }
     return sampler.table(examples, rollouts, **columns)
 
 
@@ -483,7 +491,7 @@ def add_metrics(
         "stop_rate": groups.has_stop,
         "kept_reward": rewards.gather(1, kept),
         "advantage_mean_kept": advantages,
-        **{f"reward/{name}": values for name, values in groups.by_function.items()},
+        **{f"{FUNCTION_PREFIX}{name}": values for name, values in groups.by_function.items()},
     }
     for name, values in (per_group | per_completion).items():
         in_batch = values[groups.real].double()

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,6 +45,7 @@ def launch(
     folder: Path,
     *,
     run: Callable[[Sequence[str], int], Any] | None = None,
+    timeout: float = 300,
     **arguments: Any,
 ) -> list:
     """What `function(**arguments)` returns on each of `num_ranks` CPU processes, by rank.
@@ -52,13 +55,14 @@ def launch(
         num_ranks: processes.
         folder: existing, for the files between parent and children.
         run: starts a script on that many processes, as `run_script` does.
+        timeout: seconds, of `run_script`.
         arguments: for the function, the same on every rank.
     """
     call = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
     call_file = Path(tempfile.mkdtemp(prefix="launch_", dir=folder)) / "call.json"
     call_file.write_text(json.dumps(call))
     try:
-        (run or run_script)([__file__, str(call_file)], num_ranks)
+        (run or partial(run_script, timeout=timeout))([__file__, str(call_file)], num_ranks)
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
         raise AssertionError("\n".join(tracebacks) or str(error)) from None
@@ -128,6 +132,17 @@ def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         with mock.patch.object(plots, "plot_run"), watched() as record:
             module.main(config)
         records.append(record)
+    return records
+
+
+def run_and_listen(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """`run_stages`, and in each record the warnings that its stage gave on this rank."""
+    records = []
+    for job in jobs:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            (record,) = run_stages([job])
+        records.append(record | {"warnings": [str(warning.message) for warning in caught]})
     return records
 
 

@@ -22,6 +22,7 @@ from common import losses, models
 from common.advantages import group_advantages
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
+from train_dpo import DPOConfig, pair_losses
 
 
 def close(value: Any, expected: Any, tolerance: float = 1e-6) -> None:
@@ -154,6 +155,27 @@ def test_sigmoid_has_label_smoothing():
     close(ours_of_the_pair(label_smoothing=0.2), [smoothed])
     close(trl_of_the_pair(loss_types=["sigmoid"], label_smoothing=0.2), -math.log(probability))
     close(ours_of_the_pair(), [-math.log(probability)])
+
+
+def test_the_sft_term_of_rpo_counts_every_pair_alike():
+    """RPO adds -log pi(y_w|x) / |y_w| to the loss of a pair (Pang et al. 2024, eq. 1).
+
+    TRL 1.16 has no RPO; next to it is the loss `sft` beside `sigmoid`, a mean over the tokens of
+    all chosen completions of a micro-batch. So long ones count for more, and the same pairs have
+    another loss in other micro-batches.
+    """
+    mask = torch.arange(3) < torch.tensor([3, 1, 2, 2])[:, None]  # two chosen, two rejected
+    logps = torch.tensor([[-1.0, -2, -3], [-5, 0, 0], [-1, -1, 0], [-2, -1, 0]]).double()
+    expected = math.log(2) + 0.5 * ((1 + 2 + 3) / 3 + 5) / 2  # D is 0
+    config = DPOConfig(output_dir="unused", model_name_or_path="unused", sft_weight=0.5)
+    sums, lengths = (values.view(2, 2).T for values in (logps.sum(1), mask.sum(1)))  # (N, 2)
+    close(pair_losses(sums, sums, sums, lengths, config).mean(), expected)
+
+    settings = {"beta": BETA, "loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+    both = trl_code.dpo_loss(logps, logps, mask, **settings)
+    close(both, math.log(2) + 0.5 * (1 + 2 + 3 + 5) / 4)
+    alone = [trl_code.dpo_loss(logps[n::2], logps[n::2], mask[n::2], **settings) for n in (0, 1)]
+    close(sum(alone) / 2, expected)
 
 
 # ---- policy losses -------------------------------------------------------------------------------

@@ -414,11 +414,15 @@ def test_losses_are_weighted_and_summed_by_hand():
     ref_logps = torch.tensor([[-11.0, -13.0]])  # D = 2
     lengths = torch.tensor([[2, 4]])
     fields = {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [2.0, 0.5, 4.0]}
-    value = pair_losses(logps, ref_logps, lengths, config(beta=0.25, **fields))
+    value = pair_losses(logps, ref_logps, logps, lengths, config(beta=0.25, **fields))
     expected = 2 * softplus(-0.5) + 0.5 * (2 - 2) ** 2 + 4 * 0.5
     torch.testing.assert_close(value, torch.tensor([expected]))
-    unweighted = pair_losses(logps, ref_logps, lengths, config(beta=0.25, loss_type=["hinge"] * 2))
+    twice = config(beta=0.25, loss_type=["hinge"] * 2)
+    unweighted = pair_losses(logps, ref_logps, logps, lengths, twice)
     torch.testing.assert_close(unweighted, torch.tensor([1.0]))
+    with_sft = config(beta=0.25, loss_type=["hinge"], sft_weight=0.4)
+    value = pair_losses(logps, ref_logps, logps - 1, lengths, with_sft)
+    torch.testing.assert_close(value, torch.tensor([0.5 + 0.4 * 11 / 2]))
 
 
 def test_which_runs_need_a_reference():

@@ -9,10 +9,7 @@
 """
 
 import functools
-import json
-import math
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +17,11 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from ranks import launch, run_stages
+from ranks import launch, run_and_listen, run_stages
 from torch import Tensor
 
 import train_grpo
-from common import checkpoint_files, distributed, fsdp, rollouts, synthetic
+from common import checkpoint_files, distributed, fsdp, rollouts
 from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
@@ -35,7 +32,8 @@ from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
 from common.run_state import restore_state
-from common.scoring import CompletionScores, Policy, ReferenceStates
+from common.scoring import Policy, ReferenceStates
+from tests.variants import REWARD_FILE, stopping_model_job
 
 LAYOUTS = ("shared_prefix", "padded")
 PAD = 7
@@ -491,16 +489,6 @@ def test_a_reference_of_another_shape_cannot_be_updated():
 
 # ---- whole runs ----------------------------------------------------------------------------------
 
-# Equal rewards in a third of the prompts, if all of a prompt's completions stop.
-REWARD_FILE = """
-def letters(prompts, completions, completion_ids, **columns):
-    pairs = zip(prompts, completions)
-    return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
-
-def steps(prompts, completions, completion_ids, trainer_state, **columns):
-    assert trainer_state.max_steps == 3 and 0 <= trainer_state.global_step < 3
-    return [[(i, token % 7 / 7) for i, token in enumerate(ids)] for ids in completion_ids]
-"""
 RUN = {
     "dataset_name": "synthetic",
     "dataset_test_split": "",
@@ -541,14 +529,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 
 
-def run_and_listen(jobs: list[dict[str, Any]]) -> list[str]:
-    """Run stages on this rank; the warnings that they gave."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_stages(jobs)
-    return [str(warning.message) for warning in caught]
-
-
 def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
     paths = {
         "model_name_or_path": str(folder / "base" / "model"),
@@ -563,22 +543,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_fo
     """A folder with a tiny model that has learned to stop after some words."""
     folder = tmp_path_factory.mktemp("grpo")
     (folder / "rewards.py").write_text(REWARD_FILE)
-    rows = synthetic.make_rows("sft", "train", 64)
-    with (folder / "short.jsonl").open("w") as file:
-        for i, row in enumerate(rows):
-            words = row["completion"].split()[: 1 + i % 4]
-            file.write(json.dumps({"prompt": row["prompt"], "completion": " ".join(words)}) + "\n")
-    flags = {name: RUN[name] for name in list(RUN)[:6]} | {
-        "dataset_name": str(folder / "short.jsonl"),
-        "num_train_rows": 64,
-        "model_name_or_path": str(tiny_gpt2),
-        "tokenizer_name_or_path": str(tokenizer_folder),
-        "output_dir": str(folder / "base"),
-        "batch_size": 16,
-        "learning_rate": 1e-2,
-        "max_steps": 40,
-    }
-    launch(run_stages, 1, folder, jobs=[{"stage": "sft", "flags": flags}])
+    job = stopping_model_job(folder / "base", tiny_gpt2, tokenizer_folder)
+    launch(run_stages, 1, folder, jobs=[job])
     return folder
 
 
@@ -592,7 +558,7 @@ def heard(base: Path) -> list[str]:
             for name, flags in VARIANTS.items()
         ]
         caught += launch(run_and_listen, num_ranks, base, jobs=jobs)
-    return [message for messages in caught for message in messages]
+    return [message for records in caught for r in records for message in r["warnings"]]
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -680,23 +646,37 @@ def test_sampler_weights_multiply_the_policy_term(base: Path):
     assert objective.call_args.kwargs == {"objective": "clip", **options}
 
 
-def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for():
-    groups = new_groups(REWARDS)
-    for estimator, corrected in (("k1", True), ("k2", False), ("k3", False), ("k3", True)):
-        config = new_config(kl_estimator=estimator, kl_correction=corrected)
-        part = prepared(groups, config)[0][0]
-        mask = part.batch.completion_mask
-        logps, part.ref_logps = part.sampled_logps, part.sampled_logps - 0.5 * mask
-        old_logps = logps - math.log(2) * mask  # ratio 2
-        scores = CompletionScores(logps, logps, logps - 99)
-        found = train_grpo.kl_to_reference(scores, old_logps, part, config)
-        expected = kl_estimate(torch.tensor(0.5), torch.tensor(0.0), estimator=estimator)
-        torch.testing.assert_close(
-            found[mask], ((1 + corrected) * expected).expand(int(mask.sum())), rtol=1e-4, atol=1e-5
-        )
-        exact = new_config(kl_estimator="full")
-        found = train_grpo.kl_to_reference(scores, old_logps, part, exact)
-        assert torch.equal(found, logps - 99)
+def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sampled(base: Path):
+    """The second meets a policy that the first has moved: its old log-probs have to be kept."""
+    bounds = {"epsilon_low": 1e-3, "epsilon_high": 1e-3}
+    run = run_here(base, "single pass", num_minibatches=2, learning_rate=1e-2, **bounds)
+    for line in run:
+        assert line["sampler_kl"] == pytest.approx(0, abs=1e-5)
+        assert line["clip_fraction"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ({}, {"estimator": "k3", "corrected": False}),
+        ({"kl_estimator": "k1", "kl_correction": True}, {"estimator": "k1", "corrected": True}),
+        ({"kl_estimator": "full"}, None),
+    ],
+    ids=str,
+)
+def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
+    base: Path, flags: dict[str, Any], options: dict[str, Any] | None
+):
+    """A token's KL of 0.5 is that of a completion per token; the exact one asks no estimator."""
+    half = mock.Mock(side_effect=lambda logps, *_, **__: 0 * logps + 0.5)
+    with mock.patch.object(train_grpo, "kl_loss", half):
+        (line,) = run_here(base, f"estimator {options}", max_steps=1, **flags)
+    assert half.called == (options is not None)
+    if options is None:
+        assert line["kl"] == pytest.approx(0, abs=1e-6)
+    else:
+        assert half.call_args.kwargs == options
+        assert line["kl"] == pytest.approx(0.5 * line["completion_length"], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -348,9 +348,8 @@ def test_times_the_ratio_an_estimate_has_the_gradient_of_the_kl(estimator: str):
     logps = [leaf.log_softmax(-1)[None] for leaf in leaves]
     kl(logps[0][0].exp(), ref).backward()
     for corrected, values in ((True, logps[1]), (False, logps[2])):
-        per_token = losses.kl_estimate(values, ref.log()[None], estimator=estimator)
-        if corrected:
-            per_token = per_token * losses.probability_ratio(values, old.log()[None], mask)
+        terms = (values, ref.log()[None], old.log()[None], mask)
+        per_token = losses.kl_loss(*terms, estimator=estimator, corrected=corrected)
         (old * per_token[0]).sum().backward()
     close(leaves[1].grad, leaves[0].grad, 1e-10)
     assert (leaves[2].grad - leaves[0].grad).abs().max() > 0.05

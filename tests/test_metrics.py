@@ -86,6 +86,8 @@ def _reduce_on_rank(rank: int, store: str, results: str) -> None:
     if rank == 1:
         sums.add("kl", 5.0, 2)  # rank 0 has none, and does not know of it
     sums.add("reward/length", [0.0, 4.0][rank], [0, 2][rank])
+    if rank == 0:
+        sums.add("logged/rare", 8.0, 2)
     Path(results, f"{rank}.json").write_text(json.dumps(sums.reduce()))
     dist.destroy_process_group()
 
@@ -94,13 +96,13 @@ def test_ranks_with_different_names_and_counts_agree_on_the_global_mean(tmp_path
     mp.spawn(_reduce_on_rank, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     for rank in range(2):
         reduced = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert reduced == {"kl": 2.5, "loss": 1.75, "reward/length": 2.0}
+        assert reduced == {"kl": 2.5, "logged/rare": 4.0, "loss": 1.75, "reward/length": 2.0}
 
 
 # --- names ---
 
 
-@pytest.mark.parametrize("name", ["los", "reward/", "rewards/gold", "Loss", ""])
+@pytest.mark.parametrize("name", ["los", "reward/", "rewards/gold", "logged/", "Loss", ""])
 def test_a_name_without_definition_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no definition"):
         Accumulator("cpu").add(name, 1.0)

@@ -1,8 +1,7 @@
 """Claim: pairs are chosen, dropped, grouped and written as their papers and flags say.
 
 RSO's pairs are random among those accepted, the winner is the one with the higher reward, and a
-pair without a difference is dropped and counted; the comparisons of a prompt share one forward pass
-and count 1 together.
+pair without a difference is dropped and counted; the comparisons of a prompt count 1 together.
 """
 
 import itertools
@@ -14,12 +13,11 @@ import pytest
 import tiny
 import torch
 
-from common import data, pairs
+from common import pairs
 from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts
 from common.rows import load_rows
-from common.scoring import RewardModel, sequence_scores
 
 SEEDS = torch.arange(3000)
 
@@ -177,36 +175,6 @@ def test_all_comparisons_of_a_prompt_are_one_group_that_counts_one():
     single = pairs.group(examples, by_prompt=False)
     assert [group.rows for group in single] == [[row] for row in range(6)]
     assert pairs.weights(single).tolist() == [1.0] * 6
-
-
-@pytest.mark.usefixtures("process_group")
-def test_grouped_comparisons_compute_their_prompt_once_and_score_alike():
-    examples = comparisons()
-    config = tiny.train_config(micro_batch_size=8)
-    rows = [0, 3, 5, 1, 2, 4]
-    grouped = data.micro_batches(examples, rows, config, 7, is_grouped=True)
-    apart = data.micro_batches(examples, rows, config, 7)
-    own = sum(len(ids) for example in examples for ids in example.completions)
-    assert len(grouped) == len(apart) == 1
-    assert grouped[0].input_ids.numel() == own + sum(len(examples[i].prompt_ids) for i in (0, 1, 2))
-    assert apart[0].input_ids.numel() == own + sum(len(e.prompt_ids) for e in examples)
-    model = RewardModel(tiny.classifier("gpt2"))
-    scores = []
-    for batch in (grouped[0], apart[0]):
-        table = torch.zeros(12)
-        table[batch.places] = sequence_scores(model, batch).detach()
-        assert (batch.places.view(-1, 2) % 2 == torch.tensor([0, 1])).all()  # chosen, rejected
-        scores.append(table)
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_group_over_the_limits_is_cut_between_comparisons():
-    config = tiny.train_config(micro_batch_size=2)
-    batches = data.micro_batches(comparisons(), [0, 3, 5], config, 7, is_grouped=True)
-    assert [len(batch.places) for batch in batches] == [4, 2]
-    places = sorted(place for batch in batches for place in batch.places.tolist())
-    assert places == [0, 1, 6, 7, 10, 11]
 
 
 def with_margins(*values: Any) -> list[Example]:

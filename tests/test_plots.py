@@ -82,7 +82,7 @@ def results() -> dict[str, Any]:
 def test_every_panel_shows_defined_metrics_and_each_only_once() -> None:
     shown = [name for _, _, names in PANELS for name in names]
     assert len(shown) == len(set(shown))
-    assert set(shown) - {"reward/"} <= set(METRICS)
+    assert set(shown) - {"reward/", "logged/"} <= set(METRICS)
 
 
 def test_a_run_becomes_a_picture(tmp_path: Path) -> None:

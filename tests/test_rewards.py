@@ -181,7 +181,8 @@ def test_a_function_sees_the_state_of_the_run_and_may_log():
     rewards.check_columns({})
     found = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
     assert found.total.tolist() == [3, 3]
-    assert found.logged == {"texts": ["a", "b"], "progress": [0.25]}
+    assert found.notes.metrics == {"progress": [0.25]}
+    assert found.notes.columns == {"texts": ["a", "b"]}
 
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]

@@ -110,4 +110,5 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     assert [(s.global_step, s.max_steps) for s in states] == [(3, 9)] * 2
     here["log_extra"]("column", ["value"] * 4)
     here["log_metric"]("metric", 0.5)
-    assert found.logged == {"column": ["value"] * 4, "metric": [0.5]}
+    assert found.notes.columns == {"column": ["value"] * 4}
+    assert found.notes.metrics == {"metric": [0.5]}

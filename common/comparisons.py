@@ -1,0 +1,117 @@
+"""Micro-batches of comparisons in which a completion is scored once, however often it is compared.
+
+InstructGPT (Ouyang et al. 2022, section 3.5) trains on all comparisons of a prompt's K completions
+at once: K forward passes in the place of K (K - 1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common import data
+from common.config import CommonConfig
+from common.data import Example, Piece
+from common.padding import AnyBatch
+
+
+@dataclass
+class PairBatch:
+    """Completions that go through one forward pass, and which of them are compared.
+
+    Attributes:
+        batch: B completions, each once for its prompt.
+        pairs: (N, 2) int64, the chosen and the rejected one of every comparison, among the B. N is
+            0 in a filler that keeps the ranks in step.
+        rows: (N,) int64, the comparisons' rows.
+    """
+
+    batch: AnyBatch
+    pairs: Tensor
+    rows: Tensor
+
+    def rows_of_completions(self) -> Tensor:
+        """(B,) int64, a comparison in which each completion is; that of a filler means nothing."""
+        rows = torch.zeros(len(self.batch.is_real), dtype=torch.int64)
+        rows[self.pairs] = self.rows[:, None]
+        return rows
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """Copy to a device."""
+        return PairBatch(self.batch.to(device), self.pairs.to(device), self.rows.to(device))
+
+
+@dataclass
+class ComparedPiece(Piece):
+    """Completions of a prompt, each once; `places` are their indices, the weight counts pairs.
+
+    Attributes:
+        pairs: Of each comparison the row, and the indices of its chosen and rejected completion.
+    """
+
+    pairs: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def micro_batches(
+    examples: Sequence[Example],
+    groups: Sequence[Sequence[int]],
+    config: CommonConfig,
+    pad_id: int,
+) -> list[PairBatch]:
+    """This rank's comparisons of a step, packed by length; as many on every rank. Collective.
+
+    Args:
+        examples: Pairs, chosen first.
+        groups: Rows that share a prompt, which with their completions is computed once as far as
+            the limits allow.
+        config: The limits and the layout.
+        pad_id: Fills padding; masked.
+    """
+    pieces = [piece for rows in groups for piece in cut(examples, rows, config)]
+    packs = data.pack(pieces, config, num_completions=2)
+    return [collate(part, config.layout, pad_id) for part in packs]
+
+
+def cut(
+    examples: Sequence[Example], rows: Sequence[int], config: CommonConfig
+) -> list[ComparedPiece]:
+    """The comparisons of a prompt, in their order, in pieces that the limits allow."""
+    pieces: list[ComparedPiece] = []
+    for row in rows:
+        if pieces:
+            longer = with_pair(pieces[-1], examples[row], row)
+            if data.fits([longer], config):
+                pieces[-1] = longer
+                continue
+        alone = ComparedPiece(examples[row].prompt_ids, [], [], weight=0)
+        pieces.append(with_pair(alone, examples[row], row))
+    return pieces
+
+
+def with_pair(piece: ComparedPiece, example: Example, row: int) -> ComparedPiece:
+    """The piece with one more comparison, and with those of its completions that are new."""
+    assert piece.prompt_ids == example.prompt_ids
+    completions = list(piece.completions)
+    for ids in example.completions:
+        if ids not in completions:
+            completions.append(ids)
+    chosen, rejected = (completions.index(ids) for ids in example.completions)
+    return ComparedPiece(
+        piece.prompt_ids,
+        completions,
+        list(range(len(completions))),
+        piece.weight + 1,
+        [*piece.pairs, (row, chosen, rejected)],
+    )
+
+
+def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
+    """The pieces as one batch; a filler among them has no comparison."""
+    found, first = [], 0
+    for piece in pieces:
+        for row, chosen, rejected in piece.pairs if isinstance(piece, ComparedPiece) else []:
+            found.append((row, first + chosen, first + rejected))
+        first += len(piece.completions)
+    table = torch.tensor(found, dtype=torch.int64).view(-1, 3)  # (N, 3)
+    return PairBatch(data.collate(pieces, layout, pad_id), table[:, 1:], table[:, 0])

@@ -1,0 +1,103 @@
+"""Claim: `python -m tests.variants` leaves no objective flag out, and sees what differs.
+
+Every field of a stage's own configuration takes another value than its default in some variant, and
+each of its choices is taken; the comparison of two runs counts flipped completions, and measures
+losses and weights, by hand.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from ranks import STAGES
+
+import train_dpo
+import train_grpo
+import train_reward
+import train_sft
+from common.config import TrainConfig
+from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row
+
+CONFIGS: dict[str, Any] = {
+    "sft": train_sft.SFTConfig,
+    "reward": train_reward.RewardConfig,
+    "dpo": train_dpo.DPOConfig,
+    "grpo": train_grpo.GRPOConfig,
+}
+SHARED = {f.name for f in fields(TrainConfig)}
+OWN = [(stage, f) for stage, config in CONFIGS.items() for f in fields(config)]
+OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
+
+
+def values_of(stage: str, name: str) -> list[Any]:
+    """What a field is set to in the variants of a stage, the items of lists one by one."""
+    found = []
+    for flags in VARIANTS[stage]:
+        value = (OF_STAGE[stage] | flags).get(name)
+        if value is not None:
+            found += value if isinstance(value, list) else [value]
+    return found
+
+
+def test_every_stage_has_variants():
+    assert VARIANTS.keys() == STAGES.keys() == CONFIGS.keys()
+
+
+@pytest.mark.parametrize(("stage", "field"), OWN, ids=lambda value: getattr(value, "name", value))
+def test_every_objective_flag_is_tried(stage: str, field: Any):
+    tried = values_of(stage, field.name)
+    assert any(value != field.default for value in tried)
+    usual = field.default if isinstance(field.default, str) else None
+    if usual is None and field.metadata.get("choices"):
+        usual = field.default_factory()[0]
+    for choice in field.metadata.get("choices", []):
+        assert choice in tried or choice == usual, choice
+
+
+@pytest.mark.parametrize("stage", VARIANTS)
+def test_no_variant_is_there_twice(stage: str):
+    assert len({label(stage, flags) for flags in VARIANTS[stage]}) == len(VARIANTS[stage])
+
+
+def test_files_take_the_place_of_capital_names(tmp_path: Any):
+    flags = {"reward_funcs": ["LETTERS", "gold"], "ref_model_name_or_path": "OTHER"}
+    paths = {"LETTERS": "f.py:letters", "OTHER": "other/model", "BASE": "base/model"}
+    job = job_of("grpo", flags, tmp_path, 7, paths)
+    assert job["flags"]["reward_funcs"] == ["f.py:letters", "gold"]
+    assert job["flags"]["ref_model_name_or_path"] == "other/model"
+    assert job["flags"]["model_name_or_path"] == "base/model"
+    assert job["flags"]["max_steps"] == 7
+    assert job["flags"]["num_generations"] == 3
+
+
+def new_run(losses: list[float], weights: list[float], rollouts: Any, heard: int = 0) -> Run:
+    lines = [{"step": i + 1, "loss": loss, "grad_norm": 2.0} for i, loss in enumerate(losses)]
+    tensors = {"a": torch.tensor(weights[:1]), "b": torch.tensor(weights[1:])}
+    return Run([*lines, {"step": 9, "eval_loss": 5.0}], tensors, rollouts, ["w"] * heard)
+
+
+def test_two_runs_are_compared_by_hand():
+    completions = {
+        "step 0, row 4": [[1, 2], [3]],
+        "step 1, row 2": [[5], [6]],
+        "step 10, row 4": [[7], [8]],
+    }
+    one = new_run([1.0, -0.5, 1e-9], [3.0, 4.0], completions)
+    flipped = completions | {"step 10, row 4": [[7], [9]], "step 1, row 2": [[5], [6, 6]]}
+    flipped["step 3, row 0"] = [[1], [1]]  # filler that only the other run has
+    other = new_run([1.01, -0.5, 1e-4], [3.0, 4.5], flipped, heard=2)
+    found = compare(one, other)
+    assert found.loss == pytest.approx(0.01)  # 1e-4 against 0.01, not against 1e-9
+    assert found.grad_norm == 0
+    assert found.weights == pytest.approx(0.1)  # 0.5 of a norm of 5
+    assert (found.num_drawn, found.num_other, found.first_step) == (6, 2, 1)
+    line = row("name", 2, one, other)
+    assert line == "| name | 1, 2 | 1.0e-02 | 0.0e+00 | 1.0e-01 | 2 of 6, from step 2 | 2 |"
+
+
+def test_a_run_that_lost_a_prompt_differs_in_all_its_completions():
+    one = new_run([1.0], [3.0, 4.0], {"step 0, row 4": [[1], [2]]})
+    found = compare(one, new_run([1.0], [3.0, 4.0], {}))
+    assert (found.num_other, found.first_step) == (2, 0)
+    assert largest_difference(one, one, "loss") == 0

@@ -1,0 +1,373 @@
+"""Every variant of every objective, trained on one process and on several: is it the same run?
+
+    python -m tests.variants                             # 20 steps on 1 and 2 processes
+    python -m tests.variants --steps 5 --ranks 1 2 4 --stages dpo reward
+
+A variant is one value of a flag, on the embedded task with a GPT-2 of two layers that has learned
+to stop. Printed as Markdown, one line per variant, each against the run on one process: the largest
+relative difference of the loss (to 0.01 at least: on-policy it is 0 but for the KL) and of the
+gradient norm over the steps, that of the final weights (norm of the difference over the norm), how
+many sampled completions differ and since which step, and the Python warnings of all ranks.
+
+A completion is a function of the seed and of log-probabilities that differ in their last digits
+with the number of processes. Where a draw lies within that of a boundary, another token is drawn;
+from then on it is another run, which the difference of its losses then measures.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from common import synthetic
+from common.jsonl import read_jsonl
+from common.losses import AGGREGATIONS, SAMPLER_CORRECTIONS
+from tests.ranks import Job, launch, run_and_listen, run_stages
+
+Flags = dict[str, Any]
+JOBS_PER_LAUNCH = 12
+SMALLEST_LOSS = 0.01  # what a difference of losses is at least relative to
+
+# Equal rewards in a third of the prompts, if all of a prompt's completions stop.
+REWARD_FILE = """
+def letters(prompts, completions, completion_ids, **columns):
+    pairs = zip(prompts, completions)
+    return [0.5 if len(p) % 3 == 0 else len(set(c)) / 10 for p, c in pairs]
+
+def steps(prompts, completions, completion_ids, trainer_state, **columns):
+    assert 0 <= trainer_state.global_step < trainer_state.max_steps
+    return [[(i, token % 7 / 7) for i, token in enumerate(ids)] for ids in completion_ids]
+"""
+
+COMMON: Flags = {
+    "model_name_or_path": "BASE",
+    "dataset_name": "synthetic",
+    "dataset_test_split": "",
+    "num_sample_prompts": 0,
+    "num_train_rows": 22,  # in batches of 4: every sixth step has two rows of four
+    "max_prompt_length": 128,
+    "max_completion_length": 24,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+}
+OF_STAGE: dict[str, Flags] = {
+    "sft": {},
+    "reward": {},
+    "dpo": {},
+    "grpo": {
+        "max_completion_length": 8,
+        "num_generations": 3,
+        "missing_eos_penalty": -0.2,
+        "reward_funcs": ["LETTERS"],
+    },
+}
+OFF_POLICY: Flags = {"num_iterations": 2, "learning_rate": 3e-3}  # the ratio leaves 1
+MANY: Flags = {"num_candidates": 5}
+ROLLOUTS: Flags = {
+    "pairs_from": "rollouts",
+    "reward_funcs": ["LETTERS"],
+    "max_completion_length": 8,
+    "missing_eos_penalty": -0.2,
+}
+LORA: Flags = {"lora_r": 4, "learning_rate": 1e-2}
+FURTHER_LORA: list[Flags] = [LORA, {**LORA, "lora_alpha": 8, "lora_target_modules": ["c_attn"]}]
+
+VARIANTS: dict[str, list[Flags]] = {
+    "sft": [{}, *FURTHER_LORA],
+    "reward": [
+        {},
+        {"center_rewards_coefficient": 0.1},
+        {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
+        {"dataset_name": "COMPARISONS"},
+        {"dataset_name": "COMPARISONS", "group_comparisons": True},
+        *FURTHER_LORA,
+    ],
+    "dpo": [
+        {},
+        {"label_smoothing": 0.1},
+        {"loss_type": ["robust"], "label_smoothing": 0.1},
+        {"loss_type": ["ipo"]},
+        {"loss_type": ["ipo_mean"], "beta": 2.0},
+        {"loss_type": ["hinge"]},
+        {"loss_type": ["simpo"], "beta": 2.0, "gamma": 0.5},
+        {"loss_type": ["sigmoid", "ipo", "hinge"], "loss_weights": [1.0, 0.02, 0.5]},
+        {"reference_free": True},
+        {"sft_weight": 0.3},
+        {"ld_alpha": 0.5},
+        {"ref_model_name_or_path": "OTHER"},
+        {"precompute_ref_log_probs": False},
+        {"ref_cache_dir": "CACHE"},
+        {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
+        {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
+        {**ROLLOUTS, "reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},
+        *FURTHER_LORA,
+    ],
+    "grpo": [
+        {},
+        {"beta": 0.0},
+        OFF_POLICY,
+        {"num_minibatches": 2},
+        {**OFF_POLICY, "num_minibatches": 2},
+        {**OFF_POLICY, "policy_objective": "cispo", "epsilon_high": 0.01},
+        {**OFF_POLICY, "ratio_level": "sequence", "epsilon_low": 0.01},
+        {**OFF_POLICY, "epsilon_high": 0.28},
+        {**OFF_POLICY, "delta": 1.3},
+        *({"aggregation": name} for name in AGGREGATIONS if name != "grpo"),
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"advantage_baseline": "leave_one_out"},
+        {"normalize_globally": True},
+        {"kl_estimator": "k2"},
+        {"kl_estimator": "full"},
+        {**OFF_POLICY, "kl_estimator": "k1", "kl_correction": True},
+        {**OFF_POLICY, "kl_correction": True},
+        {"kl_estimator": "k1", "kl_in": "reward"},
+        {"entropy_coef": 0.05},
+        {"zero_variance": "drop"},
+        {"zero_variance": "resample", "max_resamples": 2},
+        {"mask_truncated_completions": True},
+        {"overlong_buffer": 6},
+        *({"sampler_correction": name} for name in SAMPLER_CORRECTIONS if name != "none"),
+        {"sampler_correction": "token_mask", "sampler_correction_cap": 1.5},
+        MANY,
+        {**MANY, "baseline": "kept", "rejection_temperature": 0.2},
+        {**MANY, "rejection_method": "gumbel"},
+        {**MANY, "rejection_method": "max_variance"},
+        {"reward_funcs": ["STEPS"]},
+        {"reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},
+        {"temperature": 0.7},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"ref_model_name_or_path": "OTHER"},
+        {"ref_update_steps": 2},
+        {"ref_update_steps": 2, "ref_mixup_alpha": 0.6},
+        *FURTHER_LORA,
+        {**LORA, "ref_update_steps": 2},
+    ],
+}
+
+
+# ---- what the runs start from --------------------------------------------------------------------
+
+
+def stopping_model_job(
+    folder: Path, model_config: Path, tokenizer_folder: Path, seed: int = 0
+) -> Job:
+    """A run that leaves `folder/model`, which stops after some words: it is trained on beginnings.
+
+    Args:
+        folder: gets the rows and the run.
+        model_config: .json of the model's shape.
+        tokenizer_folder: of the embedded task.
+        seed: of its random weights.
+    """
+    folder.mkdir()
+    with (folder / "short.jsonl").open("w") as file:
+        for i, row in enumerate(synthetic.make_rows("sft", "train", 64)):
+            words = row["completion"].split()[: 1 + i % 4]
+            file.write(json.dumps({"prompt": row["prompt"], "completion": " ".join(words)}) + "\n")
+    flags = COMMON | {
+        "dataset_name": str(folder / "short.jsonl"),
+        "num_train_rows": 64,
+        "max_completion_length": 8,
+        "model_name_or_path": str(model_config),
+        "tokenizer_name_or_path": str(tokenizer_folder),
+        "output_dir": str(folder),
+        "batch_size": 16,
+        "learning_rate": 1e-2,
+        "max_steps": 40,
+        "seed": seed,
+    }
+    return {"stage": "sft", "flags": flags}
+
+
+def write_comparisons(path: Path) -> None:
+    """Three comparisons of three summaries for each post, with margins."""
+    with path.open("w") as file:
+        for row in synthetic.make_rows("preference", "train", 22):
+            best, second = row["chosen"], row["rejected"]
+            third = " " + " ".join(second.split()[:3])
+            for i, pair in enumerate(((best, second), (best, third), (second, third))):
+                texts = dict(zip(("chosen", "rejected"), pair, strict=True))
+                file.write(json.dumps({"prompt": row["prompt"], **texts, "margin": 0.1 * i}) + "\n")
+
+
+def start(folder: Path) -> dict[str, str]:
+    """Make the files that all variants need; the paths behind the capital names in their flags."""
+    model_config = folder / "tiny.json"
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 192}
+    kind = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    model_config.write_text(json.dumps(kind | shape))
+    tokenizer = folder / "tokenizer"
+    synthetic.train_tokenizer().save_pretrained(tokenizer)  # reading it is quicker than this
+    bases = {name: folder / name.lower() for name in ("BASE", "OTHER")}
+    jobs = [
+        stopping_model_job(path, model_config, tokenizer, seed)
+        for seed, path in enumerate(bases.values())
+    ]
+    launch(run_stages, 1, folder, jobs=jobs)
+    (folder / "rewards.py").write_text(REWARD_FILE)
+    write_comparisons(folder / "comparisons.jsonl")
+    return {
+        **{name: str(path / "model") for name, path in bases.items()},
+        "LETTERS": f"{folder}/rewards.py:letters",
+        "STEPS": f"{folder}/rewards.py:steps",
+        "COMPARISONS": str(folder / "comparisons.jsonl"),
+        "CACHE": str(folder / "cache"),
+    }
+
+
+# ---- runs and their comparison -------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A variant on some number of ranks."""
+
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    weights: dict[str, torch.Tensor]
+    rollouts: dict[str, list[list[int]]]  # completions of a prompt by "step S, row R"
+    warnings: list[str]  # of all ranks
+
+
+@dataclass
+class Comparison:
+    """How far one run is from another."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+    num_drawn: int
+    num_other: int  # completions that differ
+    first_step: int | None  # with such a completion
+
+
+def job_of(
+    stage: str, flags: Flags, output_dir: Path, num_steps: int, paths: dict[str, str]
+) -> Job:
+    """A variant as a run of some steps."""
+    filled = COMMON | OF_STAGE[stage] | {"max_steps": num_steps} | flags
+    for key, value in filled.items():
+        if isinstance(value, list):
+            filled[key] = [paths.get(item, item) for item in value]
+        elif isinstance(value, str):
+            filled[key] = paths.get(value, value)
+    return {"stage": stage, "flags": filled | {"output_dir": str(output_dir)}}
+
+
+def run_variants(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[Run]:
+    """Run the jobs, one after another in one launch."""
+    limits = {"micro_batch_size": 2} if num_ranks > 1 else {}  # cut as small as one rank's are not
+    jobs = [{**job, "flags": limits | job["flags"]} for job in jobs]
+    by_rank = launch(run_and_listen, num_ranks, folder, timeout=1200, jobs=jobs)
+    runs = []
+    for job, records in zip(jobs, zip(*by_rank, strict=True), strict=True):
+        output_dir = Path(job["flags"]["output_dir"])
+        rollouts = {key: ids for record in records for key, ids in record["rollouts"].items()}
+        heard = [message for record in records for message in record["warnings"]]
+        weights = load_file(output_dir / "model" / "model.safetensors")
+        runs.append(Run(read_jsonl(output_dir / "metrics.jsonl"), weights, rollouts, heard))
+    return runs
+
+
+def largest_difference(one: Run, other: Run, metric: str, floor: float = 0.0) -> float:
+    """Of a metric over all lines that have it, relative to the first run's value or to `floor`."""
+    series = [[line[metric] for line in run.lines if metric in line] for run in (one, other)]
+    pairs = list(zip(*series, strict=True))
+    return max(abs(a - b) / max(abs(a), floor, 1e-30) for a, b in pairs)
+
+
+def compare(one: Run, other: Run) -> Comparison:
+    """The second run against the first."""
+    assert one.weights.keys() == other.weights.keys()
+    gaps = [(one.weights[name] - other.weights[name]).norm() for name in one.weights]
+    norms = [tensor.norm() for tensor in one.weights.values()]
+    num_other: dict[int, int] = {}  # by step
+    for key, completions in one.rollouts.items():
+        step = int(key.split(",")[0].removeprefix("step "))
+        theirs = other.rollouts.get(key, [[]] * len(completions))
+        unlike = sum(a != b for a, b in zip(completions, theirs, strict=True))
+        num_other[step] = num_other.get(step, 0) + unlike
+    return Comparison(
+        loss=largest_difference(one, other, "loss", SMALLEST_LOSS),
+        grad_norm=largest_difference(one, other, "grad_norm", 1e-6),
+        weights=float(torch.stack(gaps).norm() / torch.stack(norms).norm()),
+        num_drawn=sum(map(len, one.rollouts.values())),
+        num_other=sum(num_other.values()),
+        first_step=min((step for step, number in num_other.items() if number), default=None),
+    )
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def label(stage: str, flags: Flags) -> str:
+    """A variant as it would be typed."""
+    parts = [f"--{key} {flag_text(value)}" for key, value in flags.items()]
+    return f"`{' '.join([stage, *parts])}`"
+
+
+def flag_text(value: Any) -> str:
+    """A flag's value as it would be typed."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+
+def row(name: str, num_ranks: int, one: Run, other: Run) -> str:
+    """A line of the table."""
+    found = compare(one, other)
+    sampled = f"{found.num_other} of {found.num_drawn}" if found.num_drawn else "-"
+    if found.first_step is not None:
+        sampled += f", from step {found.first_step + 1}"
+    numbers = [f"{v:.1e}" for v in (found.loss, found.grad_norm, found.weights)]
+    num_warnings = len(one.warnings) + len(other.warnings)
+    return f"| {' | '.join([name, f'1, {num_ranks}', *numbers, sampled, str(num_warnings)])} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what the command line asks for, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--stages", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as unkept:
+        folder = (options.folder or Path(unkept)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        print_table(folder, options.stages, options.steps, options.ranks)
+
+
+def print_table(folder: Path, stages: Sequence[str], num_steps: int, ranks: Sequence[int]) -> None:
+    """Run the variants of some stages and print a line for each, as soon as it is known."""
+    paths = start(folder)
+    names = ("loss", "gradient norm", "weights", "other completions", "warnings")
+    print(f"| variant | processes | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    heard: list[str] = []
+    everything = [(stage, flags) for stage in stages for flags in VARIANTS[stage]]
+    for first in range(0, len(everything), JOBS_PER_LAUNCH):
+        part = everything[first : first + JOBS_PER_LAUNCH]
+        runs = {}
+        for num_ranks in dict.fromkeys([1, *ranks]):
+            jobs = [
+                job_of(stage, flags, folder / str(num_ranks) / str(first + i), num_steps, paths)
+                for i, (stage, flags) in enumerate(part)
+            ]
+            runs[num_ranks] = run_variants(jobs, num_ranks, folder)
+            heard += [message for run in runs[num_ranks] for message in run.warnings]
+        for i, (stage, flags) in enumerate(part):
+            for num_ranks in list(runs)[1:]:
+                print(row(label(stage, flags), num_ranks, runs[1][i], runs[num_ranks][i]))
+    for message in dict.fromkeys(heard):
+        print(f"\nwarning: {message}")
+
+
+if __name__ == "__main__":
+    main()
