@@ -3,6 +3,7 @@
 Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
+import ctypes
 import os
 import random
 import resource
@@ -124,6 +125,7 @@ def start(timeout: float = 1800.0) -> None:
         backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
     _limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
+        die_with_launcher()
         shared, number, size = next(rendezvous("env://", timeout=_limit))
         shared.set_timeout(_limit)
         dist.init_process_group(
@@ -136,6 +138,16 @@ def start(timeout: float = 1800.0) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def die_with_launcher() -> None:
+    """Ask Linux to end this process when torchrun was killed: nobody else would.
+
+    It would go on and write to the same folder as the run that is started again.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
+        ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
 
 
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from common.glossary import SPANS
 from common.jsonl import read_jsonl
 
@@ -136,10 +139,15 @@ def prepare(folder: Path) -> None:
 
 def ranks_of(process: subprocess.Popen) -> list[int]:
     """The process ids of the ranks: torchrun's children, or the process itself."""
-    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    children = path.read_text().split() if path.exists() else []
-    ranks = [pid for pid in children if b"train_" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return [int(pid) for pid in ranks] or [process.pid]
+    ranks = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            is_rank = parent == process.pid and b"train_" in (folder / "cmdline").read_bytes()
+        except OSError:  # it has just ended
+            continue
+        ranks += [int(folder.name)] if is_rank else []
+    return ranks or [process.pid]
 
 
 def kill_at_random(
@@ -167,7 +175,8 @@ def kill_at_random(
     is_saving = any((output_dir / "checkpoints").glob("*.partial"))
     try:
         if kind == "all":
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in {*victims, process.pid}:
+                os.kill(pid, signal.SIGKILL)
         else:
             os.kill(draw.choice(victims), signal.SIGTERM if is_stop else signal.SIGKILL)
     except ProcessLookupError:  # it has just ended
@@ -201,9 +210,17 @@ def lines(output_dir: Path) -> list[dict[str, Any]]:
 def differences(whole: Path, other: Path) -> list[str]:
     """What differs between a run that was left alone and one that was killed."""
     names = [path.relative_to(whole) for path in sorted(whole.rglob("*.safetensors"))]
-    names.append(Path("samples.jsonl"))
-    odd = [str(n) for n in names if (whole / n).read_bytes() != (other / n).read_bytes()]
+    odd = [str(name) for name in names if not same_tensors(whole / name, other / name)]
+    for name in ("samples.jsonl", "model/model.safetensors"):
+        if (whole / name).read_bytes() != (other / name).read_bytes():
+            odd.append(name)
     return odd + (["metrics.jsonl"] if lines(whole) != lines(other) else [])
+
+
+def same_tensors(first: Path, second: Path) -> bool:
+    """Whether two files have the same tensors to the bit; the order in a header is arbitrary."""
+    a, b = load_file(first), load_file(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def num_lost(whole: Path, other: Path) -> int:
