@@ -153,15 +153,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         with torch.no_grad(), metrics.timed("reference_seconds"):
             score_before_updates(policy, reference, minibatches, config)
         if config.self_check and step == 0:
-            part = minibatches[0][0]
-            self_checks.first_rollout(
-                policy,
-                part.batch,
-                part.sampled_logps,
-                part.ref_logps if paths[0] == paths[1] else None,
-                config,
-                config.temperature,
-            )
+            rollouts.check_first(policy, minibatches[0][0], paths[0] == paths[1], config)
         # 4. Advantages, which may count the KL
         advantages = rollouts.kept_advantages(groups, kept, counts, chain(*minibatches), config)
         rollouts.set_advantages(chain(*minibatches), advantages)

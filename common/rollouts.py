@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import data, distributed, fsdp
+from common import data, distributed, fsdp, self_checks
 from common.advantages import (
     effective_sample_size,
     group_advantages,
@@ -339,6 +339,20 @@ def collate_minibatch(
         on_device = (batch.to(device), sampled_logps.to(device))
         micro_batches.append(MicroBatch(*on_device, aggregation, has_effect))
     return micro_batches
+
+
+def check_first(policy: Policy, part: MicroBatch, starts_equal: bool, config: GRPOConfig) -> None:
+    """Hold the first rollout against policy and reference, see `self_checks.first_rollout`.
+
+    Args:
+        policy: before its first update.
+        part: a micro-batch, with the reference's log-probabilities if there is one.
+        starts_equal: whether policy and reference start from the same weights.
+        config: of the run.
+    """
+    ref_logps = part.ref_logps if starts_equal else None
+    given = (part.batch, part.sampled_logps, ref_logps)
+    self_checks.first_rollout(policy, *given, config, config.temperature)
 
 
 def reference_head(reference: Policy | AdapterReference, config: GRPOConfig) -> Head:
