@@ -274,6 +274,7 @@ def run_variants(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[Run]
         rollouts = {key: ids for record in records for key, ids in record["rollouts"].items()}
         heard = [message for record in records for message in record["warnings"]]
         weights = load_file(output_dir / "model" / "model.safetensors")
+        weights.pop("lm_head.weight", None)  # tied: several ranks write it a second time
         runs.append(Run(read_jsonl(output_dir / "metrics.jsonl"), weights, rollouts, heard))
     return runs
 
