@@ -62,7 +62,9 @@ def test_together_the_losses_are_those_of_the_comparisons_one_by_one(layout: str
     again, same_gradient, num_scored_once = losses_and_gradient(model, GROUPS, config(layout))
     assert losses.std() > 0.1
     torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(same_gradient, gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm()))
+    torch.testing.assert_close(
+        same_gradient, gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())
+    )
     assert (num_scored, num_scored_once) == (12, 3 + 2 + 3)
 
 
