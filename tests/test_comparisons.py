@@ -61,8 +61,10 @@ def test_together_the_losses_are_those_of_the_comparisons_one_by_one(layout: str
     losses, gradient, num_scored = losses_and_gradient(model, apart, config(layout))
     again, same_gradient, num_scored_once = losses_and_gradient(model, GROUPS, config(layout))
     assert losses.std() > 0.1
-    torch.testing.assert_close(again, losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(same_gradient, gradient, rtol=1e-4, atol=1e-6 * gradient.norm())
+    torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        same_gradient, gradient, rtol=1e-4, atol=1e-6 * float(gradient.norm())
+    )
     assert (num_scored, num_scored_once) == (12, 3 + 2 + 3)
 
 
@@ -71,7 +73,7 @@ def test_a_group_over_the_limits_is_cut_between_comparisons(layout: str):
     model = RewardModel(tiny.classifier("gpt2"))
     losses, *_ = losses_and_gradient(model, GROUPS, config(layout))
     cut, _, num_scored = losses_and_gradient(model, GROUPS, config(layout, micro_batch_size=2))
-    torch.testing.assert_close(cut, losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(cut, losses, rtol=1e-5, atol=1e-5)
     assert num_scored == 3 + 2 + 2 + 3  # three comparisons do not fit, two do
 
 

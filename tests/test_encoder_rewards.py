@@ -64,9 +64,9 @@ def loaded(folder: str, **limits: int) -> EncoderFunction:
     return function
 
 
-def measure(folder: str) -> list[float]:
+def measure(path: str) -> list[float]:
     """This rank's rewards: of one text on the first, of three on the second."""
-    function = loaded(folder, micro_batch_size=1)
+    function = loaded(path, micro_batch_size=1)
     rank = distributed.rank()
     mine = slice(0, 1) if rank == 0 else slice(1, None)
     return function(PROMPTS[mine], COMPLETIONS[mine])
@@ -101,7 +101,7 @@ def test_rewards_are_the_logits_of_transformers(folder: Path, expected: list[flo
 def test_ranks_with_unequal_numbers_of_texts_give_the_same(
     folder: Path, expected: list[float], tmp_path: Path
 ):
-    first, second = launch(measure, 2, tmp_path, folder=str(folder))
+    first, second = launch(measure, 2, tmp_path, path=str(folder))
     assert first + second == pytest.approx(expected, abs=1e-5)
 
 

@@ -650,9 +650,8 @@ def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sample
     """The second meets a policy that the first has moved: its old log-probs have to be kept."""
     bounds = {"epsilon_low": 1e-3, "epsilon_high": 1e-3}
     run = run_here(base, "single pass", num_minibatches=2, learning_rate=1e-2, **bounds)
-    for line in run:
-        assert line["sampler_kl"] == pytest.approx(0, abs=1e-5)
-        assert line["clip_fraction"] > 0.1
+    assert all(line["sampler_kl"] == pytest.approx(0, abs=1e-5) for line in run)
+    assert any(line["clip_fraction"] > 0.1 for line in run)
 
 
 @pytest.mark.parametrize(

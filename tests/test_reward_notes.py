@@ -110,7 +110,10 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_gpt2: Path,
+    tokenizer_folder: Path,
+    process_group: None,
 ) -> dict[int, Path]:
     """A run on one rank and one on two."""
     folder = tmp_path_factory.mktemp("notes")
@@ -120,9 +123,12 @@ def runs(
         "tokenizer_name_or_path": str(tokenizer_folder),
         "reward_funcs": f"{folder}/judge.py:judge",
     }
-    for n in (1, 2):
-        job = {"stage": "grpo", "flags": FLAGS | paths | {"output_dir": str(folder / str(n))}}
-        launch(run_stages, n, folder, jobs=[job])
+    jobs = [
+        {"stage": "grpo", "flags": FLAGS | paths | {"output_dir": str(folder / str(n))}}
+        for n in (1, 2)
+    ]
+    run_stages(jobs[:1])  # in this process: quicker than a launch
+    launch(run_stages, 2, folder, jobs=jobs[1:])
     return {n: folder / str(n) for n in (1, 2)}
 
 

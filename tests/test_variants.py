@@ -86,14 +86,16 @@ def test_two_runs_are_compared_by_hand():
     one = new_run([1.0, -0.5, 1e-9], [3.0, 4.0], completions)
     flipped = completions | {"step 10, row 4": [[7], [9]], "step 1, row 2": [[5], [6, 6]]}
     flipped["step 3, row 0"] = [[1], [1]]  # filler that only the other run has
-    other = new_run([1.01, -0.5, 1e-4], [3.0, 4.5], flipped, heard=2)
+    other = new_run([1.01, -0.6, 1e-4], [3.0, 4.5], flipped, heard=2)
     found = compare(one, other)
-    assert found.loss == pytest.approx(0.01)  # 1e-4 against 0.01, not against 1e-9
+    assert found.loss == pytest.approx(0.2)  # the third: 1e-4 against 0.01, not against 1e-9
     assert found.grad_norm == 0
     assert found.weights == pytest.approx(0.1)  # 0.5 of a norm of 5
     assert (found.num_drawn, found.num_other, found.first_step) == (6, 2, 1)
+    assert found.loss_before == pytest.approx(0.01)  # of the first step only
     line = row("name", 2, one, other)
-    assert line == "| name | 1, 2 | 1.0e-02 | 0.0e+00 | 1.0e-01 | 2 of 6, from step 2 | 2 |"
+    assert line.startswith("| name | 1, 2 | 2.0e-01 | 0.0e+00 | 1.0e-01 | 2 of 6, from step 2")
+    assert line.endswith("(before: 1.0e-02) | 2 |")
 
 
 def test_a_run_that_lost_a_prompt_differs_in_all_its_completions():

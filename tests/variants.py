@@ -2,12 +2,14 @@
 
     python -m tests.variants                             # 20 steps on 1 and 2 processes
     python -m tests.variants --steps 5 --ranks 1 2 4 --stages dpo reward
+    python -m tests.variants --only num_iterations kl_  # whose flags have one of these texts
 
 A variant is one value of a flag, on the embedded task with a GPT-2 of two layers that has learned
 to stop. Printed as Markdown, one line per variant, each against the run on one process: the largest
 relative difference of the loss (to 0.01 at least: on-policy it is 0 but for the KL) and of the
 gradient norm over the steps, that of the final weights (norm of the difference over the norm), how
-many sampled completions differ and since which step, and the Python warnings of all ranks.
+many sampled completions differ and since which step (with the difference of the losses before it),
+and the Python warnings of all ranks.
 
 A completion is a function of the seed and of log-probabilities that differ in their last digits
 with the number of processes. Where a draw lies within that of a boundary, another token is drawn;
@@ -15,6 +17,7 @@ from then on it is another run, which the difference of its losses then measures
 """
 
 import argparse
+import functools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -33,6 +36,7 @@ from tests.ranks import Job, launch, run_and_listen, run_stages
 Flags = dict[str, Any]
 JOBS_PER_LAUNCH = 12
 SMALLEST_LOSS = 0.01  # what a difference of losses is at least relative to
+say = functools.partial(print, flush=True)
 
 # Equal rewards in a third of the prompts, if all of a prompt's completions stop.
 REWARD_FILE = """
@@ -69,7 +73,7 @@ OF_STAGE: dict[str, Flags] = {
         "reward_funcs": ["LETTERS"],
     },
 }
-OFF_POLICY: Flags = {"num_iterations": 2, "learning_rate": 3e-3}  # the ratio leaves 1
+OFF_POLICY: Flags = {"num_iterations": 2}  # the ratio leaves 1
 MANY: Flags = {"num_candidates": 5}
 ROLLOUTS: Flags = {
     "pairs_from": "rollouts",
@@ -118,8 +122,8 @@ VARIANTS: dict[str, list[Flags]] = {
         {**OFF_POLICY, "num_minibatches": 2},
         {**OFF_POLICY, "policy_objective": "cispo", "epsilon_high": 0.01},
         {**OFF_POLICY, "ratio_level": "sequence", "epsilon_low": 0.01},
-        {**OFF_POLICY, "epsilon_high": 0.28},
-        {**OFF_POLICY, "delta": 1.3},
+        {**OFF_POLICY, "epsilon_low": 0.01, "epsilon_high": 0.02},
+        {**OFF_POLICY, "epsilon_high": 0.01, "delta": 1.02},
         *({"aggregation": name} for name in AGGREGATIONS if name != "grpo"),
         {"scale_rewards": "batch"},
         {"scale_rewards": "none"},
@@ -248,6 +252,7 @@ class Comparison:
     num_drawn: int
     num_other: int  # completions that differ
     first_step: int | None  # with such a completion
+    loss_before: float  # difference of the losses of the steps before it
 
 
 def job_of(
@@ -274,15 +279,22 @@ def run_variants(jobs: Sequence[Job], num_ranks: int, folder: Path) -> list[Run]
         rollouts = {key: ids for record in records for key, ids in record["rollouts"].items()}
         heard = [message for record in records for message in record["warnings"]]
         weights = load_file(output_dir / "model" / "model.safetensors")
+        weights.pop("lm_head.weight", None)  # tied: several ranks write it a second time
         runs.append(Run(read_jsonl(output_dir / "metrics.jsonl"), weights, rollouts, heard))
     return runs
 
 
-def largest_difference(one: Run, other: Run, metric: str, floor: float = 0.0) -> float:
-    """Of a metric over all lines that have it, relative to the first run's value or to `floor`."""
-    series = [[line[metric] for line in run.lines if metric in line] for run in (one, other)]
-    pairs = list(zip(*series, strict=True))
-    return max(abs(a - b) / max(abs(a), floor, 1e-30) for a, b in pairs)
+def largest_difference(
+    one: Run, other: Run, metric: str, floor: float = 0.0, num_steps: int | None = None
+) -> float:
+    """Of a metric over the lines that have it, relative to the first run's value or to `floor`.
+
+    Only the first `num_steps` count, if they are given.
+    """
+    lines = [[line for line in run.lines if metric in line] for run in (one, other)]
+    both = list(zip(*lines, strict=True))[:num_steps]
+    pairs = [(a[metric], b[metric]) for a, b in both]
+    return max((abs(a - b) / max(abs(a), floor, 1e-30) for a, b in pairs), default=0.0)
 
 
 def compare(one: Run, other: Run) -> Comparison:
@@ -296,13 +308,15 @@ def compare(one: Run, other: Run) -> Comparison:
         theirs = other.rollouts.get(key, [[]] * len(completions))
         unlike = sum(a != b for a, b in zip(completions, theirs, strict=True))
         num_other[step] = num_other.get(step, 0) + unlike
+    first_step = min((step for step, number in num_other.items() if number), default=None)
     return Comparison(
         loss=largest_difference(one, other, "loss", SMALLEST_LOSS),
         grad_norm=largest_difference(one, other, "grad_norm", 1e-6),
         weights=float(torch.stack(gaps).norm() / torch.stack(norms).norm()),
         num_drawn=sum(map(len, one.rollouts.values())),
         num_other=sum(num_other.values()),
-        first_step=min((step for step, number in num_other.items() if number), default=None),
+        first_step=first_step,
+        loss_before=largest_difference(one, other, "loss", SMALLEST_LOSS, first_step),
     )
 
 
@@ -325,7 +339,7 @@ def row(name: str, num_ranks: int, one: Run, other: Run) -> str:
     found = compare(one, other)
     sampled = f"{found.num_other} of {found.num_drawn}" if found.num_drawn else "-"
     if found.first_step is not None:
-        sampled += f", from step {found.first_step + 1}"
+        sampled += f", from step {found.first_step + 1} (before: {found.loss_before:.1e})"
     numbers = [f"{v:.1e}" for v in (found.loss, found.grad_norm, found.weights)]
     num_warnings = len(one.warnings) + len(other.warnings)
     return f"| {' | '.join([name, f'1, {num_ranks}', *numbers, sampled, str(num_warnings)])} |"
@@ -337,23 +351,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stages", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--only", nargs="+", default=[""], help="texts to look for in the flags")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (default: nowhere)")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as unkept:
         folder = (options.folder or Path(unkept)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        print_table(folder, options.stages, options.steps, options.ranks)
+        chosen = [
+            (stage, flags)
+            for stage in options.stages
+            for flags in VARIANTS[stage]
+            if any(text in label(stage, flags) for text in options.only)
+        ]
+        print_table(folder, chosen, options.steps, options.ranks)
 
 
-def print_table(folder: Path, stages: Sequence[str], num_steps: int, ranks: Sequence[int]) -> None:
-    """Run the variants of some stages and print a line for each, as soon as it is known."""
+def print_table(
+    folder: Path, chosen: Sequence[tuple[str, Flags]], num_steps: int, ranks: Sequence[int]
+) -> None:
+    """Run variants, each a stage with its flags; print a line for each as soon as it is known."""
     paths = start(folder)
     names = ("loss", "gradient norm", "weights", "other completions", "warnings")
-    print(f"| variant | processes | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    say(f"| variant | processes | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
     heard: list[str] = []
-    everything = [(stage, flags) for stage in stages for flags in VARIANTS[stage]]
-    for first in range(0, len(everything), JOBS_PER_LAUNCH):
-        part = everything[first : first + JOBS_PER_LAUNCH]
+    for first in range(0, len(chosen), JOBS_PER_LAUNCH):
+        part = chosen[first : first + JOBS_PER_LAUNCH]
         runs = {}
         for num_ranks in dict.fromkeys([1, *ranks]):
             jobs = [
@@ -364,9 +386,9 @@ def print_table(folder: Path, stages: Sequence[str], num_steps: int, ranks: Sequ
             heard += [message for run in runs[num_ranks] for message in run.warnings]
         for i, (stage, flags) in enumerate(part):
             for num_ranks in list(runs)[1:]:
-                print(row(label(stage, flags), num_ranks, runs[1][i], runs[num_ranks][i]))
+                say(row(label(stage, flags), num_ranks, runs[1][i], runs[num_ranks][i]))
     for message in dict.fromkeys(heard):
-        print(f"\nwarning: {message}")
+        say(f"\nwarning: {message}")
 
 
 if __name__ == "__main__":
