@@ -147,6 +147,8 @@ def reason(error: Exception) -> str:
     """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own, which only --trust_remote_code true runs"
+    if str(error).startswith("Unrecognized model in"):
+        return "its config.json has no `model_type` that transformers knows"
     return gist(error)
 
 

@@ -14,7 +14,7 @@ def refuse_unreachable(flag: str, path: str) -> None:
     That is a loop of links, a name that is too long, a folder without permission. A path that is
     not there passes: it may be made, or be a hub id.
     """
-    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}..."
+    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}(...)"
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):

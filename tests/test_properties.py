@@ -184,7 +184,7 @@ def alone(policy: Policy) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     rows=st.lists(st.integers(0, len(EXAMPLES) - 1), min_size=1, max_size=7, unique=True),
     num_samples=st.integers(1, 3),
