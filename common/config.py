@@ -361,6 +361,7 @@ def read_recipe(path: str) -> dict[Any, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"--config {path} must hold `key: value` lines.")
     seen: set[str] = set()
+    assert isinstance(nodes, yaml.MappingNode)
     for key, _ in nodes.value:
         if str(key.value) in seen:
             line = key.start_mark.line + 1
