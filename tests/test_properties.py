@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common import noise
 from common.chat import is_messages
 from common.config import UserError, parse
-from common.data import tokenize_rows
+from common.data import load_examples, tokenize_rows
 from common.generation import Rollouts, Sampler
 from common.padding import make_batch, padded_batch, shared_prefix_batch
 from common.rows import COMPLETION_COLUMNS, load_rows
@@ -233,17 +233,30 @@ MESSAGES = st.lists(
     max_size=3,
 )
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "completions", "n")
-ROWS = st.lists(
-    st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=5), max_size=3
+GOOD_TEXTS = {"prompt": "a b", "completion": " c", "chosen": " c", "rejected": " d"}
+GOOD_MESSAGES = {
+    name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+    for name, text in GOOD_TEXTS.items()
+}
+ROWS = st.lists(  # good ones, but for a column or two
+    st.tuples(
+        st.sampled_from([GOOD_TEXTS, GOOD_MESSAGES, {}]),
+        st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=2),
+    ).map(lambda parts: parts[0] | parts[1]),
+    max_size=3,
 )
 KINDS = st.sampled_from(list(COMPLETION_COLUMNS))
 
 
 def assert_read_or_refused(file: Path, kind: Any) -> None:
+    """By a stage: read, rendered, tokenised. Text that passes is text."""
+    tokenizer = tiny.tokenizer()
+    config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1, token_cache_dir="")
     try:
         rows = load_rows(str(file), "train", kind=kind, seed=0)
+        load_examples(config, str(file), "train", kind, tokenizer, [tokenizer.eos_token_id])
     except UserError as error:
-        assert_one_sentence(error, file.name)
+        assert_one_sentence(error)
         return
     for row in rows:
         values = [row[name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
