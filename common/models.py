@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common import distributed, fsdp, hub, lora, synthetic
-from common.config import CommonConfig, UserError, gist
+from common.config import CommonConfig, UserError, gist, hint
 from common.noise import derive_seed
 
 Kind = Literal["policy", "reward_model", "trunk"]
@@ -94,6 +94,7 @@ def read_model_config(
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
+            refuse_unknown_fields(path, fields)
             fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
             fields |= {"bos_token_id": tokenizer.bos_token_id}
             model_config = AutoConfig.for_model(**fields)
@@ -101,6 +102,8 @@ def read_model_config(
             model_config = AutoConfig.from_pretrained(
                 path, trust_remote_code=config.trust_remote_code
             )
+    except UserError:
+        raise
     except Exception as error:  # of many kinds: a folder is a foreign thing
         raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
     check_kind(path, model_config, kind)
@@ -125,6 +128,17 @@ def read_model_config(
         if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
             setattr(model_config, name, 0.0)
     return model_config
+
+
+def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
+    """Raise a UserError for a shape of no kind, or with a field that its kind has not: a typo."""
+    if "model_type" not in fields:
+        raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
+    model = AutoConfig.for_model(fields["model_type"])
+    for name in fields:
+        if not hasattr(model, name):
+            known = hint(name, [*model.to_dict(), *model.attribute_map], "see its documentation")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({known}).")
 
 
 def check_sizes(

@@ -159,6 +159,7 @@ FILES: list[Case] = [
     ("train_sft", {"output_dir": "a_file"}, ["--output_dir a_file is a file"]),
     ("train_sft", {"output_dir": "a_file/run"}, ["--output_dir a_file/run needs", "a folder"]),
     ("evaluate", {"output_dir": "a_file/b/c"}, ["--output_dir a_file/b/c needs", "a folder"]),
+    ("train_sft", {"output_dir": "occupied"}, ["--output_dir occupied holds a file 'model'"]),
     ("train_sft", {"output_dir": "loop"}, ["--output_dir loop", "symbolic links"]),
     ("train_sft", {"output_dir": "loop/run"}, ["--output_dir loop/run", "symbolic links"]),
     ("train_sft", {"output_dir": "lost"}, ["--output_dir lost is a link to what is not there"]),
@@ -178,12 +179,17 @@ MODELS: list[Case] = [
     (
         "train_sft",
         {"model_name_or_path": "list.json", "tokenizer_name_or_path": "policy"},
-        ["no model could be found at 'list.json'"],
+        ["'list.json' has no 'model_type'"],
     ),
     (
         "train_sft",
         {"model_name_or_path": "text.json", "tokenizer_name_or_path": "policy"},
         ["no model could be found at 'text.json'"],
+    ),
+    (
+        "train_sft",
+        {"model_name_or_path": "typo.json", "tokenizer_name_or_path": "policy"},
+        ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
     ),
     ("train_sft", {"model_name_or_path": "no_json"}, ["'no_json'", "JSON"]),
     ("train_sft", {"model_name_or_path": "list_config"}, ["'list_config'", "not list"]),
@@ -467,7 +473,7 @@ def test_the_good_input_is_not_refused(folder, monkeypatch):
         reaches_weights(stage, {"output_dir": "good"}, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines"])
+@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines", "doubled"])
 def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
     line = json.dumps(bad_things.SFT)
     words = "word after word. " * 12_000
@@ -478,10 +484,14 @@ def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
         "extra": json.dumps({**bad_things.SFT, "id": 1, "n": float("nan"), "tags": [{}]}) + "\n",
         "windows": f"{line}\r\n" * 3,
         "blank_lines": f"\n{line}\n\n \n{line}\n",
+        "doubled": "".join(json.dumps({**bad_things.SFT, "id": i}) + "\n" for i in (1, 1, 2)),
     }
     Path(f"{name}.jsonl").write_text(texts[name], encoding="utf-8", newline="")
     reaches_weights("train_sft", {"dataset_name": f"{name}.jsonl"}, monkeypatch)
-    assert "rows, truncated" in capsys.readouterr().out
+    num_doubled = {"extra": 0, "blank_lines": 1, "long": 1}.get(name, 2)
+    report = capsys.readouterr().out
+    assert "rows, truncated" in report
+    assert f" {num_doubled} duplicates" in report, "counted and told, not refused"
     Path(f"{name}.jsonl").unlink()
 
 
