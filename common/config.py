@@ -428,6 +428,7 @@ def read_recipe(path: str) -> dict[Any, Any]:
     if not isinstance(recipe, dict):
         raise UserError(f"--config {path} must hold `key: value` lines.")
     seen: set[str] = set()
+    assert isinstance(nodes, yaml.MappingNode)
     for key, _ in nodes.value:
         if str(key.value) in seen:
             line = key.start_mark.line + 1
@@ -436,11 +437,11 @@ def read_recipe(path: str) -> dict[Any, Any]:
     return recipe
 
 
-def hint(word: Any, known: Iterable[str]) -> str:
+def hint(word: Any, known: Iterable[str], otherwise: str = "see --help for the flags") -> str:
     """What an unknown flag or key may have been meant to be."""
     name = str(word).lstrip("-").split("=")[0].replace("-", "_")
     close = difflib.get_close_matches(name, list(known), 1)
-    return f"did you mean {close[0]}?" if close else "see --help for the flags"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 def config_dict(config: Any) -> dict[str, Any]:

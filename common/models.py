@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from common import distributed, fsdp, hub, lora, synthetic
-from common.config import CommonConfig, UserError, gist
+from common.config import CommonConfig, UserError, gist, hint
 from common.noise import derive_seed
 
 Kind = Literal["policy", "reward_model", "trunk", "encoder"]
@@ -130,11 +130,14 @@ def find_config(
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
+            refuse_unknown_fields(path, fields)
             if tokenizer is not None:
                 fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
             return AutoConfig.for_model(**fields)
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # of many kinds: a folder is a foreign thing
         raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
 
@@ -163,6 +166,17 @@ def is_encoder(model_config: PretrainedConfig) -> bool:
     return is_masked and not model_config.is_encoder_decoder
 
 
+def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
+    """Raise a UserError for a shape of no kind, or with a field that its kind has not: a typo."""
+    if "model_type" not in fields:
+        raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
+    model = AutoConfig.for_model(fields["model_type"])
+    for name in fields:
+        if not hasattr(model, name):
+            known = hint(name, [*model.to_dict(), *model.attribute_map], "see its documentation")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({known}).")
+
+
 def check_sizes(
     path: str,
     model_config: PretrainedConfig,
@@ -186,6 +200,8 @@ def reason(error: Exception) -> str:
     """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own, which only --trust_remote_code true runs"
+    if str(error).startswith("Unrecognized model in"):
+        return "its config.json has no `model_type` that transformers knows"
     return gist(error)
 
 

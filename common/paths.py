@@ -6,6 +6,7 @@ from pathlib import Path
 from common.errors import UserError
 
 LONGEST_SHOWN = 100  # characters of a path in a sentence
+WRITTEN_FOLDERS = ("model", "adapter", "checkpoints", "plots", "profile", "wandb")
 
 
 def refuse_unreachable(flag: str, path: str) -> None:
@@ -14,7 +15,7 @@ def refuse_unreachable(flag: str, path: str) -> None:
     That is a loop of links, a name that is too long, a folder without permission. A path that is
     not there passes: it may be made, or be a hub id.
     """
-    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}..."
+    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}(...)"
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -30,7 +31,10 @@ def refuse_unreachable(flag: str, path: str) -> None:
 
 
 def refuse_unwritable(flag: str, path: str) -> None:
-    """Raise a UserError for a folder that cannot be made or written to. Makes nothing."""
+    """Raise a UserError for a folder in which a run could not write. Makes nothing.
+
+    A file where the trained model belongs would be noticed after the training.
+    """
     folder = Path(path).absolute()
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not nearest.is_dir():
@@ -40,3 +44,9 @@ def refuse_unwritable(flag: str, path: str) -> None:
             f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
             "folder."
         )
+    for name in WRITTEN_FOLDERS:
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UserError(
+                f"--{flag} {path} holds a file {name!r} where a folder is to be written; "
+                "remove it or name another folder."
+            )

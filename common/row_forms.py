@@ -58,7 +58,8 @@ def without_repeated_prompts(rows: Sequence[Row], columns: Sequence[str], source
 
 def _repeats_prompt(row: Row, columns: Sequence[str]) -> bool:
     """Whether all completions of a row begin with its prompt, or are messages that hold it."""
-    prompt, completions = row.get("prompt"), [row.get(column) for column in columns]
+    prompt: Any = row.get("prompt")
+    completions: list[Any] = [row.get(column) for column in columns]
     if isinstance(prompt, str) and all(isinstance(value, str) for value in completions):
         return prompt.strip() != "" and all(value.startswith(prompt) for value in completions)
     if not all(map(is_messages, completions)):

@@ -150,6 +150,8 @@ def make_rows(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
     (folder / "lost").symlink_to("gone")
     (folder / "a_file").write_text("")
+    (folder / "occupied").mkdir()
+    (folder / "occupied" / "model").write_text("")
 
 
 def make_models(folder: Path) -> None:
@@ -171,6 +173,8 @@ def make_models(folder: Path) -> None:
     make_configs(folder)
     make_tokenizers(folder)
     (folder / "shape.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
+    typo = json.dumps({"model_type": "gpt2", "n_layr": 1})
+    (folder / "typo.json").write_text(typo)
     (folder / "list.json").write_text("[]")
     (folder / "text.json").write_text("GPT-2")
 

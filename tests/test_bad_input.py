@@ -159,6 +159,7 @@ FILES: list[Case] = [
     ("train_sft", {"output_dir": "a_file"}, ["--output_dir a_file is a file"]),
     ("train_sft", {"output_dir": "a_file/run"}, ["--output_dir a_file/run needs", "a folder"]),
     ("evaluate", {"output_dir": "a_file/b/c"}, ["--output_dir a_file/b/c needs", "a folder"]),
+    ("train_sft", {"output_dir": "occupied"}, ["--output_dir occupied holds a file 'model'"]),
     ("train_sft", {"output_dir": "loop"}, ["--output_dir loop", "symbolic links"]),
     ("train_sft", {"output_dir": "loop/run"}, ["--output_dir loop/run", "symbolic links"]),
     ("train_sft", {"output_dir": "lost"}, ["--output_dir lost is a link to what is not there"]),
@@ -178,19 +179,24 @@ MODELS: list[Case] = [
     (
         "train_sft",
         {"model_name_or_path": "list.json", "tokenizer_name_or_path": "policy"},
-        ["no model could be found at 'list.json'"],
+        ["'list.json' has no 'model_type'"],
     ),
     (
         "train_sft",
         {"model_name_or_path": "text.json", "tokenizer_name_or_path": "policy"},
         ["no model could be found at 'text.json'"],
     ),
+    (
+        "train_sft",
+        {"model_name_or_path": "typo.json", "tokenizer_name_or_path": "policy"},
+        ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
+    ),
     ("train_sft", {"model_name_or_path": "no_json"}, ["'no_json'", "JSON"]),
-    ("train_sft", {"model_name_or_path": "list_config"}, ["at 'list_config'"]),
-    ("train_sft", {"model_name_or_path": "no_type"}, ["at 'no_type'", "model_type"]),
+    ("train_sft", {"model_name_or_path": "list_config"}, ["'list_config'", "not list"]),
+    ("train_sft", {"model_name_or_path": "no_type"}, ["at 'no_type'", "`model_type`"]),
     ("train_sft", {"model_name_or_path": "unknown_type"}, ["at 'unknown_type'", "gpt9"]),
-    ("train_sft", {"model_name_or_path": "unknown_dtype"}, ["at 'unknown_dtype'", "float99"]),
-    ("train_sft", {"model_name_or_path": "text_size"}, ["at 'text_size'", "n_embd"]),
+    ("train_sft", {"model_name_or_path": "unknown_dtype"}, ["'unknown_dtype'", "float99"]),
+    ("train_sft", {"model_name_or_path": "text_size"}, ["'text_size'", "n_embd", "expected int"]),
     ("train_sft", {"model_name_or_path": "no_layers"}, ["'no_layers'", "num_hidden_layers 0"]),
     ("train_sft", {"model_name_or_path": "no_vocabulary"}, ["'no_vocabulary'", "vocab_size -1"]),
     ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
@@ -282,7 +288,7 @@ FLAGS: list[Case] = [
     ("train_sft", {"lr_scheduler_type": "foo"}, ["--lr_scheduler_type", "'foo'", "cosine"]),
     ("train_sft", {"report_to": "paper"}, ["--report_to", "'paper'", "wandb"]),
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
-    ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type is ['sigmoid', '']", "empty"]),
+    ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     # Contradictions
@@ -329,7 +335,7 @@ WEIGHTS: dict[str, list[str]] = {
     "broken_index": ["no safetensors weights"],
     "partial": ["lack 'transformer.h.0", "other parameters"],
     "more_layers": ["lack 'transformer.h.1", "other parameters"],
-    "wider": ["of shape (8,)", "makes it (16,)"],
+    "wider": ["of shape (24,)", "makes it (48,)"],
     "odd_heads": ["no safetensors weights", "num_heads"],
 }
 # Found when completions are judged
@@ -467,20 +473,25 @@ def test_the_good_input_is_not_refused(folder, monkeypatch):
         reaches_weights(stage, {"output_dir": "good"}, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines"])
+@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines", "doubled"])
 def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
     line = json.dumps(bad_things.SFT)
-    long = {"prompt": "TITLE: a\n\nPOST: " + "word after word. " * 600_000 + "\n\nTL;DR:"}
+    words = "word after word. " * 12_000
+    long = {"prompt": f"TITLE: a\n\nPOST: {words}\n\nTL;DR:", "n": words * 50}  # 10 MB, of a line
     texts = {
         "bom": "\ufeff" + f"{line}\n" * 3,
         "long": f"{line}\n{json.dumps(bad_things.SFT | long)}\n{line}\n",
         "extra": json.dumps({**bad_things.SFT, "id": 1, "n": float("nan"), "tags": [{}]}) + "\n",
         "windows": f"{line}\r\n" * 3,
         "blank_lines": f"\n{line}\n\n \n{line}\n",
+        "doubled": "".join(json.dumps({**bad_things.SFT, "id": i}) + "\n" for i in (1, 1, 2)),
     }
     Path(f"{name}.jsonl").write_text(texts[name], encoding="utf-8", newline="")
     reaches_weights("train_sft", {"dataset_name": f"{name}.jsonl"}, monkeypatch)
-    assert "rows, truncated" in capsys.readouterr().out
+    num_doubled = {"extra": 0, "blank_lines": 1, "long": 1}.get(name, 2)
+    report = capsys.readouterr().out
+    assert "rows, truncated" in report
+    assert f" {num_doubled} duplicates" in report, "counted and told, not refused"
     Path(f"{name}.jsonl").unlink()
 
 

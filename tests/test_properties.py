@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from common import noise
 from common.chat import is_messages
 from common.config import UserError, parse
-from common.data import tokenize_rows
+from common.data import load_examples, tokenize_rows
 from common.generation import Rollouts, Sampler
 from common.padding import make_batch, padded_batch, shared_prefix_batch
 from common.rows import COMPLETION_COLUMNS, load_rows
@@ -184,7 +184,7 @@ def alone(policy: Policy) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     rows=st.lists(st.integers(0, len(EXAMPLES) - 1), min_size=1, max_size=7, unique=True),
     num_samples=st.integers(1, 3),
@@ -218,7 +218,9 @@ def test_noise_is_uniform_for_any_seed_and_counters(seed, counters, start):
 
 # ---- whatever a user gives -----------------------------------------------------------------------
 
-TEXTS = st.text(st.characters(exclude_categories=()), max_size=8)  # halves of pairs among them
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ["a", "a b", "\ud83d", "x \udc00 y"]  # halves of surrogate pairs
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -231,24 +233,37 @@ MESSAGES = st.lists(
     max_size=3,
 )
 COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "completions", "n")
-ROWS = st.lists(
-    st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=5), max_size=3
+GOOD_TEXTS = {"prompt": "a b", "completion": " c", "chosen": " c", "rejected": " d"}
+GOOD_MESSAGES = {
+    name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]
+    for name, text in GOOD_TEXTS.items()
+}
+ROWS = st.lists(  # good ones, but for a column or two
+    st.tuples(
+        st.sampled_from([GOOD_TEXTS, GOOD_MESSAGES, {}]),
+        st.dictionaries(st.sampled_from(COLUMNS), TEXTS | MESSAGES | JSON, max_size=2),
+    ).map(lambda parts: parts[0] | parts[1]),
+    max_size=3,
 )
 KINDS = st.sampled_from(list(COMPLETION_COLUMNS))
 
 
 def assert_read_or_refused(file: Path, kind: Any) -> None:
+    """By a stage: read, rendered, tokenised. Text that passes is text."""
+    tokenizer = tiny.tokenizer()
+    config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1, token_cache_dir="")
     try:
         rows = load_rows(str(file), "train", kind=kind, seed=0)
+        load_examples(config, str(file), "train", kind, tokenizer, [tokenizer.eos_token_id])
     except UserError as error:
-        assert_one_sentence(error, file.name)
+        assert_one_sentence(error)
         return
     for row in rows:
         values = [row[name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
         assert all(is_messages(value) for value in values) or all(
             isinstance(value, str) and value.strip() for value in values
         )
-        json.dumps(values).encode()
+        json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
 
 
 def assert_one_sentence(error: Exception, *words: str) -> None:
