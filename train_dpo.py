@@ -30,6 +30,7 @@ Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `r
 grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their difference is trained.
 """
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             ref_train_logps = ref_train_logps.nan_to_num().float().to(device)
             del lm, score_all
             reference = None
+            gc.collect()  # its last block refers to itself: it would stay beside the policy
 
     # Policy, FSDP, optimiser
     if policy is None:

@@ -117,6 +117,7 @@ def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
         block: whose forward is replaced; it takes the hidden states first.
     """
     forward = type(block).forward
+    name = type(lm).__name__  # not the model itself, which would keep itself alive
 
     def shortened(block: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         layout = options.get("layout")
@@ -128,7 +129,7 @@ def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
             forward(block, hidden_states, *args, **(options | {"layout": last}))
         length, tail = hidden_states.shape[1], layout.tail
         if last.keys is None:
-            raise UserError(f"{type(lm).__name__} cannot share a prompt; use --layout padded.")
+            raise UserError(f"{name} cannot share a prompt; use --layout padded.")
 
         def at_tail(value: Any) -> Any:
             is_per_token = isinstance(value, Tensor) and value.shape[1:2] == (length,)

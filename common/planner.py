@@ -2,7 +2,7 @@
 
 `--dry_run true` prints it and ends. Nothing is trained, written or read but the models'
 configurations. Lengths are the limits of the config: shorter rows take less. The models are counted
-in `common/footprint.py`, the formulas are in `common/workload.py` and `common/memory.py`.
+in `common/footprint.py`; the formulas are in `workload.py`, `activations.py` and `memory.py`.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,9 @@ replaced are refused.
 
 import copy
 import functools
+import gc
 import itertools
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -734,3 +736,16 @@ def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     for _ in range(2):
         policy(shared)
     assert sorted(built) == [False, True]
+
+
+def test_a_model_that_is_dropped_frees_its_memory_at_once():
+    """All but the last block, which refers to itself: a frozen reference must not stay behind."""
+    lm = tiny.causal_lm("gpt2")
+    dropped = [weakref.ref(part) for part in (lm, lm.transformer.h[0], lm.transformer.wte)]
+    gc.collect()
+    gc.disable()
+    try:
+        del lm
+        assert [part() for part in dropped] == [None] * 3
+    finally:
+        gc.enable()

@@ -182,7 +182,8 @@ def main() -> None:
         f"node of {GPUS_PER_NODE}, a network card of {args.network * 8 / 1e9:g} Gb/s, "
         f"{args.hop_seconds * 1e6:g} us per hop. Each runs one micro-batch of {args.tokens} tokens "
         "per step: prompts of 512 tokens with one completion of 56 (SFT) or 8 (GRPO). bfloat16, "
-        "gradient checkpointing. Nothing here was measured."
+        "gradient checkpointing. Sampling is counted at the same utilisation, which one token at a "
+        "time does not reach. Nothing here was measured."
     )
     with tempfile.TemporaryDirectory() as folder:
         for stage in ("SFT", "GRPO"):

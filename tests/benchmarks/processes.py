@@ -8,14 +8,21 @@ parent must stay small, so it imports no torch.
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ERROR_LINES = 30
 
 
-def run(arguments: Sequence[str], log: Path, *, threads: int, on_gpu: bool = False) -> float:
+def run(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    threads: int,
+    on_gpu: bool = False,
+    more_environment: Mapping[str, str] | None = None,
+) -> float:
     """Run this Python with these arguments in the repository; returns its peak memory in MB.
 
     Args:
@@ -23,6 +30,7 @@ def run(arguments: Sequence[str], log: Path, *, threads: int, on_gpu: bool = Fal
         log: File that gets what it prints.
         threads: Of every library that multiplies matrices.
         on_gpu: Whether it sees the GPUs of the machine.
+        more_environment: Further variables.
 
     Raises:
         RuntimeError: it failed; with the end of its log.
@@ -34,6 +42,7 @@ def run(arguments: Sequence[str], log: Path, *, threads: int, on_gpu: bool = Fal
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "disabled",
+        **(more_environment or {}),
     }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
