@@ -170,7 +170,11 @@ def place() -> str:
 def origin(error: BaseException) -> str:
     """The innermost line of this project that an exception passed through: "(file.py, line 3)"."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if Path(f.filename).resolve().is_relative_to(PROJECT)]
+    files = [(f, Path(f.filename).resolve()) for f in frames]
+    # Who called for a collective says more than the function that makes it.
+    ours = [
+        f for f, file in files if file.is_relative_to(PROJECT) and file.name != "distributed.py"
+    ]
     frame = (ours or frames or [None])[-1]
     return f"({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
 

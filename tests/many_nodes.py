@@ -165,7 +165,7 @@ def make_inputs(folder: Path, tiny_gpt2: Path, tokenizer_folder: Path) -> dict[s
 def grpo_flags(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of GRPO on that reward."""
     reward = f"{folder / 'rewards.py'}:letters"
-    return flags | {"num_generations": 4, "beta": 0.0, "reward_funcs": reward}
+    return flags | {"num_generations": 4, "beta": 0.0, "entropy_coef": 0.1, "reward_funcs": reward}
 
 
 def jobs(folder: Path, name: str, flags: dict[str, Any], stages: Sequence[str]) -> list[dict]:
