@@ -123,10 +123,11 @@ def start(timeout: float = 1800.0) -> None:
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:
     """The part of the store that only the processes started together with this one use. Collective.
 
-    torchrun keeps the store when it restarts its workers (`--max-restarts`), and hosts may count
-    restarts differently: without this, processes would meet the addresses of dead ones. Rank 0
-    names the part anew, and proves to each rank that it is alive by giving back a word of that
-    rank: a name that an earlier rank 0 has left is never confirmed.
+    torchrun keeps the store when it restarts its workers (`--max-restarts`), with the addresses of
+    dead processes and the cause of their end in it, and hosts may count restarts differently
+    (github.com/pytorch/pytorch/issues/135712). Rank 0 names the part anew, and proves to each rank
+    that it is alive by giving back a word of that rank: a name that an earlier rank 0 has left is
+    never confirmed.
     """
     if number == 0:
         name = uuid.uuid4().hex

@@ -18,10 +18,12 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import ROOT, environment, launch, run_stages
 from torch.distributed.checkpoint.api import CheckpointException
@@ -241,6 +243,15 @@ def jobs_on_uneven_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     return jobs
 
 
+def run_and_measure(jobs: list[dict[str, Any]]) -> list[float]:
+    """Run the stages; then the timeouts, in seconds, of the groups of an HSDP mesh."""
+    run_stages(jobs)
+    distributed._limit = timedelta(seconds=77)
+    groups = distributed.mesh(distributed.world_size()).get_all_groups()
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
 def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
     """Of 3 rows in batches of 2 one rank has none in the second step, nor one to evaluate on."""
     short = {"prompt": "a", "completion": " b", "chosen": " b", "rejected": " c"}
@@ -253,7 +264,9 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
         for split in ("train", "validation"):
             (folder / kind / f"{split}.jsonl").write_text(text)
     for num_ranks in (1, 2):
-        launch(run_stages, num_ranks, folder, jobs=jobs_on_uneven_rows(folder, str(num_ranks)))
+        jobs = jobs_on_uneven_rows(folder, str(num_ranks))
+        timeouts = launch(run_and_measure, num_ranks, folder, jobs=jobs)
+    assert timeouts == [[77.0, 77.0]] * 2  # torch's own default would be half an hour
     names = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
     for stage in ("sft", "reward", "dpo", "grpo"):
         expected, lines = (read_jsonl(folder / n / stage / "metrics.jsonl") for n in ("1", "2"))
