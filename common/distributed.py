@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from common import failures
@@ -134,14 +134,14 @@ def part_of_this_start(shared: Any, number: int, size: int) -> Any:
         shared.set("start", name)
         for other in range(1, size):
             shared.set(f"{name}/confirmed/{other}", shared.get(f"{name}/here/{other}"))
-        return dist.PrefixStore(name, shared)
+        return PrefixStore(name, shared)
     word, deadline = uuid.uuid4().hex, time.monotonic() + _limit.total_seconds()
     while time.monotonic() < deadline:
         name = shared.get("start").decode()
         shared.set(f"{name}/here/{number}", word)
         key = f"{name}/confirmed/{number}"
         if shared.check([key]) and shared.get(key).decode() == word:
-            return dist.PrefixStore(name, shared)
+            return PrefixStore(name, shared)
         time.sleep(0.05)
     raise dist.DistStoreError(f"rank 0 did not start within {_limit.total_seconds():g} s")
 

@@ -170,13 +170,17 @@ def place() -> str:
 def origin(error: BaseException) -> str:
     """The innermost line of this project that an exception passed through: "(file.py, line 3)"."""
     frames = traceback.extract_tb(error.__traceback__)
-    files = [(f, Path(f.filename).resolve()) for f in frames]
+    if not frames:
+        return ""
+    frame = ([f for f in frames if is_ours(Path(f.filename).resolve())] or frames)[-1]
+    return f"({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is of this project, and neither installed in it nor a wrapper of collectives."""
+    is_installed = "site-packages" in file.parts
     # Who called for a collective says more than the function that makes it.
-    ours = [
-        f for f, file in files if file.is_relative_to(PROJECT) and file.name != "distributed.py"
-    ]
-    frame = (ours or frames or [None])[-1]
-    return f"({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
+    return file.is_relative_to(PROJECT) and not is_installed and file.name != "distributed.py"
 
 
 def disk_full(error: BaseException) -> str:

@@ -385,6 +385,14 @@ def test_a_full_disk_is_seen_below_other_exceptions(
     assert failures.disk_full(OSError(errno.EACCES, "Permission denied", "f")) == ""
 
 
+def test_the_line_named_is_one_of_ours() -> None:
+    """A virtual environment may lie in the project's folder."""
+    installed = str(ROOT / ".venv" / "lib" / "site-packages" / "library.py")
+    with pytest.raises(OSError, match="full") as raised:
+        exec(compile("raise OSError('full')", installed, "exec"))
+    assert failures.origin(raised.value).startswith("(test_failures.py, line ")
+
+
 def test_the_network_of_a_reward_function_is_not_taken_for_a_peer(store: Any, capsys: Any) -> None:
     text = say(capsys, ConnectionResetError("Connection reset by peer"), store, 1, 2)
     assert text.startswith("rank 1 failed at step 12 of train_grpo: ConnectionResetError: ")
