@@ -177,7 +177,7 @@ def origin(error: BaseException) -> str:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a file is of this project, and neither installed in it nor a wrapper of collectives."""
+    """Whether a file is of this project, not installed in it, and no wrapper of collectives."""
     is_installed = "site-packages" in file.parts
     # Who called for a collective says more than the function that makes it.
     return file.is_relative_to(PROJECT) and not is_installed and file.name != "distributed.py"
@@ -191,7 +191,8 @@ def disk_full(error: BaseException) -> str:
         said = [text for n, text in FULL.items() if n == number or text in str(cause).lower()]
         if said:
             file = getattr(cause, "filename", None)
-            return f"{said[0]} " + (f"while writing {file}" if file else origin(cause)).rstrip()
+            where = f"while writing {file}" if file else origin(cause) or origin(error)
+            return f"{said[0]} {where}".rstrip()
     return ""
 
 

@@ -379,6 +379,9 @@ def test_a_full_disk_is_seen_below_other_exceptions(
     assert failures.disk_full(raised.value) == f"no space left on device while writing {file}"
     wrapped = CheckpointException("saving", {0: (raised.value, None)})
     assert failures.disk_full(wrapped) == f"no space left on device while writing {file}"
+    nameless = CheckpointException("saving", {0: (OSError(errno.ENOSPC, "full"), None)})
+    line = failures.disk_full(caught(nameless))  # what came from another rank has no traceback
+    assert re.fullmatch(r"no space left on device \(test_failures.py, line \d+\)", line)
     library = RuntimeError("I/O error: No space left on device (os error 28)")
     line = say(capsys, library, store, 0, 1)
     assert re.search(r"no space left on device \(test_failures.py, line \d+\).$", line)
