@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from common import failures, paths, signals
@@ -153,24 +153,25 @@ def die_with_launcher() -> None:
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:
     """The part of the store that only the processes started together with this one use. Collective.
 
-    torchrun keeps the store when it restarts its workers (`--max-restarts`), and hosts may count
-    restarts differently: without this, processes would meet the addresses of dead ones. Rank 0
-    names the part anew, and proves to each rank that it is alive by giving back a word of that
-    rank: a name that an earlier rank 0 has left is never confirmed.
+    torchrun keeps the store when it restarts its workers (`--max-restarts`), with the addresses of
+    dead processes and the cause of their end in it, and hosts may count restarts differently
+    (github.com/pytorch/pytorch/issues/135712). Rank 0 names the part anew, and proves to each rank
+    that it is alive by giving back a word of that rank: a name that an earlier rank 0 has left is
+    never confirmed.
     """
     if number == 0:
         name = uuid.uuid4().hex
         shared.set("start", name)
         for other in range(1, size):
             shared.set(f"{name}/confirmed/{other}", shared.get(f"{name}/here/{other}"))
-        return dist.PrefixStore(name, shared)
+        return PrefixStore(name, shared)
     word, deadline = uuid.uuid4().hex, time.monotonic() + _limit.total_seconds()
     while time.monotonic() < deadline:
         name = shared.get("start").decode()
         shared.set(f"{name}/here/{number}", word)
         key = f"{name}/confirmed/{number}"
         if shared.check([key]) and shared.get(key).decode() == word:
-            return dist.PrefixStore(name, shared)
+            return PrefixStore(name, shared)
         time.sleep(0.05)
     raise dist.DistStoreError(f"rank 0 did not start within {_limit.total_seconds():g} s")
 

@@ -170,9 +170,17 @@ def place() -> str:
 def origin(error: BaseException) -> str:
     """The innermost line of this project that an exception passed through: "(file.py, line 3)"."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if Path(f.filename).resolve().is_relative_to(PROJECT)]
-    frame = (ours or frames or [None])[-1]
-    return f"({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
+    if not frames:
+        return ""
+    frame = ([f for f in frames if is_ours(Path(f.filename).resolve())] or frames)[-1]
+    return f"({Path(frame.filename).name}, line {frame.lineno})"
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is of this project, not installed in it, and no wrapper of collectives."""
+    is_installed = "site-packages" in file.parts
+    # Who called for a collective says more than the function that makes it.
+    return file.is_relative_to(PROJECT) and not is_installed and file.name != "distributed.py"
 
 
 def disk_full(error: BaseException) -> str:
@@ -183,7 +191,8 @@ def disk_full(error: BaseException) -> str:
         said = [text for n, text in FULL.items() if n == number or text in str(cause).lower()]
         if said:
             file = getattr(cause, "filename", None)
-            return f"{said[0]} " + (f"while writing {file}" if file else origin(cause)).rstrip()
+            where = f"while writing {file}" if file else origin(cause) or origin(error)
+            return f"{said[0]} {where}".rstrip()
     return ""
 
 

@@ -1,9 +1,9 @@
 """Two hosts on one machine: network namespaces joined by a cable that can be cut.
 
-    python -m tests.many_nodes      as root, with iproute2; some minutes; prints what was seen
+    python -m tests.many_nodes [tcp_retries2]     as root, with iproute2; prints what was seen
 
 Run as a program it makes the full comparison: every stage on two hosts against one, plain FSDP and
-HSDP, and a cut amid a run with torchrun's own timeouts; `tests/test_many_nodes.py` makes a short
+HSDP, and a cut amid a run; `tests/test_many_nodes.py` makes a short
 one.
 """
 
@@ -27,6 +27,7 @@ from common.glossary import SPANS
 from common.jsonl import read_jsonl
 from tests.ranks import ROOT, environment, launch, run_stages
 
+Run = tuple[str, int]  # stage, and replicas: 1 is plain FSDP, 2 is HSDP
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # nobody outside the namespaces sees them
 PORT = 29500
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
@@ -63,7 +64,18 @@ COMMON = {
 
 
 class TwoHosts:
-    """Two network namespaces, each with an end of a cable; deleted again, with what runs there."""
+    """Two network namespaces, each with an end of a cable; deleted again, with what runs there.
+
+    Args:
+        tcp_retries2: how often a host sends a packet again before it gives a connection up. 15, the
+            default of Linux, are about 16 minutes, which torchrun waits on a host that is cut off.
+    """
+
+    def __init__(self, tcp_retries2: int = 15) -> None:
+        """Name them."""
+        self.tcp_retries2 = tcp_retries2
+        tag = uuid.uuid4().hex[:8]
+        self.names = (f"sff-{tag}-0", f"sff-{tag}-1")
 
     def __enter__(self) -> "TwoHosts":
         """Make them.
@@ -73,8 +85,6 @@ class TwoHosts:
         """
         if shutil.which("ip") is None:
             raise OSError("there is no `ip` (iproute2)")
-        tag = uuid.uuid4().hex[:8]
-        self.names = (f"sff-{tag}-0", f"sff-{tag}-1")
         try:
             for name in self.names:
                 ip("netns", "add", name)
@@ -86,6 +96,8 @@ class TwoHosts:
                 ip("-n", name, "addr", "add", f"{address}/30", "dev", "eth0")
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", "eth0", "up")
+                setting = f"echo {self.tcp_retries2} > /proc/sys/net/ipv4/tcp_retries2"
+                ip("netns", "exec", name, "sh", "-c", setting)
         except BaseException:
             self.__exit__()
             raise
@@ -111,9 +123,7 @@ class TwoHosts:
         """Put the second host back."""
         ip("-n", self.names[1], "link", "set", "eth0", "up")
 
-    def start(
-        self, command: Sequence[str], folder: Path, *, rdzv_conf: str = ""
-    ) -> list[subprocess.Popen]:
+    def start(self, command: Sequence[str], folder: Path) -> list[subprocess.Popen]:
         """Start one process on each host by torchrun; they print to `folder/host_<number>.log`."""
         processes = []
         for number, (name, address) in enumerate(zip(self.names, ADDRESSES, strict=True)):
@@ -121,7 +131,7 @@ class TwoHosts:
             torchrun += ["--nnodes", "2", "--nproc_per_node", "1", "--local_addr", address]
             torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{PORT}"]
             # A namespace has the machine's host name, by which torchrun would look for itself.
-            torchrun += ["--rdzv_conf", f"is_host={int(number == 0)}{rdzv_conf}"]
+            torchrun += ["--rdzv_conf", f"is_host={int(number == 0)}"]
             with (folder / f"host_{number}.log").open("w") as log:
                 process = subprocess.Popen(
                     ["ip", "netns", "exec", name, *torchrun, *command],
@@ -165,11 +175,11 @@ def make_inputs(folder: Path, tiny_gpt2: Path, tokenizer_folder: Path) -> dict[s
 def grpo_flags(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """The flags of GRPO on that reward."""
     reward = f"{folder / 'rewards.py'}:letters"
-    return flags | {"num_generations": 4, "beta": 0.0, "reward_funcs": reward}
+    return flags | {"num_generations": 4, "beta": 0.0, "entropy_coef": 0.1, "reward_funcs": reward}
 
 
-def jobs(folder: Path, name: str, flags: dict[str, Any], stages: Sequence[str]) -> list[dict]:
-    """Each stage with plain FSDP and with HSDP, into `folder/<name>/<stage>_<replicas>`."""
+def jobs(folder: Path, name: str, flags: dict[str, Any], runs: Sequence[Run]) -> list[dict]:
+    """The runs, into `folder/<name>/<stage>_<replicas>`."""
     return [
         {
             "stage": stage,
@@ -179,8 +189,7 @@ def jobs(folder: Path, name: str, flags: dict[str, Any], stages: Sequence[str]) 
                 "num_replicas": num_replicas,
             },
         }
-        for stage in stages
-        for num_replicas in (1, 2)
+        for stage, num_replicas in runs
     ]
 
 
@@ -196,11 +205,11 @@ def weights_hash(run: Path) -> str:
 
 
 def run_stages_on_both(
-    hosts: TwoHosts, folder: Path, flags: dict[str, Any], stages: Sequence[str]
+    hosts: TwoHosts, folder: Path, flags: dict[str, Any], runs: Sequence[Run]
 ) -> None:
     """The same runs on one host with two processes, and on two hosts with one each."""
     for name, run in (("one", None), ("two", partial(hosts.run, folder=folder))):
-        launch(run_stages, 2, folder, run=run, jobs=jobs(folder, name, flags, stages))
+        launch(run_stages, 2, folder, run=run, jobs=jobs(folder, name, flags, runs))
 
 
 @dataclass
@@ -212,21 +221,18 @@ class Cut:
     logs: list[str]
 
 
-def cut_amid_run(
-    hosts: TwoHosts, folder: Path, flags: dict[str, Any], *, rdzv_conf: str = "", limit: float
-) -> Cut:
+def cut_amid_run(hosts: TwoHosts, folder: Path, flags: dict[str, Any], limit: float) -> Cut:
     """Start GRPO on both hosts, cut the second off in step `CUT_IN`, wait for both to end.
 
     Args:
         hosts: connected; connected again afterwards.
         folder: from `make_inputs`.
         flags: of the run.
-        rdzv_conf: more settings of torchrun's rendezvous, each after a comma.
         limit: seconds that it may take.
     """
     for name in ("reached", "cut"):
         (folder / name).unlink(missing_ok=True)
-    processes = hosts.start(grpo_command(flags), folder, rdzv_conf=rdzv_conf)
+    processes = hosts.start(grpo_command(flags), folder)
     while not (folder / "reached").exists():
         assert not [p for p in processes if p.poll() is not None], "it ended before the cut"
         time.sleep(0.05)
@@ -254,16 +260,17 @@ def grpo_command(flags: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Run everything and print what was seen."""
+    tcp_retries2 = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     from common import synthetic
 
-    with tempfile.TemporaryDirectory() as name, TwoHosts() as hosts:
+    with tempfile.TemporaryDirectory() as name, TwoHosts(tcp_retries2) as hosts:
         folder = Path(name)
         (folder / "tiny.json").write_text(json.dumps(TINY_GPT2))
         synthetic.train_tokenizer().save_pretrained(folder / "tokenizer")
         flags = make_inputs(folder, folder / "tiny.json", folder / "tokenizer")
-        stages = ("sft", "reward", "dpo", "grpo")
-        run_stages_on_both(hosts, folder, flags, stages)
-        for job in jobs(folder, "one", flags, stages):
+        runs = [(stage, n) for stage in ("sft", "reward", "dpo", "grpo") for n in (1, 2)]
+        run_stages_on_both(hosts, folder, flags, runs)
+        for job in jobs(folder, "one", flags, runs):
             one = Path(job["flags"]["output_dir"])
             two = folder / "two" / one.name
             same = series(one) == series(two), weights_hash(one) == weights_hash(two)
@@ -273,7 +280,7 @@ def main() -> None:
             changes = {"save_steps": 1, "resume_from_checkpoint": "latest", "ddp_timeout": 20}
             grpo = grpo_flags(folder, flags) | changes
             grpo |= {"output_dir": run, "num_replicas": num_replicas}
-            cut = cut_amid_run(hosts, folder, grpo, limit=300)
+            cut = cut_amid_run(hosts, folder, grpo, limit=1200)
             ends = ", ".join(f"{seconds:.1f}" for seconds in cut.seconds)
             print(f"cut, {num_replicas} replica(s): statuses {cut.statuses}, seconds {ends}")
             for number, log in enumerate(cut.logs):

@@ -25,13 +25,16 @@ from many_nodes import (
     weights_hash,
 )
 
-DDP_TIMEOUT, READ_TIMEOUT = 12, 25  # seconds: of a rank, of torchrun
+RUNS = [("sft", 1), ("sft", 2), ("grpo", 2)]
+DDP_TIMEOUT = 10  # seconds that a rank waits
+# Packets are sent again for about 25 s: so long torchrun waits for a host that does not answer.
+TCP_RETRIES2, GIVEN_UP = 6, 25
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[TwoHosts]:
     try:
-        both = TwoHosts().__enter__()
+        both = TwoHosts(TCP_RETRIES2).__enter__()
     except OSError as error:
         pytest.skip(f"two hosts need root and network namespaces: {error}")
     yield both
@@ -47,18 +50,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flags(hosts: TwoHosts, folder: Path, tiny_gpt2: Path, tokenizer_folder: Path) -> dict[str, Any]:
     """Of every run; the undisturbed ones have been made."""
     flags = make_inputs(folder, tiny_gpt2, tokenizer_folder)
-    run_stages_on_both(hosts, folder, flags, ("sft", "grpo"))
+    run_stages_on_both(hosts, folder, flags, RUNS)
     return flags
 
 
-@pytest.mark.parametrize("stage", ["sft", "grpo"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(("stage", "num_replicas"), RUNS)
 def test_two_hosts_compute_what_one_does(
     folder: Path, flags: dict[str, Any], stage: str, num_replicas: int
 ) -> None:
     one, two = (folder / name / f"{stage}_{num_replicas}" for name in ("one", "two"))
     assert [line["step"] for line in series(two)] == list(range(1, STEPS + 1))
-    assert series(two) == series(one)
+    assert series(two) == series(one)  # digit by digit
+    assert any(line["grad_norm"] > 1e-3 for line in series(one))
     assert weights_hash(two) == weights_hash(one)
 
 
@@ -68,11 +71,10 @@ def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
     run = folder / "cut_off"
     changes = {"output_dir": run, "save_steps": 1, "resume_from_checkpoint": "latest"}
     flags = grpo_flags(folder, flags) | changes | {"ddp_timeout": DDP_TIMEOUT, "num_replicas": 2}
-    cut = cut_amid_run(
-        hosts, folder, flags, rdzv_conf=f",read_timeout={READ_TIMEOUT}", limit=READ_TIMEOUT + 40
-    )
+    cut = cut_amid_run(hosts, folder, flags, limit=GIVEN_UP + 60)
     assert 0 not in cut.statuses
-    assert max(cut.seconds) < READ_TIMEOUT + 15
+    assert cut.seconds[0] < DDP_TIMEOUT + 15
+    assert cut.seconds[1] < GIVEN_UP + 15
     for rank, reason in enumerate(("no word from rank 1", "nor does the store answer")):
         (line,) = [line for line in cut.logs[rank].splitlines() if line.startswith("rank ")]
         assert line.startswith(f"rank {rank} lost its peers at step {CUT_IN} of train_grpo")
