@@ -138,7 +138,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Loop
     for step in range(start_step, total_steps):
-        saver.stop_if_asked(step)
+        saver.stop_if_asked(step, at_once=True)
         # 1. Sample K candidates for each of this rank's N prompts, and reward every one
         groups = draw(*data.prompts(train_set, order.rows(step)), step=step)
         if config.zero_variance == "resample":

@@ -9,7 +9,7 @@ order and noise are functions of the step, so nothing else is needed. What it is
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from common import best_checkpoint, distributed, fsdp, lora, signals
 from common import checkpoint_files as files
-from common import distributed, fsdp, lora, signals
 from common.config import TrainConfig, UserError, config_dict, gist
-from common.jsonl import read_jsonl
+from common.jsonl import keep_lines, num_lines
 from common.metrics import Accumulator
 from common.run_state import State, reference_state, restore_state, trained_state
 
@@ -42,18 +42,18 @@ def find(config: TrainConfig) -> Path | None:
             `auto` finds one of a run with another config.
     """
     wanted = config.resume_from_checkpoint
-    if wanted in ("", "none"):
-        return None
-    if wanted not in ("auto", "latest"):
-        if reason := files.damage(Path(wanted)):
-            raise UserError(f"--resume_from_checkpoint {wanted} is no whole checkpoint: {reason}.")
-        return Path(wanted)
     candidates = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
+    if wanted not in ("auto", "latest"):
+        if distributed.was_restarted() and candidates:
+            wanted = "latest"  # torchrun repeats a command whose run has come further since
+        elif wanted in ("", "none"):
+            return None
+        else:
+            return named(Path(wanted), config, candidates)
     for folder in candidates:
         reason = files.damage(folder)
         if not reason:
-            if wanted == "auto":
-                refuse_other_run(folder, config)
+            refuse_other_run(folder, config, any_config=wanted == "latest")
             return Path(folder)
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
     if candidates:
@@ -66,12 +66,31 @@ def find(config: TrainConfig) -> Path | None:
     return None
 
 
-def refuse_other_run(folder: Path, config: TrainConfig) -> None:
-    """Raise a UserError if a checkpoint's config makes another run than this one."""
+def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
+    """The folder of `--resume_from_checkpoint`, checked. Collective.
+
+    Raises:
+        UserError: it is not whole, of another stage, or `output_dir` has checkpoints of another
+            run, which would be mixed up with those of this one.
+    """
+    if reason := files.damage(folder):
+        raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")
+    refuse_other_run(folder, config, any_config=True)
+    if others and folder.parent.resolve() != others[0].parent.resolve():
+        raise UserError(
+            f"--output_dir {config.output_dir} has checkpoints of its own, and "
+            f"--resume_from_checkpoint is {folder}; name a new --output_dir, or auto to go on from "
+            "the newest of its own."
+        )
+    return folder
+
+
+def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> None:
+    """Raise a UserError if a checkpoint is of another stage, or of another config. Collective."""
     manifest = distributed.from_rank0(
         files.read_manifest(folder) if distributed.is_rank0() else None
     )
-    differences = files.changed_fields(manifest["config"], config)
+    differences = [] if any_config else files.changed_fields(manifest["config"], config)
     if manifest["stage"] != type(config).__name__:
         differences = [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
     if differences:
@@ -105,29 +124,29 @@ class Checkpointer:
         metrics: Accumulator,
         reference: nn.Module | None = None,
     ) -> None:
-        """From now on a signal stops the run by `stop_if_asked`. Collective."""
+        """Make the thread and its process group. Collective."""
         self.config = config
         self.model = model
         self.optimizer = optimizer
         self.metrics = metrics
         self.reference = reference
         self.output_dir = Path(config.output_dir)
-        self._group = dist.new_group(backend="gloo")
+        self._group = distributed.new_group()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
         self._step = -1  # the step that is being made
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
+        self._start_step = 0
         self._vote: tuple[Any, torch.Tensor] | None = None  # whether any rank got a signal
-        signals.listen()
 
     # ---- saving ----------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
         """Save the state after `step` finished steps. Collective.
 
-        Returns when a copy is made, with `async_save`; an error of writing it is raised by the next
-        call of a method.
+        Returns when a copy is made, with `async_save`; an error of writing it is then raised by a
+        later `stop_if_asked`, `save` or `wait`, as soon as it is known.
 
         Raises:
             UserError: the disk refuses.
@@ -162,8 +181,9 @@ class Checkpointer:
             ),
         }
         if distributed.is_rank0():
-            contents["lines"] = flushed_records(self.output_dir)
-            contents["metric"] = self._logged_metric(step)
+            metric = self.config.metric_for_best_model
+            contents["lines"] = {name: num_lines(self.output_dir / name) for name in RECORDS}
+            contents["metric"] = best_checkpoint.logged(self.output_dir, metric, step)
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
@@ -172,29 +192,67 @@ class Checkpointer:
             self.wait()
 
     def _write(self, state: State, contents: State, folder: Path) -> None:
-        """Write a checkpoint, give it its name once it is whole, remove old ones. Collective."""
+        """Write a checkpoint, give it its name once it is whole, remove old ones. Collective.
+
+        What fails on one rank is told to all of them, so that none waits for it.
+        """
         partial = folder.with_name(folder.name + files.PARTIAL)
+        if distributed.is_rank0():
+            shutil.rmtree(partial, ignore_errors=True)  # of a run with more ranks
+        dist.barrier(group=self._group)
         try:
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
-            mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
-            parts: list[Any] = [None] * distributed.world_size()
-            described = {file.name: files.describe(file) for file in mine}
-            dist.all_gather_object(parts, described, group=self._group)
-            if distributed.is_rank0():
-                shards = {name: part[name] for part in parts for name in part}
-                files.write_manifest(partial, {**contents, "files": shards})
-                files.put_in_place(partial, folder)
-                best = self._best()
-                files.remove_old(self.output_dir, self.config.keep_last, best)
-            dist.barrier(group=self._group)
+            shards = self._describe_shards(partial)
+            reason = self._finish(partial, folder, {**contents, "files": shards})
         except (CheckpointException, OSError) as error:
-            if distributed.is_rank0():
-                shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(
-                f"the checkpoint {folder} could not be written ({cause(error)}); the one before it "
-                "is whole, and the same command goes on from there."
-            ) from error
+            reason = cause(error)
+        if not reason:
+            return
+        if distributed.is_rank0():
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"the checkpoint {folder} could not be written ({reason}); earlier ones are whole."
+        )
+
+    def _describe_shards(self, partial: Path) -> dict[str, Any]:
+        """The files of all ranks, as the manifest lists them. Collective."""
+        mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
+        parts: list[Any] = [None] * distributed.world_size()
+        try:
+            described: Any = {file.name: files.describe(file) for file in mine}
+        except OSError as error:
+            described = error
+        dist.all_gather_object(parts, described, group=self._group)
+        for part in parts:
+            if isinstance(part, OSError):
+                raise part
+        return {name: part[name] for part in parts for name in part}
+
+    def _finish(self, partial: Path, folder: Path, contents: State) -> str:
+        """On rank 0 make a checkpoint of the shards; what went wrong, on every rank. Collective."""
+        verdict = [""]
+        if distributed.is_rank0():
+            try:
+                verdict = [self._name(partial, folder, contents)]
+            except OSError as error:
+                verdict = [cause(error)]
+        dist.broadcast_object_list(verdict, src=0, group=self._group)
+        return verdict[0]
+
+    def _name(self, partial: Path, folder: Path, contents: State) -> str:
+        """Give the shards a manifest and their name; what went wrong."""
+        unseen = [name for name in sorted(contents["files"]) if not (partial / name).exists()]
+        if unseen:
+            return f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
+        files.write_manifest(partial, contents)
+        files.put_in_place(partial, folder)
+        best = best_checkpoint.ranking(self.output_dir, self.config.metric_for_best_model)
+        try:
+            files.remove_old(self.output_dir, self.config.keep_last, best[0] if best else None)
+        except OSError as error:
+            print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
+        return ""
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -207,47 +265,30 @@ class Checkpointer:
             writing.result()
 
     def close(self) -> None:
-        """End the writing; with `load_best_model_at_end`, load the best parameters. Collective."""
+        """End the writing; with `load_best_model_at_end`, load the best parameters. Collective.
+
+        Raises:
+            UserError: the disk refused, or no whole checkpoint has the metric.
+        """
         self.wait()
         self._thread.shutdown()
         if self._vote is not None:
             self._vote[0].wait()
-        if self.config.metric_for_best_model:
-            self._end_with_best()
-
-    # ---- the best --------------------------------------------------------------------------------
-
-    def _logged_metric(self, step: int) -> float | None:
-        """The metric that tells the best checkpoint, if it was logged at this step."""
         name = self.config.metric_for_best_model
-        lines = read_jsonl(self.output_dir / "metrics.jsonl") if name else []
-        values = [line[name] for line in lines if line["step"] == step and name in line]
-        return values[-1] if values else None
-
-    def _best(self) -> Path | None:
-        """The checkpoint with the best metric; of equal ones the oldest."""
-        if not self.config.metric_for_best_model:
-            return None
-        sign = 1 if "loss" in self.config.metric_for_best_model else -1
-        values = {}
-        for folder in reversed(files.newest_first(self.output_dir)):
-            value = files.read_manifest(folder)["metric"]
-            if value is not None:
-                values[folder] = sign * value
-        return min(values, key=values.__getitem__) if values else None
-
-    def _end_with_best(self) -> None:
-        name = self.config.metric_for_best_model
-        best = distributed.from_rank0(self._best() if distributed.is_rank0() else None)
-        if best is None:
-            raise UserError(
-                f"--metric_for_best_model is {name}, which was never logged at the step of a "
-                "checkpoint; it must be a metric of an evaluation, with --save_steps a multiple of "
-                "its interval."
-            )
-        distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
-        if self.config.load_best_model_at_end:
-            restore_state(best, self.model, self.optimizer, self.reference)
+        if not name:
+            return
+        for best in distributed.from_rank0(best_checkpoint.ranking(self.output_dir, name)):
+            if reason := files.damage(best):
+                distributed.print_rank0(f"warning: the checkpoint {best} is skipped: {reason}.")
+                continue
+            distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
+            if self.config.load_best_model_at_end:
+                restore_state(best, self.model, self.optimizer, self.reference)
+            return
+        raise UserError(
+            f"--metric_for_best_model is {name}, which was not logged at the step of any "
+            "checkpoint; it must be a metric of an evaluation."
+        )
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -255,31 +296,40 @@ class Checkpointer:
         """Load a checkpoint in place; returns the finished steps, 0 for None. Collective.
 
         The number of ranks may differ from the one that saved. Learning rate, betas and weight
-        decay stay those of this run's config. Later checkpoints in `output_dir` are removed.
+        decay stay those of this run's config. Later checkpoints in `output_dir` and unfinished ones
+        are removed, and its records are cut to what had been logged.
 
         Args:
             folder: from `find`.
 
         Raises:
             UserError: the checkpoint has a reference and this run updates none, or the reverse; or
-                it has other adapters.
+                it has other adapters, or does not fit the model.
         """
-        step = 0
+        manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
             manifest = restore_state(folder, self.model, self.optimizer, self.reference)
-            step = int(manifest["step"])
             self._restore_sums(manifest["sums"])
             if folder.parent.resolve() == (self.output_dir / "checkpoints").resolve():
-                self._saved_step = step
-                if distributed.is_rank0():
-                    for name, num_lines in manifest["lines"].items():
-                        keep_lines(self.output_dir / name, num_lines)
-            distributed.print_rank0(f"resuming after step {step} from {folder}")
-        if distributed.is_rank0() and (removed := files.remove_after(self.output_dir, step)):
-            names = ", ".join(path.name for path in removed)
-            print(f"removed checkpoints of {self.output_dir} beyond step {step}: {names}")
+                self._saved_step = manifest["step"]
+            else:
+                manifest["lines"] = {}
+            distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
+        if distributed.is_rank0():
+            # In this order: a checkpoint must not outlive the records of its steps.
+            if removed := files.remove_after(self.output_dir, manifest["step"]):
+                names = ", ".join(path.name for path in removed)
+                print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
+            for name, number in manifest["lines"].items():
+                if not keep_lines(self.output_dir / name, number):
+                    print(
+                        f"warning: {self.output_dir / name} has fewer than the {number} lines that "
+                        "it had when the checkpoint was made.",
+                        flush=True,
+                    )
         distributed.barrier()
-        return step
+        self._start_step = int(manifest["step"])
+        return self._start_step
 
     def _restore_sums(self, of_ranks: list[dict[str, list[float]]]) -> None:
         """Give every rank its sums back; rank 0 takes all where the number of ranks differs."""
@@ -297,68 +347,51 @@ class Checkpointer:
 
     # ---- stopping --------------------------------------------------------------------------------
 
-    def stop_if_asked(self, step: int) -> None:
+    def stop_if_asked(self, step: int, *, at_once: bool = False) -> None:
         """Before a forward pass: save and stop if any rank was sent a signal. Collective.
 
         What was computed of the step so far is dropped, so no update of it may have been made.
 
         Args:
             step: that is being made, counted from 0, which is the number of finished steps.
+            at_once: wait for the other ranks' word, before something long; else the word of the
+                last call counts, and no rank waits for another.
 
         Raises:
-            Stopped: the run is saved.
+            Stopped: the run is saved; or it is a replay, whose step was made.
             UserError: an earlier checkpoint could not be written.
         """
+        if self.config.replay and step > self._start_step:
+            raise signals.Stopped(f"replayed step {step}: every number is finite.")
         if self._writing is not None and self._writing.done():
             self.wait()
         if step != self._step:
             self._step, self._sums = step, self.metrics.snapshot()
-        if not self._is_stop_agreed():
+        if not self._is_stop_agreed(at_once):
             return
         self.optimizer.zero_grad(set_to_none=True)
         folder = files.folder_of(self.output_dir, step)
         if self._saved_step != step:
             self._save(step, folder)
         self.wait()
+        is_found = self.config.resume_from_checkpoint in ("auto", "latest")
+        how = "" if is_found else " with --resume_from_checkpoint auto"
         raise signals.Stopped(
             f"stopped after step {step} by {signals.received() or 'a signal to another rank'}; the "
-            f"same command goes on from {folder}."
+            f"same command{how} goes on from {folder}."
         )
 
-    def _is_stop_agreed(self) -> bool:
-        """Whether any rank had got a signal when this was last called: no rank waits for others."""
+    def _is_stop_agreed(self, at_once: bool) -> bool:
+        """Whether any rank had got a signal when it was last asked, or now. Collective."""
         if distributed.world_size() == 1:
             return bool(signals.received())
-        is_agreed = False
-        if self._vote is not None:
-            work, num_signals = self._vote
-            work.wait()
-            is_agreed = bool(num_signals > 0)
+        last = self._vote
         num_signals = torch.tensor(float(bool(signals.received())))
         self._vote = (dist.all_reduce(num_signals, async_op=True), num_signals)
-        return is_agreed
-
-
-def flushed_records(output_dir: Path) -> dict[str, int]:
-    """The lines of each file of records, which are on the disk when this returns."""
-    lines = {}
-    for name in RECORDS:
-        path = output_dir / name
-        if path.exists():
-            files.flush(path)
-            lines[name] = len(read_jsonl(path))
-    return lines
-
-
-def keep_lines(path: Path, num_lines: int) -> None:
-    """Cut a file of records after so many lines: what followed will be logged again."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        for _ in range(num_lines):
-            if not file.readline().endswith(b"\n"):
-                return
-        file.truncate()
+        work, num_signals = (self._vote if at_once else last) or (None, torch.zeros(()))
+        if work is not None:
+            work.wait()
+        return bool(num_signals > 0)
 
 
 def cause(error: BaseException) -> str:

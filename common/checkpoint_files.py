@@ -23,6 +23,9 @@ from common import distributed
 from common.config import MAY_CHANGE, TrainConfig
 
 MANIFEST = "manifest.json"
+SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
+NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
+NEEDED |= {"has_reference"}
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
 
@@ -89,17 +92,28 @@ def describe(file: Path) -> dict[str, Any]:
 
 def damage(folder: Path) -> str:
     """What is wrong with a checkpoint, "" for a whole one. Collective: ranks share the reading."""
-    verdict: tuple[str, dict[str, Any]] = ("", {})
-    if distributed.is_rank0():
-        try:
-            verdict = ("", read_manifest(folder)["files"])
-        except ValueError as error:
-            verdict = (str(error), {})
-    reason, files = distributed.from_rank0(verdict)
+    reason, files = distributed.from_rank0(_listed(folder) if distributed.is_rank0() else None)
     mine = sorted(files)[distributed.rank() :: distributed.world_size()]
     found = [f"{name} {wrong}" for name in mine if (wrong := _wrong(folder / name, files[name]))]
     found = distributed.from_all_ranks(found)
     return reason or (sorted(found)[0] if found else "")
+
+
+def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with the list of files, and the list, which is empty then."""
+    try:
+        contents = read_manifest(folder)
+    except ValueError as error:
+        return str(error), {}
+    if missing := NEEDED - contents.keys():
+        return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
+    names = set(contents["files"])
+    # torch reads every file with this ending, whether the manifest knows it or not.
+    strays = {path.name for path in folder.glob("*.safetensors")} - names
+    odd = sorted(strays) or sorted(name for name in names if not SHARD.fullmatch(name))
+    if odd or not names:
+        return f"{odd[0]} does not belong to it" if odd else f"{MANIFEST} lists no file", {}
+    return "", contents["files"]
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
@@ -148,9 +162,18 @@ def put_in_place(partial: Path, folder: Path) -> None:
     for file in partial.iterdir():
         flush(file)
     flush(partial)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        remove(folder)
     partial.rename(folder)
     flush(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder; one that is half removed does not have its name."""
+    aside = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def flush(path: Path) -> None:
@@ -168,7 +191,7 @@ def remove_after(output_dir: Path, step: int) -> list[Path]:
         shutil.rmtree(path)
     later = [path for path in newest_first(output_dir) if step_of(path) > step]
     for path in later:
-        shutil.rmtree(path)
+        remove(path)
     return later
 
 
@@ -176,4 +199,4 @@ def remove_old(output_dir: Path, keep_last: int, best: Path | None) -> None:
     """Remove all but the newest `keep_last` (0: none) and the best."""
     for path in newest_first(output_dir)[keep_last:] if keep_last else []:
         if path != best:
-            shutil.rmtree(path)
+            remove(path)

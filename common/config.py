@@ -242,19 +242,40 @@ class TrainConfig(CommonConfig):
             raise UserError("--dataset_train_split is empty: name the split to train on.")
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
-        if self.replay:
-            self.resume_from_checkpoint = f"{self.replay}/checkpoint"
-            self.output_dir = f"{self.replay}/replay"  # the run's own files stay as they are
-        if self.load_best_model_at_end and not self.metric_for_best_model:
-            raise UserError(
-                "--load_best_model_at_end true needs --metric_for_best_model, as eval_loss."
-            )
-        if self.metric_for_best_model and not self.save_steps:
-            raise UserError(
-                f"--metric_for_best_model is {self.metric_for_best_model} and --save_steps is 0; "
-                "it must be positive for there to be checkpoints."
-            )
+        set_replay(self)
+        refuse_best(self)
         refuse_plan(self)
+
+
+def set_replay(config: TrainConfig) -> None:
+    """Let a replay start from what was kept; raise a UserError if nothing was."""
+    if not config.replay:
+        return
+    if not Path(config.replay, "checkpoint").is_dir():
+        raise UserError(
+            f"--replay {config.replay} is not the folder of a step that went bad; give one "
+            "of those in output_dir/failed."
+        )
+    config.resume_from_checkpoint = f"{config.replay}/checkpoint"
+    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
+
+
+def refuse_best(config: TrainConfig) -> None:
+    """Raise a UserError if no checkpoint can be the best by the metric."""
+    metric = config.metric_for_best_model
+    if config.load_best_model_at_end and not metric:
+        raise UserError("--load_best_model_at_end true needs --metric_for_best_model.")
+    if metric and not config.save_steps:
+        raise UserError(
+            f"--metric_for_best_model is {metric} and --save_steps is 0; it must be positive for "
+            "there to be checkpoints."
+        )
+    is_evaluation = metric.startswith("eval_")
+    if is_evaluation and (not config.eval_steps or config.save_steps % config.eval_steps):
+        raise UserError(
+            f"--metric_for_best_model is {metric}; --save_steps {config.save_steps} must be a "
+            f"multiple of --eval_steps {config.eval_steps}, and that positive."
+        )
 
 
 # Fields that a run may be resumed with other values of: they change how it is watched, stored and

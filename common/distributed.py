@@ -44,9 +44,11 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     try:
         config = parse(config_class)
-        if isinstance(config, TrainConfig) and config.dry_run:
-            plan(config)
-            return
+        if isinstance(config, TrainConfig):
+            if config.dry_run:
+                plan(config)
+                return
+            signals.listen(a_rank_has_failed, speaks=own_rank() == 0)
         start(config.ddp_timeout)
         refuse_without_gpu(config)
         if is_rank0():  # the others may be on machines where nothing is written
@@ -63,13 +65,18 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 
 
 def refuse(error: UserError) -> NoReturn:
-    """Print the sentence and leave with status 2: rank 0 at once, others if they are alone."""
-    if own_rank() != 0:
-        # Rank 0 speaks for all, and torchrun then ends this process: unless only this rank was
-        # refused, as by a file that is missing on one machine.
+    """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
+    cause = f"rank {own_rank()} was refused: {error}"
+    first, _ = failures.claim(store(), own_rank(), host(), cause)
+    if not first and own_rank() != 0:
+        # Before there is a store rank 0 speaks for all, and torchrun then ends this process: unless
+        # only this rank was refused, as by a file that is missing on one machine.
         time.sleep(REFUSED_ALONE_AFTER)
-    failures.claim(store(), own_rank(), host(), f"rank {own_rank()} was refused: {error}")
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    if first in ("", cause):
+        where = failures.step_of(own_rank())
+        print(f"error: {error}{where}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
     close_and_exit(2)
 
 
@@ -179,6 +186,21 @@ def part_of_this_start(shared: Any, number: int, size: int) -> Any:
 def store() -> Any:
     """The process group's store, None before `start`."""
     return _get_default_store() if dist.is_initialized() else None
+
+
+def a_rank_has_failed() -> bool:
+    """Whether a rank has entered the cause of a failure in the store. Not collective."""
+    return dist.is_initialized() and failures.is_claimed(store())
+
+
+def was_restarted() -> bool:
+    """Whether torchrun started this process in the place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def new_group() -> Any:
+    """A process group of all ranks on the hosts, for collectives of another thread. Collective."""
+    return dist.new_group(backend="gloo", timeout=_limit)
 
 
 def own_rank() -> int:

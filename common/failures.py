@@ -98,6 +98,16 @@ def claim(store: Any, rank: int, host: int, cause: str) -> tuple[str, bool]:
     return (asked(enter) if store is not None else None) or ("", False)
 
 
+def is_claimed(store: Any) -> bool:
+    """Whether a rank has entered a cause; False if the store does not answer. Not collective."""
+    return bool(asked(lambda: store.check([CAUSE])))
+
+
+def step_of(rank: int) -> str:
+    """Which rank found what the user can put right, and at which step; "" before the first."""
+    return "" if _progress is None else f" (rank {rank}, {place()})"
+
+
 def missing(error: BaseException, store: Any, world_size: int) -> str:
     """Which ranks did not fail although this one waited in vain: they hang, or are cut off."""
     if "timed out" not in str(error).lower():

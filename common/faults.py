@@ -6,9 +6,11 @@
         batch_rank_0.jsonl    the completions that rank 0 had, and whether their scores were finite
 
 Row order and noise are functions of the step, so `--replay` of that folder makes the same batch
-from the state before it, watches the output of every layer, and updates nothing.
+from the state before it and watches the output of every layer.
 """
 
+import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from common import distributed, signals
 from common.checkpoint import Checkpointer
-from common.config import TrainConfig, save_config
+from common.config import TrainConfig, UserError, save_config
 from common.jsonl import json_line, read_jsonl
 from common.optim import NonFiniteError
 from common.padding import AnyBatch
@@ -33,8 +35,8 @@ def guarded(
 ) -> Iterator[None]:
     """Around an update: if its numbers are not finite, keep what is needed to look. Collective.
 
-    After the first of several updates of a rollout, the state is that before this update, and a
-    replay samples from it anew.
+    If it is not the first update of a rollout, the state is that before this update: a replay
+    samples from it anew, and says that the batch is another one.
 
     Args:
         saver: of the run.
@@ -44,7 +46,7 @@ def guarded(
 
     Raises:
         RuntimeError: a loss or gradient is not finite; nothing was changed.
-        Stopped: this is a replay, whose step ends here.
+        Stopped: this is a replay.
     """
     config = saver.config
     try:
@@ -55,13 +57,15 @@ def guarded(
         told = f"{error} {describe(completions)}"
         if config.replay:
             raise signals.Stopped(f"replayed: {told} {compare(completions, folder)}") from None
-        keep(saver, completions, folder, step)
+        try:
+            keep(saver, completions, folder, step)
+        except (UserError, OSError) as refusal:
+            raise RuntimeError(f"{told} It cannot be made again: {refusal}") from None
+        place = shlex.quote(str(folder))
         raise RuntimeError(
             f"{told} To make the step again, watching every layer: the same launch with only "
-            f"--config {folder}/config.yaml --replay {folder}"
+            f"--config {place}/config.yaml --replay {place}"
         ) from None
-    if config.replay:
-        raise signals.Stopped(f"replayed step {step + 1}: every number is finite.")
 
 
 def scored_again(
@@ -95,7 +99,7 @@ def describe(completions: Sequence[dict[str, Any]]) -> str:
     bad = [one["row"] for one in completions if not one["is_finite"]]
     bad = sorted(set(distributed.from_all_ranks(bad)))
     if not bad:
-        return "Every score of the batch is finite, so it is the backward pass that overflows."
+        return "Every score of the batch is finite: look at rewards, reference and backward pass."
     named = ", ".join(map(str, bad[:MAX_NAMED])) + (", ..." if len(bad) > MAX_NAMED else "")
     return f"Scores that are not finite: those of {len(bad)} rows, {named}."
 
@@ -103,7 +107,12 @@ def describe(completions: Sequence[dict[str, Any]]) -> str:
 def keep(
     saver: Checkpointer, completions: Sequence[dict[str, Any]], folder: Path, step: int
 ) -> None:
-    """Write what a replay needs. Collective."""
+    """Write what a replay needs; a `UserError` or `OSError` if the disk refuses. Collective."""
+    if distributed.is_rank0():
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # of an earlier run, which may have had more ranks
+    distributed.barrier()
     saver.keep_before(step, folder / "checkpoint")
     with (folder / f"batch_rank_{distributed.rank()}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json_line(one) for one in completions)

@@ -33,6 +33,27 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def num_lines(path: Path) -> int:
+    """How many whole lines a file has, all of them on the disk when this returns; 0 without it."""
+    if not path.exists():
+        return 0
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def keep_lines(path: Path, number: int) -> bool:
+    """Cut a file after so many lines; whether it had them."""
+    if not path.exists():
+        return number == 0
+    with path.open("rb+") as file:
+        for _ in range(number):
+            if not file.readline().endswith(b"\n"):
+                return False
+        file.truncate()
+    return True
+
+
 def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Keep the lines up to `start_step`; a run from step 0 starts an empty file. Atomic.
 

@@ -63,17 +63,22 @@ class Accumulator:
         sums[1] += count.detach() if isinstance(count, Tensor) else count
 
     def add_values(self, **values: Tensor | float) -> None:
-        """Add values of the whole step, each the same on every rank."""
+        """Add values of the whole step, each the same on every rank, which count once together.
+
+        So a run may be resumed between two lines with another number of ranks.
+        """
+        share = 1 / world_size()
         for name, value in values.items():
-            self.add(name, value)
+            total = value.double() if isinstance(value, Tensor) else value
+            self.add(name, total * share, share)
 
     def total(self, name: str) -> Tensor:
         """This rank's sum so far, a float64 scalar on the device."""
         return self._sums[name][0]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of this rank's sums and counts, (2,) by name, but for phases timed on a GPU."""
-        return {name: sums.clone() for name, sums in self._sums.items()}
+        """Copies of this rank's sums and counts, (2,) by name, but for the times of phases."""
+        return {name: sums.clone() for name, sums in self._sums.items() if name not in SPANS}
 
     def restore(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Go on from the sum and count of each name."""
@@ -124,7 +129,8 @@ class Accumulator:
             ended.synchronize()  # elapsed_time, in milliseconds, raises before the event has passed
             seconds[name] = seconds.get(name, 0.0) + started.elapsed_time(ended) / 1000
         self._spans = []
-        self.add_values(**seconds)
+        for name, value in seconds.items():
+            self.add(name, value)
         # So that ranks agree on the layout: of a name that is made up only some may know.
         names = sorted({*METRICS, *from_all_ranks(list(self._sums))})
         nothing = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -334,10 +340,10 @@ def start_wandb(output_dir: Path, run_name: str, config: dict[str, Any], start_s
     """
     id_file = output_dir / "wandb" / "run_id"
     resumed = start_step > 0 and id_file.exists()
-    run_id = id_file.read_text().strip() if resumed else uuid.uuid4().hex[:8]
-    id_file.parent.mkdir(parents=True, exist_ok=True)
-    id_file.write_text(run_id)
+    run_id = (id_file.read_text().strip() if resumed else "") or uuid.uuid4().hex[:8]
     try:
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(run_id)
         import wandb
 
         run = wandb.init(

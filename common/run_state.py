@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from common import checkpoint_files as files
 from common import distributed, lora
-from common.config import UserError
+from common.config import UserError, gist
 
 State = dict[str, Any]
 
@@ -28,7 +29,18 @@ def restore_state(
     optimizer: torch.optim.Optimizer,
     reference: nn.Module | None = None,
 ) -> State:
-    """Load a checkpoint's shards in place; returns its manifest. Collective. See `load`."""
+    """Load a checkpoint's shards in place; returns its manifest. Collective.
+
+    Args:
+        folder: of a whole checkpoint.
+        model: sharded.
+        optimizer: of the model; its learning rate, betas and weight decay stay as they are.
+        reference: sharded, if it is in the checkpoint.
+
+    Raises:
+        UserError: the checkpoint has a reference and there is none here, or the reverse; or it has
+            other adapters, or does not fit the model.
+    """
     manifest: State = distributed.from_rank0(
         files.read_manifest(folder) if distributed.is_rank0() else None
     )
@@ -47,7 +59,13 @@ def restore_state(
     state = trained_state(model, optimizer)
     if reference is not None:
         state["reference"] = reference_state(reference)
-    load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    try:
+        load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise UserError(
+            f"the checkpoint {folder} does not fit the model: {gist(reason)}."
+        ) from None
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     options = StateDictOptions(strict=False)  # frozen parameters are as they were read
     set_state_dict(

@@ -168,6 +168,35 @@ def test_damage_is_named_and_the_one_before_is_taken(
         find(saved, str(newest))
 
 
+def test_a_stray_shard_is_damage(saved: Path) -> None:
+    """Torch would read it, and the older numbers in it."""
+    newest, before, _ = checkpoint_files.newest_first(saved)
+    (newest / "copy.safetensors").write_bytes((before / SHARD).read_bytes())
+    assert checkpoint_files.damage(newest) == "copy.safetensors does not belong to it"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"files": {}}, f"{SHARD} does not belong to it"),
+        ({"files": {SHARD: {}, "../../x": {"bytes": 0}}}, "../../x does not belong to it"),
+        ({"sums": None}, "manifest.json has no 'sums': another version has written it"),
+    ],
+)
+def test_a_manifest_that_lists_something_else_is_damage(
+    saved: Path, change: dict[str, Any], reason: str
+) -> None:
+    folder = checkpoint_files.newest_first(saved)[0]
+    contents = checkpoint_files.read_manifest(folder)
+    for name, value in change.items():
+        if value is None:
+            del contents[name]
+        else:
+            contents[name] = value
+    checkpoint_files.write_manifest(folder, contents)
+    assert checkpoint_files.damage(folder) == reason
+
+
 def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
     for folder in checkpoint_files.newest_first(saved):
         flip(folder)
@@ -213,12 +242,37 @@ def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch
         find(saved)
 
 
+def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_path: Path) -> None:
+    first = checkpoint_files.folder_of(saved, 1)
+    assert find(tmp_path / "new", str(first)) == first
+    tiny.checkpointer(tmp_path / "used", *trained(), async_save=False).save(1)
+    with pytest.raises(UserError, match="has checkpoints of its own, .* name a new --output_dir"):
+        find(tmp_path / "used", str(first))
+
+
+def test_a_restart_by_torchrun_goes_on_whatever_the_flag_says(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    newest, _, oldest = checkpoint_files.newest_first(saved)
+    for wanted in ("none", str(oldest)):
+        assert find(saved, wanted) == newest
+
+
+def test_a_checkpoint_of_another_shape_is_refused(saved: Path) -> None:
+    lm = tiny.causal_lm("gpt2", width=64)
+    policy = fsdp.shard(Policy(lm), tiny.train_config(), mesh())
+    run = policy, optim.build_optimizer(policy, tiny.train_config())
+    with pytest.raises(UserError, match="step_00000003 does not fit the model: "):
+        tiny.checkpointer(saved, *run).load(find(saved))
+
+
 # ---- which are kept ------------------------------------------------------------------------------
 
 
 def save_all(output_dir: Path, losses: list[float], **fields: Any) -> Checkpointer:
     """Save after each step, with an eval_loss logged before."""
-    saver = tiny.checkpointer(output_dir, *trained(), save_steps=1, **fields)
+    saver = tiny.checkpointer(output_dir, *trained(), save_steps=1, eval_steps=1, **fields)
     for step, loss in enumerate(losses, start=1):
         with (output_dir / "metrics.jsonl").open("a") as file:
             file.write(json_line({"step": step, "eval_loss": loss, "eval_accuracy": loss}))
@@ -250,9 +304,44 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, bes
     assert are_equal(mine, [*expected[0].parameters()])
 
 
+def test_a_damaged_best_is_named_and_the_next_best_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    fields = {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
+    saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
+    saver.wait()
+    flip(checkpoint_files.folder_of(tmp_path, 2))
+    saver.close()
+    assert (
+        f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
+    )
+    assert are_equal([*saver.model.parameters()], [*trained(steps=3)[0].parameters()])
+
+
+def test_a_half_removed_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
+    """As a run leaves it that was killed while it removed old ones."""
+    fields = {"metric_for_best_model": "eval_loss", "keep_last": 0}
+    save_all(tmp_path, [0.9, 0.2, 0.5], **fields).close()
+    lose_manifest(checkpoint_files.folder_of(tmp_path, 1))
+    saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
+    saver.close()
+    assert find(tmp_path, save_steps=1, eval_steps=1, **fields) is not None
+
+
+def test_what_is_removed_has_no_checkpoints_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(tmp_path, [0.9, 0.2, 0.5], keep_last=0).close()
+    removed: list[str] = []
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", lambda x, **_: removed.append(x.name))
+    checkpoint_files.remove_old(tmp_path, 1, None)
+    assert steps_in(tmp_path) == [3]
+    assert all(name.endswith(".partial") for name in removed)
+
+
 def test_a_metric_that_was_never_logged_is_refused(tmp_path: Path) -> None:
-    saver = save_all(tmp_path, [0.9], metric_for_best_model="eval_reward")
-    with pytest.raises(UserError, match="eval_reward, which was never logged"):
+    saver = save_all(tmp_path, [0.9], metric_for_best_model="reward")
+    with pytest.raises(UserError, match="reward, which was not logged at the step of any"):
         saver.close()
 
 
@@ -280,7 +369,9 @@ def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks:
     assert manifest["sums"] == [{"loss": [third, 3.0]}]
     other = tiny.checkpointer(tmp_path, *trained())
     other._restore_sums(manifest["sums"] * num_ranks)  # as if so many ranks had saved
-    assert other.metrics.reduce() == {"loss": third * num_ranks / (3 * num_ranks)}
+    other.metrics.add_values(grad_norm=6.0)
+    expected = {"loss": third * num_ranks / (3 * num_ranks), "grad_norm": 6.0}
+    assert other.metrics.reduce() == expected
 
 
 # ---- a disk that refuses -------------------------------------------------------------------------
@@ -354,19 +445,25 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
-    """Within a second it is the launcher passing on the first."""
+    """Within a second it is the launcher passing on the first. Also while the main thread hangs."""
     program = """
-import os, signal, time
+import ctypes, os, signal, threading, time
 from common import signals
-signals.listen()
+signals.listen(speaks=False)
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.2)
 print(signals.received(), flush=True)
-signals.SAME_SIGNAL = 0.0
-os.kill(os.getpid(), signal.SIGTERM)
+signals.SAME_SIGNAL = 0.5
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex = ctypes.create_string_buffer(64)
+for _ in range(2):  # the main thread waits for itself, where no handler of Python's is called
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
 print("still here", flush=True)
 """
     command = [sys.executable, "-c", program]
     root = Path(__file__).resolve().parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False, timeout=60
+    )
     assert (result.returncode, result.stdout) == (128 + signal.SIGTERM, "SIGUSR1\n")

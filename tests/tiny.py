@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import attention, distributed, fsdp, signals, synthetic
+from common import attention, distributed, fsdp, synthetic
 from common.checkpoint import Checkpointer
 from common.config import TrainConfig
 from common.data import Example
@@ -86,11 +85,9 @@ def train_config(**fields: Any) -> TrainConfig:
 def checkpointer(
     output_dir: Path, model: Any, optimizer: Any, reference: Any = None, **fields: Any
 ) -> Checkpointer:
-    """Of a run without metrics, which leaves this process its signals."""
+    """Of a run without metrics."""
     config = train_config(output_dir=str(output_dir), **fields)
-    with mock.patch.object(signals, "listen"):
-        metrics = Accumulator(distributed.device())
-        return Checkpointer(config, model, optimizer, metrics, reference)
+    return Checkpointer(config, model, optimizer, Accumulator(distributed.device()), reference)
 
 
 @functools.cache

@@ -1,0 +1,31 @@
+"""Which checkpoint of a run is the best, by a metric that was logged at its step."""
+
+from pathlib import Path
+
+from common import checkpoint_files as files
+from common.jsonl import read_jsonl
+
+
+def logged(output_dir: Path, metric: str, step: int) -> float | None:
+    """The metric's last value of a step, None if it was not logged there or none is asked for."""
+    lines = read_jsonl(output_dir / "metrics.jsonl") if metric else []
+    values = [line[metric] for line in lines if line["step"] == step and metric in line]
+    return values[-1] if values else None
+
+
+def ranking(output_dir: Path, metric: str) -> list[Path]:
+    """The checkpoints that were saved with this metric, the best first; of equal ones the older.
+
+    Of a loss the lowest is the best, of anything else the highest. A folder that cannot be read is
+    left out.
+    """
+    values = {}
+    sign = 1 if "loss" in metric else -1
+    for folder in reversed(files.newest_first(output_dir) if metric else []):
+        try:
+            manifest = files.read_manifest(folder)
+        except ValueError:
+            continue
+        if manifest["config"]["metric_for_best_model"] == metric and manifest["metric"] is not None:
+            values[folder] = sign * manifest["metric"]
+    return sorted(values, key=values.__getitem__)
