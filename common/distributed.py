@@ -48,7 +48,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             if config.dry_run:
                 plan(config)
                 return
-            signals.listen(a_rank_has_failed, speaks=own_rank() == 0)
+            signals.listen(a_peer_has_failed, speaks=own_rank() == 0)
         start(config.ddp_timeout)
         refuse_without_gpu(config)
         if is_rank0():  # the others may be on machines where nothing is written
@@ -74,7 +74,7 @@ def refuse(error: UserError) -> NoReturn:
         time.sleep(REFUSED_ALONE_AFTER)
     if first in ("", cause):
         where = failures.step_of(own_rank())
-        print(f"error: {error}{where}", file=sys.stderr, flush=True)
+        print(f"error: {str(error).removesuffix('.')}{where}.", file=sys.stderr, flush=True)
     else:
         time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
     close_and_exit(2)
@@ -188,9 +188,9 @@ def store() -> Any:
     return _get_default_store() if dist.is_initialized() else None
 
 
-def a_rank_has_failed() -> bool:
-    """Whether a rank has entered the cause of a failure in the store. Not collective."""
-    return dist.is_initialized() and failures.is_claimed(store())
+def a_peer_has_failed() -> bool:
+    """Whether another rank has entered the cause of a failure in the store. Not collective."""
+    return dist.is_initialized() and failures.is_claimed_by_peer(store(), own_rank())
 
 
 def was_restarted() -> bool:

@@ -98,9 +98,10 @@ def claim(store: Any, rank: int, host: int, cause: str) -> tuple[str, bool]:
     return (asked(enter) if store is not None else None) or ("", False)
 
 
-def is_claimed(store: Any) -> bool:
-    """Whether a rank has entered a cause; False if the store does not answer. Not collective."""
-    return bool(asked(lambda: store.check([CAUSE])))
+def is_claimed_by_peer(store: Any, rank: int) -> bool:
+    """Whether another rank has entered a cause, as far as the store answers. Not collective."""
+    cause = asked(lambda: store.get(CAUSE).decode() if store.check([CAUSE]) else "")
+    return bool(cause) and not str(cause).startswith(f"rank {rank} ")
 
 
 def step_of(rank: int) -> str:
