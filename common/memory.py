@@ -28,7 +28,8 @@ COLUMNS = (
     "gathered",
     "activations",
     "logits",
-    "rollout",
+    "copy",
+    "cache",
     "process",
 )
 
@@ -63,10 +64,15 @@ def resident(
 
 
 def models_of(run: Run) -> list[Footprint]:
-    """What stays in memory while the policy trains: DPO frees a reference that scored ahead."""
-    is_ahead = isinstance(run.config, DPOConfig) and run.config.precompute_ref_log_probs
-    reference = [run.reference] if run.reference and not is_ahead else []
-    return [run.policy, *reference, *run.reward_models]
+    """What stays in memory while the policy trains.
+
+    DPO frees a reference that scored ahead, and reward models that judged its rollouts.
+    """
+    if not isinstance(run.config, DPOConfig):
+        return [run.policy, *([run.reference] if run.reference else []), *run.reward_models]
+    if run.reference is None or run.config.precompute_ref_log_probs:
+        return [run.policy]
+    return [run.policy, run.reference]
 
 
 def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> float:
@@ -246,32 +252,42 @@ def rollout_moment(
     """
     prompts, samples = decoded_at_once(run, num_prompts, num_samples)
     parts = {
-        "rollout": copy_bytes(run, ranks) + cache_bytes(run, prompts, samples),
+        "copy": copy_bytes(run, ranks),
+        "cache": cache_bytes(run, prompts, samples),
         "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
     }
     return Moment("rollout", base | parts)
 
 
+def sampling_moments(run: Run, ranks: int, base: dict[str, float]) -> list[Moment]:
+    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples."""
+    config = run.config
+    if not isinstance(config, GRPOConfig | DPOConfig) or not run.has_rollouts:
+        if run.stage == "reward model" or not config.num_sample_prompts:
+            return []
+        return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
+    if isinstance(config, DPOConfig):
+        base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
+    rows = config.batch_size // ranks
+    return [
+        rollout_moment(run, ranks, base, rows, config.num_candidates),
+        *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),
+    ]
+
+
 def moments(run: Run, ranks: int) -> list[Moment]:
     """What a rank holds at each moment at which that may be most, from the second step on."""
-    config = run.config
     base = resident(run, ranks, models_of(run))
-    found = update_moments(run, ranks)
-    if isinstance(config, GRPOConfig):
-        rows = config.batch_size // ranks
-        found.append(rollout_moment(run, ranks, base, rows, config.num_candidates))
-    elif run.stage != "reward model" and config.num_sample_prompts:
-        found.append(rollout_moment(run, ranks, base, config.num_sample_prompts, 1))
-    if run.reference and not isinstance(config, DPOConfig):
-        found.append(scoring_moment(run, ranks, "reference", run.reference, base))
-    elif run.reference:  # ahead of the policy
-        alone = resident(run, ranks, [run.reference], trains=False)
+    found = update_moments(run, ranks) + sampling_moments(run, ranks, base)
+    if run.reference:
+        if isinstance(run.config, DPOConfig):  # ahead of the policy
+            alone = resident(run, ranks, [run.reference], trains=False)
+        else:
+            alone = base
         found.append(scoring_moment(run, ranks, "reference", run.reference, alone))
-    for model in run.reward_models:
-        found.append(scoring_moment(run, ranks, "rewards", model, base))
     if not run.on_gpu:  # rank 0 has the whole model to write, and safetensors a copy of its bytes
         whole = FLOAT32 * run.policy.numbers() * (1 if run.is_plain(ranks) else 2)
-        found.append(Moment("export", base | {"rollout": float(whole)}))
+        found.append(Moment("export", base | {"copy": float(whole)}))
     return found
 
 

@@ -49,7 +49,7 @@ def make_run(config: TrainConfig) -> Run:
         other = config.ref_model_name_or_path
         if not (config.lora_r and other == path):  # else it is inside the policy
             reference = footprint.of_model(other, "policy", config, copies=copies, trains=False)
-    names = config.reward_funcs if isinstance(config, GRPOConfig) else []
+    names = config.reward_funcs if isinstance(config, DPOConfig | GRPOConfig) else []
     reward_models = tuple(
         footprint.of_model(name, "reward_model", config, copies=copies, trains=False)
         for name in names

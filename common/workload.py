@@ -48,6 +48,13 @@ class Run:
         return getattr(self.config, "num_candidates", 1)
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether it trains on what it samples."""
+        if isinstance(self.config, DPOConfig):
+            return self.config.pairs_from == "rollouts"
+        return self.stage == "GRPO"
+
+    @property
     def is_shared(self) -> bool:
         """Whether a prompt is computed once for all its completions."""
         return self.config.layout == "shared_prefix"
@@ -168,7 +175,7 @@ def step_flops(run: Run) -> dict[str, float]:
     if has_reference(config):
         reference = run.reference or policy
         found["reference"] = config.batch_size * pass_flops(run, reference, run.num_completions)
-    for model in run.reward_models:
+    for model in run.reward_models if run.stage == "GRPO" else ():  # DPO has them before its steps
         more = config.batch_size * pass_flops(run, model, run.num_sampled)
         found["rewards"] = found.get("rewards", 0.0) + more
     return found

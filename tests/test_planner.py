@@ -273,6 +273,16 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
 
 
+def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
+    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
+    run = run_of(shapes, **flags)
+    sampling = parts(run, 1, "rollout")
+    assert "optimiser" not in sampling
+    assert sampling["parameters"] == 4 * NUMBERS
+    names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
+    assert "rollout" not in names
+
+
 # ---- operations ----------------------------------------------------------------------------------
 
 
