@@ -6,6 +6,7 @@ Without torchrun a run is a process group of one, so that every stage is written
 import errno
 import os
 import random
+import re
 import resource
 import sys
 import time
@@ -44,7 +45,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             paths.refuse_unwritable("output_dir", config.output_dir)
         main(config)
         dist.barrier()
-    except (UserError, OSError) as error:
+    except Exception as error:
         sentence = what_to_put_right(error)
         if not sentence:
             fail()
@@ -54,16 +55,22 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             time.sleep(REFUSED_ALONE_AFTER)
         print(f"error: {sentence}", file=sys.stderr, flush=True)
         close_and_exit(2)
-    except Exception:
-        fail()
     dist.destroy_process_group()
 
 
 def what_to_put_right(error: Exception) -> str:
     """The sentence for the user; empty for what is none of theirs to put right."""
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
-        return f"{error.filename or 'a file'} cannot be written: {error.strerror}."
-    return str(error) if isinstance(error, UserError) else ""
+    if isinstance(error, UserError):
+        return str(error)
+    code = getattr(error, "errno", None)
+    stated = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors gives it
+    code = int(stated[1]) if stated and code is None else code
+    if code not in NO_ROOM:
+        return ""
+    file = getattr(error, "filename", None) or "a file of the run"
+    return (
+        f"{file} cannot be written: {os.strerror(code)}; make room, or name another --output_dir."
+    )
 
 
 def fail() -> NoReturn:

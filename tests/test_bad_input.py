@@ -24,6 +24,7 @@ import bad_things
 import pytest
 import tiny
 from refusals import STAGES, Refusals, arguments, check_sentence
+from safetensors import SafetensorError
 
 from common import checkpoint, distributed, models
 from common.config import parse
@@ -460,24 +461,37 @@ def test_a_full_disk_is_told_in_one_sentence(refusals):
         assert "--output_dir full cannot be written: No space left on device" in message
 
 
-def test_a_disk_that_fills_up_later_ends_the_run_with_a_sentence(refusals, monkeypatch):
+NO_SPACE = "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.ENOSPC, NO_SPACE, "late/model"), "late/model cannot be written: "),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "a file of the run cannot be written: "),
+        # as safetensors says it
+        (SafetensorError(f"I/O error: {NO_SPACE} (os error 28)"), "a file of the run cannot be"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "late/model"), ""),
+        (SafetensorError("I/O error: No such file (os error 2)"), ""),
+    ],
+    ids=str,
+)
+def test_a_disk_that_fills_up_later_ends_the_run_with_a_sentence(
+    error, sentence, refusals, monkeypatch
+):
+    """Other faults of files are failures, with their traceback."""
+
     def export(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "late/model")
+        raise error
 
     monkeypatch.setattr(checkpoint, "export", export)
-    argv = arguments("train_sft", {"output_dir": "late"})
-    status, errors = refusals.run("train_sft", argv)
-    assert status == 2
-    assert "error: late/model cannot be written: No space left on device.\n" in errors
-    assert "Traceback" not in errors
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "late/model")
-
-    monkeypatch.setattr(checkpoint, "export", fail)
-    status, errors = refusals.run("train_sft", argv)
-    assert status == 1, "a fault of the program is a failure, with its traceback"
-    assert "Traceback" in errors
+    status, errors = refusals.run("train_sft", arguments("train_sft", {"output_dir": "late"}))
+    assert status == (2 if sentence else 1)
+    assert ("Traceback" in errors) == (not sentence)
+    if sentence:
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: {sentence}")
+        assert line.endswith("; make room, or name another --output_dir.")
 
 
 # ---- what looks odd and is good ------------------------------------------------------------------
