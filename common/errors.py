@@ -8,4 +8,6 @@ class UserError(ValueError):
 def gist(error: BaseException) -> str:
     """The first sentence of an exception on one line, without its full stop."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"there is no {text}"
     return text.split(". ")[0][:240].rstrip(".")

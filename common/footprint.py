@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from common import attention, fsdp, lora, models
 from common.config import TrainConfig, UserError, gist
 from common.flops import Decoder
-from common.models import Kind
+from common.model_checks import Kind
 
 NUM_TOKENS = 128  # of the counted pass
 

@@ -16,7 +16,7 @@ from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
 from common.lora import LoraTrainConfig
 from common.memory import COLUMNS, moments, peak
-from common.models import Kind
+from common.model_checks import Kind
 from common.reward_functions import is_reward_model
 from common.terminal import format_number, markdown_table
 from common.workload import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
-from common import data, distributed, fsdp, models, self_checks
+from common import data, distributed, fsdp, model_checks, models, self_checks
 from common.chat import render
 from common.config import CommonConfig, UserError
 from common.data import Example
@@ -127,7 +127,7 @@ def model_function(path: str, policy_tokenizer: Any, config: CommonConfig) -> Re
     Raises:
         UserError: it holds no reward model.
     """
-    if models.is_encoder(models.find_config(path, policy_tokenizer, config)):
+    if model_checks.is_encoder(models.find_config(path, policy_tokenizer, config)):
         return EncoderFunction(path, config)
     return RewardModelFunction(path, policy_tokenizer, config)
 

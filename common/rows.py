@@ -177,12 +177,31 @@ def _read_file(path: Path) -> list[Row]:
 
             return list(pyarrow.parquet.read_table(path).to_pylist())
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return _parse_json(data.decode("utf-8-sig"), os.fspath(path))
+        return _parse_json(_decode(data, os.fspath(path)), os.fspath(path))
     except UserError:
         raise
     except (OSError, ValueError, EOFError, RuntimeError, zlib.error) as error:
         # pyarrow raises the first two, and NotImplementedError; lists in lists a RecursionError
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
+
+
+def _decode(data: bytes, source: str) -> str:
+    """The text of a file, without a byte-order mark."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{source}, line {line}: byte 0x{data[error.start]:02x} is no text in UTF-8; save "
+            "the file in that encoding."
+        ) from None
+
+
+def _json_fault(error: Exception) -> str:
+    """What is wrong with a line of JSON, of which the decoder would say that it is the first."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON, at column {error.colno}: {error.msg}"
+    return gist(error)
 
 
 def _parse_json(text: str, source: str) -> list[Row]:
@@ -198,7 +217,7 @@ def _parse_json(text: str, source: str) -> list[Row]:
             try:
                 documents.append(("line", number, _DECODER.decode(line)))
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{source}, line {number}: {gist(error)}.") from None
+                raise UserError(f"{source}, line {number}: {_json_fault(error)}.") from None
     for unit, number, row in documents:
         if not isinstance(row, dict):
             raise UserError(

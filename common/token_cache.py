@@ -87,8 +87,7 @@ def file_for(
     # A rendered prompt is used whole, the same text in a plain row may be cut.
     digest.update(bytes(isinstance(row["prompt"], Conversation) for row in rows))
     for column in columns:
-        # JSON may hold half of a surrogate pair, which is no error where it is cut away.
-        texts = [row[column].encode("utf-8", "surrogatepass") for row in rows]
+        texts = [row[column].encode() for row in rows]
         digest.update(np.array([len(text) for text in texts], dtype="<i8").tobytes())
         for text in texts:
             digest.update(text)

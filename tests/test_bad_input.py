@@ -24,6 +24,7 @@ import bad_things
 import pytest
 import tiny
 from refusals import STAGES, Refusals, arguments, check_sentence
+from safetensors import SafetensorError
 
 from common import checkpoint, distributed, models
 from common.config import parse
@@ -129,10 +130,18 @@ FILES: list[Case] = [
     ("train_sft", {"dataset_name": "nowhere/x/y"}, ["'nowhere/x/y' does not exist"]),
     ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
     ("train_sft", {"dataset_name": "empty_file"}, ["train.jsonl has no rows"]),
-    ("train_sft", {"dataset_name": "cut_line"}, ["train.jsonl, line 2: "]),
-    ("train_sft", {"dataset_name": "csv_inside"}, ["train.jsonl, line 1: Expecting value"]),
-    ("train_sft", {"dataset_name": "latin_1"}, ["train.jsonl cannot be read", "utf-8"]),
-    ("train_sft", {"dataset_name": "utf_16"}, ["train.jsonl cannot be read", "utf-8"]),
+    (
+        "train_sft",
+        {"dataset_name": "cut_line"},
+        ["line 2: it is not JSON, at column 17: "],
+    ),
+    (
+        "train_sft",
+        {"dataset_name": "csv_inside"},
+        ["line 1: it is not JSON, at column 1: "],
+    ),
+    ("train_sft", {"dataset_name": "latin_1"}, ["train.jsonl, line 2: byte 0xe9", "UTF-8"]),
+    ("train_sft", {"dataset_name": "utf_16"}, ["train.jsonl, line 1: byte 0xff", "UTF-8"]),
     ("train_sft", {"dataset_name": "half_pair"}, ["row 1", "'prompt' holds \\ud83d", "surrogate"]),
     ("train_sft", {"dataset_name": "doubled_key"}, ["line 1", "'prompt' is there twice"]),
     ("train_sft", {"dataset_name": "deep"}, ["train.jsonl, line 2: ", "recursion"]),
@@ -192,10 +201,18 @@ MODELS: list[Case] = [
         ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
     ),
     ("train_sft", {"model_name_or_path": "no_json"}, ["'no_json'", "JSON"]),
-    ("train_sft", {"model_name_or_path": "list_config"}, ["'list_config'", "not list"]),
+    (
+        "train_sft",
+        {"model_name_or_path": "list_config"},
+        ["'list_config'", "malformed"],
+    ),
     ("train_sft", {"model_name_or_path": "no_type"}, ["at 'no_type'", "`model_type`"]),
     ("train_sft", {"model_name_or_path": "unknown_type"}, ["at 'unknown_type'", "gpt9"]),
-    ("train_sft", {"model_name_or_path": "unknown_dtype"}, ["'unknown_dtype'", "float99"]),
+    (
+        "train_sft",
+        {"model_name_or_path": "unknown_dtype"},
+        ["'unknown_dtype'", "float99"],
+    ),
     ("train_sft", {"model_name_or_path": "text_size"}, ["'text_size'", "n_embd", "expected int"]),
     ("train_sft", {"model_name_or_path": "no_layers"}, ["'no_layers'", "num_hidden_layers 0"]),
     ("train_sft", {"model_name_or_path": "no_vocabulary"}, ["'no_vocabulary'", "vocab_size -1"]),
@@ -329,10 +346,10 @@ WEIGHTS: dict[str, list[str]] = {
     "pointer": ["no safetensors weights"],
     "cut": ["no safetensors weights"],
     "empty": ["no safetensors weights"],
-    "only_bin": ["no safetensors weights"],
-    "only_pt": ["no safetensors weights"],
+    "only_bin": ["no safetensors weights", "pytorch_model.bin is a pickle", "save the model again"],
+    "only_pt": ["no safetensors weights", "model.pt is a pickle"],
     "no_shards": ["no safetensors weights"],
-    "broken_index": ["no safetensors weights"],
+    "broken_index": ["no safetensors weights", "malformed (there is no 'metadata')"],
     "partial": ["lack 'transformer.h.0", "other parameters"],
     "more_layers": ["lack 'transformer.h.1", "other parameters"],
     "wider": ["of shape (24,)", "makes it (48,)"],
@@ -444,24 +461,37 @@ def test_a_full_disk_is_told_in_one_sentence(refusals):
         assert "--output_dir full cannot be written: No space left on device" in message
 
 
-def test_a_disk_that_fills_up_later_ends_the_run_with_a_sentence(refusals, monkeypatch):
+NO_SPACE = "No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.ENOSPC, NO_SPACE, "late/model"), "late/model cannot be written: "),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "a file of the run cannot be written: "),
+        # as safetensors says it
+        (SafetensorError(f"I/O error: {NO_SPACE} (os error 28)"), "a file of the run cannot be"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "late/model"), ""),
+        (SafetensorError("I/O error: No such file (os error 2)"), ""),
+    ],
+    ids=str,
+)
+def test_a_disk_that_fills_up_later_ends_the_run_with_a_sentence(
+    error, sentence, refusals, monkeypatch
+):
+    """Other faults of files are failures, with their traceback."""
+
     def export(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "late/model")
+        raise error
 
     monkeypatch.setattr(checkpoint, "export", export)
-    argv = arguments("train_sft", {"output_dir": "late"})
-    status, errors = refusals.run("train_sft", argv)
-    assert status == 2
-    assert "error: late/model cannot be written: No space left on device.\n" in errors
-    assert "Traceback" not in errors
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "late/model")
-
-    monkeypatch.setattr(checkpoint, "export", fail)
-    status, errors = refusals.run("train_sft", argv)
-    assert status == 1, "a fault of the program is a failure, with its traceback"
-    assert "Traceback" in errors
+    status, errors = refusals.run("train_sft", arguments("train_sft", {"output_dir": "late"}))
+    assert status == (2 if sentence else 1)
+    assert ("Traceback" in errors) == (not sentence)
+    if sentence:
+        (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: {sentence}")
+        assert line.endswith("; make room, or name another --output_dir.")
 
 
 # ---- what looks odd and is good ------------------------------------------------------------------

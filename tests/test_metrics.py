@@ -404,3 +404,14 @@ def test_a_run_outlives_wandb_that_fails_on_the_way(
         f"warning: wandb stopped (the service has gone); metrics go to {tmp_path} only."
     ]
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_run_goes_on_where_wandb_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it then fails
+    run = logger(tmp_path, report_to="wandb")
+    run.log(1, {"loss": 1.0})
+    run.close()
+    assert "warning: wandb did not start (import of wandb halted" in capsys.readouterr().err
+    assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]

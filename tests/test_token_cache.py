@@ -303,10 +303,10 @@ def test_padding_left_by_an_earlier_call_names_no_other_file():
     assert name_of(rows, tokenizer) == before
 
 
-def test_half_a_surrogate_pair_that_is_cut_away_is_no_error(load):
+def test_half_a_surrogate_pair_is_refused_also_where_it_would_be_cut_away(load):
     rows = [{"prompt": "p", "completion": f" a{EOS}\ud800"}]
-    assert not load(rows, "sft").is_hit
-    assert load(rows, "sft").is_hit
+    with pytest.raises(UserError, match=r"row 1: column 'completion' holds \\ud800, half of"):
+        load(rows, "sft")
 
 
 # --- what is not cached ---------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""What is refused of a model's folder or configuration before its weights are read."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from common import hub
+from common.config import CommonConfig, UserError, gist, hint
+
+Kind = Literal["policy", "reward_model", "trunk", "encoder"]
+
+
+def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
+    """Raise a UserError for a shape of no kind, or with a field that its kind has not: a typo."""
+    if "model_type" not in fields:
+        raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
+    model = AutoConfig.for_model(fields["model_type"])
+    for name in fields:
+        if not hasattr(model, name):
+            known = hint(name, [*model.to_dict(), *model.attribute_map], "see its documentation")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({known}).")
+
+
+def check_sizes(
+    path: str,
+    model_config: PretrainedConfig,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        size = getattr(model_config, name, 1)
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
+    spare = 0 if kind == "policy" else 1  # a pad token of its own, which gets an embedding
+    if tokenizer is not None and len(tokenizer) > model_config.vocab_size + spare:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
+            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+        )
+
+
+def reason(error: Exception) -> str:
+    """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own, which only --trust_remote_code true runs"
+    if str(error).startswith("Unrecognized model in"):
+        return "its config.json has no `model_type` that transformers knows"
+    if isinstance(error, TypeError | AttributeError | KeyError):
+        return f"a file in it is malformed ({gist(error)})"
+    return gist(error)
+
+
+def pickle_hint(path: str) -> str:
+    """What to do about a folder whose weights are a pickle; empty for one without."""
+    pickles = [file.name for file in Path(path).glob("*") if file.suffix in (".bin", ".pt", ".pth")]
+    if not pickles:
+        return ""
+    return f"; {min(pickles)} is a pickle, which may run code: save the model again as safetensors"
+
+
+def check_location(path: str, what: str) -> None:
+    """Raise a UserError for a local path that is not there, or is not what it should be.
+
+    A hub id has one slash at most; for one the hub is asked, once in a run, whether it answers.
+    """
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
+    if Path(path).is_dir():
+        check_folder(Path(path), what)
+    elif looks_local and not Path(path).exists():
+        raise UserError(f"the {what} folder {path!r} does not exist.")
+    elif not looks_local:
+        hub.is_reachable()
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Raise a UserError for a folder without a model or tokenizer in it, as a run's own folder."""
+    patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
+    if not any(file for pattern in patterns for file in folder.glob(pattern)):
+        inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+        raise UserError(f"the folder {str(folder)!r} holds no {what}{inside}.")
+
+
+def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
+    """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
+    # By name: looking a class up in transformers' mappings imports every model there is.
+    model_type = model_config.model_type
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
+    is_other = model_config.is_encoder_decoder or not is_causal
+    if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
+        raise UserError(
+            f"{path!r} is a {model_config.model_type} model, not a causal language model."
+        )
+    architectures = getattr(model_config, "architectures", None) or []
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    if kind == "policy" and is_classifier:
+        raise UserError(
+            f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
+        )
+    if kind != "policy" and is_classifier and model_config.num_labels != 1:
+        raise UserError(
+            f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
+        )
+    if kind in ("reward_model", "encoder") and not is_classifier:
+        found = architectures[0] if architectures else "an unknown architecture"
+        raise UserError(f"{path!r} is not a reward model: it holds {found}.")
+
+
+def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
+    """Raise a UserError for prompt and completion that the model's positions do not hold."""
+    limit = getattr(model_config, "max_position_embeddings", None)
+    needed = config.max_prompt_length + config.max_completion_length
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
+            f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
+        )
+    window = getattr(model_config, "sliding_window", None)
+    if config.layout == "shared_prefix" and window is not None and needed > window:
+        raise UserError(
+            f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
+            f"plus --max_completion_length is {needed}; use --layout padded."
+        )
+
+
+def is_encoder(model_config: PretrainedConfig) -> bool:
+    """Whether it is BERT or its like, which read a text in both directions."""
+    # By name, as in `check_kind`.
+    is_masked = model_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_masked and not model_config.is_encoder_decoder
