@@ -69,7 +69,7 @@ def refuse(error: UserError) -> NoReturn:
         # refused, as by a file that is missing on one machine.
         time.sleep(REFUSED_ALONE_AFTER)
     failures.claim(store(), own_rank(), host(), f"rank {own_rank()} was refused: {error}")
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(f"error: {error}{failures.aside(own_rank())}", file=sys.stderr, flush=True)
     close_and_exit(2)
 
 
@@ -249,6 +249,11 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
     for group in result.get_all_groups():
         _set_pg_timeout(_limit, group)  # torch gives a part of the processes its own default
     return result
+
+
+def another_group() -> dist.ProcessGroup:
+    """A second group of all processes, on their hosts, for a thread of its own. Collective."""
+    return dist.new_group(backend="gloo", timeout=_limit)  # torch's own default is half an hour
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -167,6 +167,11 @@ def place() -> str:
     return f"at step {finished + 1} of {script}"
 
 
+def aside(rank: int) -> str:
+    """Who is at which step, as a line to be added; "" before the first step."""
+    return f"\n  (rank {rank}, {place()})" if _progress else ""
+
+
 def origin(error: BaseException) -> str:
     """The innermost line of this project that an exception passed through: "(file.py, line 3)"."""
     frames = traceback.extract_tb(error.__traceback__)
