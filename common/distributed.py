@@ -251,7 +251,7 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
     return result
 
 
-def another_group() -> dist.ProcessGroup:
+def another_group() -> Any:
     """A second group of all processes, on their hosts, for a thread of its own. Collective."""
     return dist.new_group(backend="gloo", timeout=_limit)  # torch's own default is half an hour
 
