@@ -131,7 +131,7 @@ class Checkpointer:
         self.metrics = metrics
         self.reference = reference
         self.output_dir = Path(config.output_dir)
-        self._group = distributed.new_group()
+        self._group = distributed.another_group()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
         self._step = -1  # the step that is being made

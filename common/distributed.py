@@ -73,8 +73,7 @@ def refuse(error: UserError) -> NoReturn:
         # only this rank was refused, as by a file that is missing on one machine.
         time.sleep(REFUSED_ALONE_AFTER)
     if first in ("", cause):
-        where = failures.step_of(own_rank())
-        print(f"error: {str(error).removesuffix('.')}{where}.", file=sys.stderr, flush=True)
+        print(f"error: {error}{failures.aside(own_rank())}", file=sys.stderr, flush=True)
     else:
         time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
     close_and_exit(2)
@@ -198,11 +197,6 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def new_group() -> Any:
-    """A process group of all ranks on the hosts, for collectives of another thread. Collective."""
-    return dist.new_group(backend="gloo", timeout=_limit)
-
-
 def own_rank() -> int:
     """This process's number, also before `start`."""
     return int(os.environ.get("RANK", "0"))
@@ -271,6 +265,11 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
     for group in result.get_all_groups():
         _set_pg_timeout(_limit, group)  # torch gives a part of the processes its own default
     return result
+
+
+def another_group() -> Any:
+    """A second group of all processes, on their hosts, for a thread of its own. Collective."""
+    return dist.new_group(backend="gloo", timeout=_limit)  # torch's own default is half an hour
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -104,11 +104,6 @@ def is_claimed_by_peer(store: Any, rank: int) -> bool:
     return bool(cause) and not str(cause).startswith(f"rank {rank} ")
 
 
-def step_of(rank: int) -> str:
-    """Which rank found what the user can put right, and at which step; "" before the first."""
-    return "" if _progress is None else f" (rank {rank}, {place()})"
-
-
 def missing(error: BaseException, store: Any, world_size: int) -> str:
     """Which ranks did not fail although this one waited in vain: they hang, or are cut off."""
     if "timed out" not in str(error).lower():
@@ -176,6 +171,11 @@ def place() -> str:
     if finished >= total:
         return f"after step {total}, the last of {script}"
     return f"at step {finished + 1} of {script}"
+
+
+def aside(rank: int) -> str:
+    """Who is at which step, as a line to be added; "" before the first step."""
+    return f"\n  (rank {rank}, {place()})" if _progress else ""
 
 
 def origin(error: BaseException) -> str:

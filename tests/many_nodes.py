@@ -277,7 +277,7 @@ def main() -> None:
             print(f"{one.name}: metrics equal {same[0]}, weights equal {same[1]}", flush=True)
         for num_replicas in (1, 2):
             run = folder / f"cut_{num_replicas}"
-            changes = {"save_steps": 1, "resume_from_checkpoint": "latest", "ddp_timeout": 20}
+            changes = {"save_steps": 1, "ddp_timeout": 20}
             grpo = grpo_flags(folder, flags) | changes
             grpo |= {"output_dir": run, "num_replicas": num_replicas}
             cut = cut_amid_run(hosts, folder, grpo, limit=1200)
