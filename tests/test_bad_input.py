@@ -194,7 +194,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("train_reward", {"model_name_or_path": "two_scores"}, ["'two_scores' gives 2 scores"]),
     ("train_sft", {"seed": 2**63}, ["--seed is 9223372036854775808", "below"]),
     ("train_sft", {"seed": -1}, ["--seed is -1", "at least 0"]),
-    ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no tokenizer", "'far/away'"]),
+    ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no model", "'far/away'"]),
     ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
     ("train_grpo", {"max_completion_length": 60}, ["--max_completion_length 60", "64 positions"]),
     ("evaluate", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
