@@ -229,7 +229,7 @@ MODELS: list[Case] = [
     ("evaluate", {"policies": ["policy", ""]}, ["--policies is ['policy', '']", "empty"]),
     ("evaluate", {"reward_models": "policy"}, ["'policy' is not a reward model"]),
     ("evaluate", {"reward_models": "two_scores"}, ["'two_scores' gives 2 scores"]),
-    ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no tokenizer", "'far/away'"]),
+    ("evaluate", {"reward_models": ["judge", "far/away"]}, ["no model", "'far/away'"]),
     ("train_reward", {"model_name_or_path": "two_scores"}, ["'two_scores' gives 2 scores"]),
     ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
     ("train_grpo", {"max_completion_length": 60}, ["--max_completion_length 60", "64 positions"]),
