@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from common import distributed, fsdp, lora
+from common import distributed, fsdp, lora, run_state
 from common.checkpoint_files import replacing
 
 
@@ -31,7 +31,7 @@ def save_pretrained(
         stop_ids: recorded as the generation config's eos ids, so that `generate` stops there.
         reward_shift: added to every score (see `fold_reward_shift`).
     """
-    state = fsdp.full_state_dict(module)
+    state = run_state.once_each(module, fsdp.full_state_dict(module))
     if distributed.is_rank0():
         wrapper: Any = module
         lm = wrapper.lm

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 
-from common import distributed
+from common import distributed, failures
 
 STAGES = {
     "train_sft": "SFTConfig",
@@ -58,7 +58,10 @@ class Refusals:
         """Exit status of a run that may come to its end: then 0."""
         module = importlib.import_module(stage)
         self.monkeypatch.setattr(sys, "argv", [f"{stage}.py", *argv])
-        self.monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+        self.monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+        # Runs before this one, in the same process group, have left their failures and steps.
+        self.monkeypatch.setattr(distributed, "store", dist.HashStore)
+        self.monkeypatch.setattr(failures, "_progress", None)
         try:
             distributed.run(module.main, getattr(module, STAGES[stage]))
         except SystemExit as ended:

@@ -140,7 +140,7 @@ def test_a_collective_function_is_called_on_every_row_and_once():
         raise KeyError("x")
 
     broken.is_collective = True  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="'broken' raised KeyError on a batch of 2 rows: 'x'"):
+    with pytest.raises(RuntimeError, match="'broken' raised KeyError on a batch of 2 rows: there"):
         call({"broken": broken}, [1])
     assert sizes == [3, 2, 2]  # not called again to find the row
 
