@@ -423,10 +423,12 @@ def test_leaving_amid_a_run_is_a_failure(code: Any, status: int, store: Any, cap
 
 def test_the_place_in_the_run(store: Any, monkeypatch: Any) -> None:
     assert failures.place() == "at step 12 of train_grpo"
+    assert failures.aside(1) == "\n  (rank 1, at step 12 of train_grpo)"  # below a refusal
     failures.note_step(20, 20)
     assert failures.place() == "after step 20, the last of train_grpo"
     monkeypatch.setattr(failures, "_progress", None)
     assert failures.place() == "in train_grpo"
+    assert failures.aside(1) == ""
 
 
 def test_a_refused_rank_is_no_riddle_to_its_peers(
@@ -439,13 +441,7 @@ def test_a_refused_rank_is_no_riddle_to_its_peers(
     monkeypatch.setattr(distributed, "store", lambda: store)
     monkeypatch.setattr(distributed, "close_and_exit", lambda status: None)
     distributed.refuse(UserError("there is no file rows.jsonl."))
-    assert (
-        capsys.readouterr().err
-        == "error: there is no file rows.jsonl.\n  (rank 1, at step 12 of train_grpo)\n"
-    )
-    assert failures.aside(1)
-    monkeypatch.setattr(failures, "_progress", None)
-    assert failures.aside(1) == ""
+    assert capsys.readouterr().err == "error: there is no file rows.jsonl.\n"
     assert say(capsys, RuntimeError(CLOSED), store, 0, 2) == ""
 
 
