@@ -81,6 +81,7 @@ class Tally:
     kills: int = 0
     stops: int = 0  # by SIGTERM
     while_saving: int = 0
+    early: int = 0  # before a new checkpoint had to be there
     restarts: int = 0
     lost_steps: int = 0
     runs: int = 0
@@ -153,7 +154,10 @@ def ranks_of(process: subprocess.Popen) -> list[int]:
 def kill_at_random(
     process: subprocess.Popen, output_dir: Path, kind: str, draw: random.Random, tally: Tally
 ) -> bool:
-    """Kill a run some time after its first step; whether it was still there to be killed.
+    """Kill a run at a random moment; whether it was still there to be killed.
+
+    One kill in four comes within ten seconds of the start: in loading, resuming, the first steps.
+    The others, and every SIGTERM, come after a new checkpoint.
 
     Args:
         process: torchrun, or the only rank.
@@ -162,16 +166,17 @@ def kill_at_random(
         draw: for the moment and the rank.
         tally: counts what was done.
     """
-    first = newest_step(output_dir)
-    while process.poll() is None and newest_step(output_dir) in (-1, first):
+    first, is_early = newest_step(output_dir), kind != "stop" and draw.random() < 0.25
+    while not is_early and process.poll() is None and newest_step(output_dir) in (-1, first):
         time.sleep(0.02)
-    wait_until = time.monotonic() + draw.uniform(0, 1.5)
+    wait_until = time.monotonic() + draw.uniform(0, 10 if is_early else 1.5)
     while process.poll() is None and time.monotonic() < wait_until:
         time.sleep(0.002)
     if process.poll() is not None:
         return False
     victims = ranks_of(process)
     is_stop = kind == "stop"
+    tally.early += is_early
     is_saving = any((output_dir / "checkpoints").glob("*.partial"))
     try:
         if kind == "all":
@@ -273,9 +278,10 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     cases = [(stage, num_ranks) for stage in STAGES for num_ranks in (1, 2)]
     print(
-        "| stage | ranks | SIGKILL | of them while saving | SIGTERM | restarts | runs | identical |"
+        "| stage | ranks | SIGKILL | of them early | while saving | SIGTERM | restarts | runs | "
+        "identical |"
     )
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     tallies = []
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name))
@@ -284,8 +290,8 @@ def main() -> None:
             tally = drill(stage, num_ranks, kinds, Path(name), draw)
             tallies.append(tally)
             print(
-                f"| {stage} | {num_ranks} | {tally.kills} | {tally.while_saving} | {tally.stops} "
-                f"| {tally.restarts} | {tally.runs} | {tally.identical} |",
+                f"| {stage} | {num_ranks} | {tally.kills} | {tally.early} | {tally.while_saving} "
+                f"| {tally.stops} | {tally.restarts} | {tally.runs} | {tally.identical} |",
                 flush=True,
             )
     kills, runs = sum(t.kills for t in tallies), sum(t.runs for t in tallies)
