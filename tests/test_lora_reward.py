@@ -15,7 +15,7 @@ from ranks import launch, run_stages
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from common import checkpoint, models
+from common import checkpoint_files, models
 from common.config import UserError
 from common.jsonl import read_jsonl
 from common.lora import LoraTrainConfig
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
         own = {"output_dir": str(folder / name)}
         return {"stage": "reward", "flags": FLAGS | paths | own | flags}
 
-    saved = str(checkpoint.checkpoint_folder(folder / "one", 2))
+    saved = str(checkpoint_files.folder_of(folder / "one", 2))
     again = job("again", resume_from_checkpoint=saved)
     run_stages([job("one"), again])  # in this process: quicker than a launch
     launch(run_stages, 2, folder, jobs=[job("two", micro_batch_size=1)])

@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value, limit):
     local[3] = value  # one number in one parameter
     with pytest.raises(RuntimeError) as caught:
         optim.clip_and_step(policy, optimizer, config, 41, 100)
-    for part in ("step 42", "rank 0", "learning rate 0.125", str(abs(value))):
+    for part in ("step 42", "learning rate 0.125", "nothing was changed", str(abs(value))):
         assert part in str(caught.value)
     assert torch.equal(flat(list(policy.parameters())), before)
     assert not optimizer.state  # no moment was updated either

@@ -22,6 +22,7 @@ from common.glossary import SPANS
 from common.jsonl import read_jsonl
 from common.metrics import RunLogger
 from common.scoring import Policy
+from train_sft import SFTConfig
 
 STEPS, SAVED = 6, 3
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
@@ -185,9 +186,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
 
 
 def find(output_dir: Path, wanted: str) -> Path | None:
-    return checkpoint.find(
-        tiny.train_config(output_dir=str(output_dir), resume_from_checkpoint=wanted)
-    )
+    paths = {"output_dir": str(output_dir), "model_name_or_path": "unused"}
+    return checkpoint.find(SFTConfig(**paths, resume_from_checkpoint=wanted))
 
 
 def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from ranks import launch, run_stages
 
+from common.config import UserError
 from common.jsonl import read_jsonl
 from common.reward_notes import Notes
 from common.rewards import RewardSet
@@ -67,7 +68,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=str)
 def test_what_cannot_be_logged_is_refused_with_the_function_s_name(call: Any, message: str):
-    with pytest.raises(RuntimeError, match=f"'judge' raised ValueError on row 0 .*{message}"):
+    with pytest.raises(UserError, match=f"'judge' raised ValueError on row 0 .*{message}"):
         scored({"judge": noting(call)})
 
 
@@ -76,7 +77,7 @@ def test_a_column_of_another_length_is_refused():
         log_extra("length", [0, 0])
         return [0.0] * len(completions)
 
-    with pytest.raises(RuntimeError, match=r"log_extra\('length'\) got 2 values for 3 completions"):
+    with pytest.raises(UserError, match=r"log_extra\('length'\) got 2 values for 3 completions"):
         scored({"judge": judge})
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def test_no_secret_of_the_environment_is_written_or_printed(finished):
+    deadline = time.monotonic() + 30  # wandb's own process may write its file after ours has ended
+    while not list(Path("left").rglob("run-*.wandb")) and time.monotonic() < deadline:
+        time.sleep(0.1)
     places = {str(path): path.read_bytes() for path in files_of(Path("left"))}
     names = {Path(name).name for name in places}
     assert {"config.yaml", "environment.json", "metrics.jsonl", "model.safetensors"} <= names

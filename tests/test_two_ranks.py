@@ -122,8 +122,8 @@ def test_the_gradient_norm_is_global(one, two):
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_both(two):
-    for rank, result in enumerate(two):
-        assert f"gradient norm is nan at step 2, rank {rank}" in result["errors"][0]
+    for result in two:
+        assert "at step 2 the gradient norm is nan" in result["errors"][0]
 
 
 def test_a_parameter_that_differs_between_ranks_is_seen_on_both(one, two):
