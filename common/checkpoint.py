@@ -182,7 +182,10 @@ class Checkpointer:
         }
         if distributed.is_rank0():
             metric = self.config.metric_for_best_model
-            contents["lines"] = {name: num_lines(self.output_dir / name) for name in RECORDS}
+            records = [self.output_dir / name for name in RECORDS]
+            for path in filter(Path.exists, records):
+                files.flush(path)  # they must not be behind the checkpoint after a power cut
+            contents["lines"] = {path.name: num_lines(path) for path in records}
             contents["metric"] = best_checkpoint.logged(self.output_dir, metric, step)
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)

@@ -147,12 +147,12 @@ def description(error: BaseException) -> str:
         return f"stopped {place()}: {full}."
     if lost_peers(error):
         # gloo begins with the line of its source, and may go on with advice.
-        text = re.sub(r"^\[[^\]]*\]\s*", "", gloo_text(error) or gist_of(error))
+        text = re.sub(r"^\[[^\]]*\]\s*", "", gloo_text(error) or gist(error))
         return (
             f"lost its peers {place()} (a process ended or hangs, or a host is unreachable) "
             f"{origin(error)}: {text.split('. ')[0]}"
         )
-    return f"failed {place()}: {type(error).__name__}: {gist_of(error)}"
+    return f"failed {place()}: {type(error).__name__}: {gist(error)}"
 
 
 def details(error: BaseException) -> str:
@@ -234,11 +234,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         for cause, _ in error.failures.values():
             yield from chain(cause)
     yield error
-
-
-def gist_of(error: BaseException) -> str:
-    """The first sentence of an exception on one line."""
-    return gist(error) if isinstance(error, Exception) else " ".join(str(error).split())
 
 
 def exit_status(error: BaseException) -> int:

@@ -55,7 +55,7 @@ class Groups:
     @property
     def rows(self) -> Tensor:
         """(N,) int64, the prompts' row numbers."""
-        return torch.tensor([example.row for example in self.examples])
+        return data.row_numbers(self.examples)
 
 
 @dataclass

@@ -3,11 +3,14 @@
 import gzip
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
@@ -121,6 +124,16 @@ def leaves(completions, **columns):
 constant = 3
 first = min
 """
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[Path]:
+    """Work in a folder with good and malformed rows, models and reward files."""
+    make_rows(folder)
+    make_models(folder)
+    make_reward_files(folder)
+    with tiny.working_directory(folder):
+        yield folder
 
 
 def make_rows(folder: Path) -> None:

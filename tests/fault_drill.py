@@ -27,11 +27,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.glossary import SPANS
-from common.jsonl import read_jsonl
+from tests.ranks import untimed_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 STAGES = ("sft", "reward", "dpo", "grpo")
 STEPS = 12
 SHAPE = {
@@ -206,12 +204,6 @@ def newest_step(output_dir: Path) -> int:
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-def lines(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics without timings."""
-    records = read_jsonl(output_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in records]
-
-
 def differences(whole: Path, other: Path) -> list[str]:
     """What differs between a run that was left alone and one that was killed."""
     names = [path.relative_to(whole) for path in sorted(whole.rglob("*.safetensors"))]
@@ -219,7 +211,7 @@ def differences(whole: Path, other: Path) -> list[str]:
     for name in ("samples.jsonl", "model/model.safetensors"):
         if (whole / name).read_bytes() != (other / name).read_bytes():
             odd.append(name)
-    return odd + (["metrics.jsonl"] if lines(whole) != lines(other) else [])
+    return odd + (["metrics.jsonl"] if untimed_lines(whole) != untimed_lines(other) else [])
 
 
 def same_tensors(first: Path, second: Path) -> bool:
@@ -230,8 +222,8 @@ def same_tensors(first: Path, second: Path) -> bool:
 
 def num_lost(whole: Path, other: Path) -> int:
     """Lines of metrics that are missing or doubled."""
-    count = Counter(json.dumps(line, sort_keys=True) for line in lines(whole))
-    count.subtract(json.dumps(line, sort_keys=True) for line in lines(other))
+    count = Counter(json.dumps(line, sort_keys=True) for line in untimed_lines(whole))
+    count.subtract(json.dumps(line, sort_keys=True) for line in untimed_lines(other))
     return sum(abs(value) for value in count.values())
 
 

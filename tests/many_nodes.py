@@ -23,14 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.glossary import SPANS
-from common.jsonl import read_jsonl
-from tests.ranks import ROOT, environment, launch, run_stages
+from tests.ranks import ROOT, environment, launch, run_stages, untimed_lines
 
 Run = tuple[str, int]  # stage, and replicas: 1 is plain FSDP, 2 is HSDP
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # nobody outside the namespaces sees them
 PORT = 29500
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 STEPS, CUT_IN = 4, 3
 TINY_GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 192}
 REWARDS = f"""
@@ -193,12 +190,6 @@ def jobs(folder: Path, name: str, flags: dict[str, Any], runs: Sequence[Run]) ->
     ]
 
 
-def series(run: Path) -> list[dict[str, Any]]:
-    """What a run recorded, timings aside."""
-    lines = read_jsonl(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
-
-
 def weights_hash(run: Path) -> str:
     """Of the exported model's file."""
     return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
@@ -273,7 +264,7 @@ def main() -> None:
         for job in jobs(folder, "one", flags, runs):
             one = Path(job["flags"]["output_dir"])
             two = folder / "two" / one.name
-            same = series(one) == series(two), weights_hash(one) == weights_hash(two)
+            same = untimed_lines(one) == untimed_lines(two), weights_hash(one) == weights_hash(two)
             print(f"{one.name}: metrics equal {same[0]}, weights equal {same[1]}", flush=True)
         for num_replicas in (1, 2):
             run = folder / f"cut_{num_replicas}"
@@ -288,7 +279,9 @@ def main() -> None:
                 print(f"  host {number}:", *lines, sep="\n    ")
             hosts.run(grpo_command(grpo), 2, folder=folder)
             same = weights_hash(run) == weights_hash(folder / "one" / f"grpo_{num_replicas}")
-            print(f"  resumed: steps {[line['step'] for line in series(run)]}, weights {same}")
+            print(
+                f"  resumed: steps {[line['step'] for line in untimed_lines(run)]}, weights {same}"
+            )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from common import distributed, export, fsdp, optim, plots
 from common.config import parse
 from common.generation import Rollouts, Sampler
+from common.glossary import SPANS
+from common.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {
@@ -36,6 +38,7 @@ STAGES = {
     "dpo": ("train_dpo", "DPOConfig"),
     "grpo": ("train_grpo", "GRPOConfig"),
 }
+TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
 
 
@@ -98,6 +101,12 @@ def run_script(command: Sequence[str], num_ranks: int, *, timeout: float = 300) 
     )
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-6000:]}"
     return result.stdout
+
+
+def untimed_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl without timings."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
 
 
 def result_file(call_file: Path, rank: int) -> Path:

@@ -22,7 +22,6 @@ from typing import Any
 
 import bad_things
 import pytest
-import tiny
 from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 
@@ -36,11 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Working directory with models, data sets and reward files; with a process group."""
-    folder = tmp_path_factory.mktemp("bad_input")
-    bad_things.make_rows(folder)
-    bad_things.make_models(folder)
-    bad_things.make_reward_files(folder)
-    with tiny.working_directory(folder):
+    with bad_things.working_folder(tmp_path_factory.mktemp("bad_input")) as folder:
         yield folder
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from ranks import launch, run_and_listen, run_stages
+from ranks import launch, run_and_listen, run_stages, untimed_lines
 from torch import Tensor
 
 import train_grpo
@@ -25,9 +25,7 @@ from common import checkpoint_files, distributed, fsdp, rollouts
 from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
-from common.glossary import SPANS
 from common.grpo_config import GRPOConfig
-from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.padding import make_batch
 from common.rollouts import Groups, MicroBatch
@@ -526,7 +524,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "moving reference": {"ref_update_steps": 2, "ref_mixup_alpha": 0.6}
     | {"num_candidates": 5, "rejection_method": "max_variance"},
 }
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 
 
 def grpo_job(folder: Path, output_dir: Path, **flags: Any) -> dict[str, Any]:
@@ -561,21 +558,13 @@ def heard(base: Path) -> list[str]:
     return [message for records in caught for r in records for message in r["warnings"]]
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without timings."""
-    return [
-        {name: value for name, value in line.items() if name not in TIMINGS}
-        for line in read_jsonl(run / "metrics.jsonl")
-    ]
-
-
 def test_no_variant_warns(heard: list[str]):
     assert heard == []
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "bfloat16" not in name])
 def test_two_ranks_train_as_one_does(base: Path, heard: list[str], name: str):
-    one, two = (lines(base / str(num_ranks) / name) for num_ranks in (1, 2))
+    one, two = (untimed_lines(base / str(num_ranks) / name) for num_ranks in (1, 2))
     assert len(one) == RUN["max_steps"]
     for expected, line in zip(one, two, strict=True):
         assert line.keys() == expected.keys()
@@ -584,7 +573,7 @@ def test_two_ranks_train_as_one_does(base: Path, heard: list[str], name: str):
 
 
 def test_what_the_variants_record(base: Path, heard: list[str]):
-    runs = {name: lines(base / "1" / name) for name in VARIANTS}
+    runs = {name: untimed_lines(base / "1" / name) for name in VARIANTS}
     norms = {name: [line["grad_norm"] for line in run] for name, run in runs.items()}
     assert norms["exact KL"] == pytest.approx(norms["exact KL, padded"], rel=1e-3)
     assert norms["exact KL"][0] == pytest.approx(norms["exact KL, bfloat16"][0], rel=0.02)
@@ -609,7 +598,7 @@ def test_what_the_variants_record(base: Path, heard: list[str]):
 def run_here(base: Path, name: str, **flags: Any) -> list[dict[str, Any]]:
     """The metrics of a short run in this process."""
     run_stages([grpo_job(base, base / name, **flags)])
-    return lines(base / name)
+    return untimed_lines(base / name)
 
 
 def test_a_reference_replaced_in_every_step_is_the_policy_that_samples(base: Path):
@@ -689,7 +678,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     saved = checkpoint_files.folder_of(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
     launch(run_stages, num_ranks, base, jobs=[whole, resumed])
-    assert lines(folder / "again") == lines(folder / "whole")[2:]
+    assert untimed_lines(folder / "again") == untimed_lines(folder / "whole")[2:]
     files = [folder / name / "model" / "model.safetensors" for name in ("whole", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
     model: Any = None  # refused before a parameter is looked at
@@ -705,7 +694,9 @@ def test_a_reference_that_was_just_replaced_is_the_policy(base: Path, kind: dict
     moving = grpo_job(base, folder / "moving", **flags, ref_update_steps=1)
     fixed = grpo_job(base, folder / "fixed", **flags)
     launch(run_stages, 2, base, jobs=[moving, fixed])
-    moving_kl, fixed_kl = ([r["kl"] for r in lines(folder / n)] for n in ("moving", "fixed"))
+    moving_kl, fixed_kl = (
+        [r["kl"] for r in untimed_lines(folder / n)] for n in ("moving", "fixed")
+    )
     assert max(moving_kl) < 1e-9
     assert fixed_kl[0] < 1e-9
     assert min(fixed_kl[1:]) > 1e-6

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import Job, launch, run_stages
+from ranks import Job, launch, run_stages, untimed_lines
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -33,9 +33,7 @@ from common import (
 )
 from common.config import UserError
 from common.generation import Sampler
-from common.glossary import SPANS
 from common.grpo_config import GRPOConfig
-from common.jsonl import read_jsonl
 from common.lora import AdapterReference, LoraTrainConfig
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.scoring import Policy
@@ -443,7 +441,6 @@ def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
 # ---- whole stages, on one rank and on two --------------------------------------------------------
 
 STEPS, SAVED = 4, 2
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 COMMON = {
     "dataset_name": "synthetic",
     "num_train_rows": 27,
@@ -525,14 +522,8 @@ def folder(
     return folder
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without timings."""
-    lines = read_jsonl(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
-
-
 def series(run: Path, metric: str) -> Tensor:
-    values = [line[metric] for line in lines_of(run) if metric in line]
+    values = [line[metric] for line in untimed_lines(run) if metric in line]
     assert len(values) == STEPS
     return torch.tensor(values, dtype=torch.float64)
 
@@ -578,8 +569,8 @@ def test_a_reference_that_moves_is_close_again(folder):
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
     whole, resumed = folder / "2" / name, folder / "resumed" / name
-    after = [line for line in lines_of(whole) if line["step"] > SAVED]
-    assert lines_of(resumed) == after
+    after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
+    assert untimed_lines(resumed) == after
     for part in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (whole / part).read_bytes() == (resumed / part).read_bytes()
 

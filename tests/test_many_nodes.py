@@ -21,9 +21,9 @@ from many_nodes import (
     grpo_flags,
     make_inputs,
     run_stages_on_both,
-    series,
     weights_hash,
 )
+from ranks import untimed_lines
 
 RUNS = [("sft", 1), ("sft", 2), ("grpo", 2)]
 DDP_TIMEOUT = 10  # seconds that a rank waits
@@ -59,9 +59,9 @@ def test_two_hosts_compute_what_one_does(
     folder: Path, flags: dict[str, Any], stage: str, num_replicas: int
 ) -> None:
     one, two = (folder / name / f"{stage}_{num_replicas}" for name in ("one", "two"))
-    assert [line["step"] for line in series(two)] == list(range(1, STEPS + 1))
-    assert series(two) == series(one)  # digit by digit
-    assert any(line["grad_norm"] > 1e-3 for line in series(one))
+    assert [line["step"] for line in untimed_lines(two)] == list(range(1, STEPS + 1))
+    assert untimed_lines(two) == untimed_lines(one)  # digit by digit
+    assert any(line["grad_norm"] > 1e-3 for line in untimed_lines(one))
     assert weights_hash(two) == weights_hash(one)
 
 
@@ -79,9 +79,9 @@ def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
         (line,) = [line for line in cut.logs[rank].splitlines() if line.startswith("rank ")]
         assert line.startswith(f"rank {rank} lost its peers at step {CUT_IN} of train_grpo")
         assert line.endswith(reason)
-    assert [line["step"] for line in series(run)] == list(range(1, CUT_IN))
+    assert [line["step"] for line in untimed_lines(run)] == list(range(1, CUT_IN))
 
     hosts.run(grpo_command(flags), 2, folder=folder)
     undisturbed = folder / "one" / "grpo_2"
-    assert series(run) == series(undisturbed)
+    assert untimed_lines(run) == untimed_lines(undisturbed)
     assert weights_hash(run) == weights_hash(undisturbed)

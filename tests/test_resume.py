@@ -13,19 +13,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import launch, run_stages
+from ranks import launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
 from common import checkpoint, checkpoint_files, distributed, fsdp, models, optim
 from common.config import UserError
-from common.glossary import SPANS
 from common.jsonl import read_jsonl
 from common.metrics import RunLogger
 from common.scoring import Policy
 from train_sft import SFTConfig
 
 STEPS, SAVED = 6, 3
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 MOVES = [(1, 2, "sft"), (2, 1, "sft"), (2, 4, "sft"), (2, 1, "grpo"), (2, 4, "grpo")]
 RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
 
@@ -120,12 +118,6 @@ def kill_in_the_last_step(run: Path) -> None:
     (resumed / "metrics.jsonl").write_text(text + '{"step": 6, "lo')
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without timings."""
-    lines = read_jsonl(run / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
-
-
 def difference(run: Path, other: Path) -> float:
     """The largest difference between exported weights of the same name."""
     a, b = (load_file(path / "model" / "model.safetensors") for path in (run, other))
@@ -135,8 +127,8 @@ def difference(run: Path, other: Path) -> float:
 @pytest.mark.parametrize(("num_ranks", "task"), RUNS)
 def test_metrics_are_identical(folder: Path, num_ranks: int, task: str) -> None:
     run = folder / str(num_ranks) / task
-    lines = metrics(run / "resumed")
-    assert lines == metrics(run / "whole")
+    lines = untimed_lines(run / "resumed")
+    assert lines == untimed_lines(run / "whole")
     training = [line["step"] for line in lines if "grad_norm" in line]
     assert training == list(range(1, STEPS + 1))
 
@@ -159,16 +151,16 @@ def test_samples_are_identical(folder: Path, num_ranks: int, task: str) -> None:
 
 def test_steps_after_the_checkpoint_change_the_model(folder: Path) -> None:
     for num_ranks, task in RUNS:
-        lines = [x for x in metrics(folder / str(num_ranks) / task / "whole") if "loss" in x]
+        lines = [x for x in untimed_lines(folder / str(num_ranks) / task / "whole") if "loss" in x]
         assert all(line["grad_norm"] > 1e-3 for line in lines), task
         assert len({line["learning_rate"] for line in lines[2:]}) == STEPS - 2
 
 
 def test_a_named_checkpoint_goes_on_in_another_folder(folder: Path) -> None:
     whole = folder / "1" / "sft" / "whole"
-    after = [line for line in metrics(whole) if line["step"] > SAVED]
+    after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
     elsewhere = moved(folder, 1, 1, "sft")
-    assert metrics(elsewhere) == after
+    assert untimed_lines(elsewhere) == after
     files = [run / "model" / "model.safetensors" for run in (whole, elsewhere)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -178,9 +170,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     folder: Path, saved_on: int, num_ranks: int, task: str
 ) -> None:
     whole = folder / str(saved_on) / task / "whole"
-    after = [line for line in metrics(whole) if line["step"] > SAVED]
+    after = [line for line in untimed_lines(whole) if line["step"] > SAVED]
     for line, expected in zip(
-        metrics(moved(folder, saved_on, num_ranks, task)), after, strict=True
+        untimed_lines(moved(folder, saved_on, num_ranks, task)), after, strict=True
     ):
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-6)
 

@@ -47,11 +47,7 @@ class Evil:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Working directory with a good policy and good rows; with a process group."""
-    folder = tmp_path_factory.mktemp("security")
-    bad_things.make_rows(folder)
-    bad_things.make_models(folder)
-    bad_things.make_reward_files(folder)
-    with tiny.working_directory(folder):
+    with bad_things.working_folder(tmp_path_factory.mktemp("security")) as folder:
         yield folder
 
 
