@@ -51,7 +51,7 @@ from common import (
     reference_cache,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.dpo_config import DPOConfig
 from common.generation import Sampler
 from common.lora import AdapterReference
@@ -145,6 +145,13 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
+    def evaluate(step: int) -> None:
+        if eval_set:
+            accuracy, _ = evaluation.preferences(
+                policy, eval_set, config, pad_id, ref_eval_logps, config.is_per_token
+            )
+            logger.log(step, {"eval_accuracy": accuracy.accuracy})
+
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
@@ -191,15 +198,17 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            accuracy, _ = evaluation.preferences(
-                policy, eval_set, config, pad_id, ref_eval_logps, config.is_per_token
-            )
-            logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
-        if is_due(step + 1, config.sample_steps, total_steps):
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
+    logger.samples(total_steps, sampler.table(eval_set or train_set))
 
     # Export
     saver.close()

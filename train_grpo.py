@@ -57,7 +57,7 @@ from common import (
     rollouts,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
@@ -117,6 +117,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     faults.watch_replay(policy, config)
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
+    fixed = (eval_set or train_set)[: config.num_sample_prompts]
     draw = partial(
         rollouts.draw,
         total_steps=total_steps,
@@ -208,12 +209,14 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if is_due(step + 1, config.sample_steps, total_steps):
-            fixed = (eval_set or train_set)[: config.num_sample_prompts]
-            table = rollouts.sample_table(sampler, scorer, fixed, config)
-            logger.samples(step + 1, table)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
+            logger.samples(step + 1, rollouts.sample_table(sampler, scorer, fixed, config))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Last samples, behind the last checkpoint: a run that is killed here makes them again
+    saver.stop_if_asked(total_steps, at_once=True)
+    logger.samples(total_steps, rollouts.sample_table(sampler, scorer, fixed, config))
 
     # Export
     saver.close()

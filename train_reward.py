@@ -48,7 +48,13 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import is_due, knob, require_not_negative, require_positive
+from common.config import (
+    is_due,
+    is_due_before_end,
+    knob,
+    require_not_negative,
+    require_positive,
+)
 from common.data import Example
 from common.lora import LoraTrainConfig
 from common.losses import bradley_terry_loss, centering_penalty
@@ -125,6 +131,12 @@ def main(config: RewardConfig) -> None:
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
+    def evaluate(step: int) -> None:
+        if eval_set:
+            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
+            logger.log(step, {"eval_accuracy": accuracy.accuracy})
+            logger.samples(step, evaluation.pair_table(eval_set, scores, tokenizer, config))
+
     # Loop
     for step in range(start_step, total_steps):
         own = [groups[i].rows for i in order.rows(step) if i is not None]
@@ -159,12 +171,14 @@ def main(config: RewardConfig) -> None:
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
-            logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
-            logger.samples(step + 1, evaluation.pair_table(eval_set, scores, tokenizer, config))
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
 
     # Shift to mean 0 over reference summaries, export
     saver.close()

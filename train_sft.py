@@ -36,7 +36,7 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.generation import Sampler
 from common.lora import LoraTrainConfig
 from common.losses import sft_loss
@@ -85,6 +85,11 @@ def main(config: SFTConfig) -> None:
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
+    def evaluate(step: int) -> None:
+        if eval_set:
+            eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
+            logger.log(step, {"eval_loss": eval_loss})
+
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
@@ -111,13 +116,17 @@ def main(config: SFTConfig) -> None:
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
-            logger.log(step + 1, {"eval_loss": eval_loss})
-        if is_due(step + 1, config.sample_steps, total_steps):
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
+    logger.samples(total_steps, sampler.table(eval_set or train_set))
 
     # Export
     saver.close()

@@ -162,6 +162,7 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "git_commit",
         "packages",
         "script",
+        "stage",
     }
     assert environment["world_size"] == 3
     for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
