@@ -14,7 +14,7 @@ stopped by itself.
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
-Writes `results.json`, `report.md` and `plots/summary.png` to output_dir, and prints the table.
+Writes `results.json`, `report.html`, `report.md` and `plots/summary.png`, and prints the table.
 """
 
 import json
@@ -136,7 +136,7 @@ def main(config: EvaluateConfig) -> None:
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     report.chain_report(results, run_dirs(systems), output_dir)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
-    distributed.print_rank0(f"report: {output_dir / 'report.md'}")
+    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def load_data(

@@ -208,7 +208,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             logger.log_training(step + 1, metrics)
         if is_due(step + 1, config.sample_steps, total_steps):
             fixed = (eval_set or train_set)[: config.num_sample_prompts]
-            table = rollouts.sample_table(sampler, scorer, fixed, config)
+            table = rollouts.sample_table(sampler, scorer, reference, fixed, config)
             logger.samples(step + 1, table)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)

@@ -277,16 +277,18 @@ class RunLogger:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print completions as a table, and add them to `samples.jsonl` and to wandb.
 
+        What is measured of single tokens, which are lists, goes to `samples.jsonl` only.
+
         Args:
             step: optimiser steps made.
             rows: one mapping per completion with the same keys; the order of keys is the order of
-                columns. Values are text, numbers or None.
+                columns. Values are text, numbers, None, or lists.
         """
         if not self._active or not rows:
             return
-        table = [dict(row) for row in rows]
-        for row in table:
+        for row in rows:
             self._append(self._samples_file, {"step": step, **row})
+        table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")

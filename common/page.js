@@ -58,7 +58,7 @@ function paint(root, name) {
     if (Number.isFinite(value)) found.push([token, value]);
   }
   const sizes = found.map(([, value]) => Math.abs(value)).sort((a, b) => a - b);
-  const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+  const largest = sizes[Math.ceil(0.98 * (sizes.length - 1))] || 1;
   for (const [token, value] of found) {
     const share = Math.min(1, Math.abs(value) / largest) * 0.75;
     if (share > 0.02) {

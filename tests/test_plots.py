@@ -180,24 +180,27 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
     written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
-    assert written == [tmp_path / "eval/report.md", tmp_path / "eval/plots/summary.png"]
-    text = written[0].read_text()
+    names = ["report.html", "report.md", "plots/summary.png"]
+    assert written == [tmp_path / "eval" / name for name in names]
+    text = written[1].read_text()
     assert results_table(results) in text
     assert "(plots/summary.png)" in text
-    assert "- [SFT](../the%20run/plots/curves.png)" in text
+    assert "(../the%20run/plots/curves.png)" in text
+    assert "| Loss (loss) |  loss |     1 | 0.0101 | 0.0101 |       1 |" in text
     assert "none/plots" not in text
-    assert "| SFT | One &lt;\\|endoftext\\|> line |" in text
-    assert "| *reference* | The facts. |" in text
-    assert "| GRPO | *(empty)* |" in text
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
+    assert ["| SFT", "One &lt;\\|endoftext\\|> line |"] in rows
+    assert ["| reference", "The facts. |"] in rows
+    assert ["| GRPO", "*(empty)* |"] in rows
     assert "Ties: SFT 0, Reward model 3." in text
     assert "84.2%" in text
     assert "by source" not in text  # there is one source
-    assert ink(written[1]) > 0.01
+    assert ink(written[2]) > 0.01
 
 
 def test_sources_have_a_table_of_their_own(tmp_path: Path, results: dict[str, Any]) -> None:
     results["systems"][0]["accuracy_by_source"]["cnn_dm"] = accuracy(0.6, 0.5, 0.7)
-    text = chain_report(results, {}, tmp_path)[0].read_text()
+    text = chain_report(results, {}, tmp_path)[1].read_text()
     lines = text[text.index("## Accuracy by source") :].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:6]]
     assert rows[0] == ["stage", "cnn_dm", "tldr"]
@@ -211,7 +214,7 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(
     results |= {"attainable_accuracy": None, "samples": []}
     for each in results["systems"]:
         each["gold_reward"] = None
-    report_path, picture = chain_report(results, {}, tmp_path)
+    _, report_path, picture = chain_report(results, {}, tmp_path)
     assert "Attainable is" not in report_path.read_text()
     assert ink(picture) > 0.005
 
