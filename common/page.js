@@ -68,8 +68,11 @@ function paint(root, name) {
   }
   const ends = root.querySelectorAll(".scale span");
   root.querySelector(".scale").hidden = !name;
-  ends[0].textContent = `\u2212${largest.toPrecision(2)}`;
-  ends[1].textContent = `+${largest.toPrecision(2)}`;
+  const below = found.some(([, value]) => value < 0);
+  const above = found.some(([, value]) => value > 0);
+  ends[0].textContent = below ? `\u2212${largest.toPrecision(2)}` : "0";
+  ends[1].textContent = above ? `+${largest.toPrecision(2)}` : "0";
+  root.querySelector(".scale i").className = below && above ? "" : below ? "below" : "above";
 }
 
 for (const root of document.querySelectorAll(".coloured")) {

@@ -231,7 +231,8 @@ def _coloured(tokens: Sequence[Token]) -> str:
 
 def _colour_choice(tokens: Sequence[Token]) -> str:
     """The choice of what colours the tokens, "" where they have no values."""
-    names = list(dict.fromkeys(name for token in tokens for name in token.values))
+    richest = sorted(tokens, key=lambda token: -len(token.values))  # their order is the whole one
+    names = list(dict.fromkeys(name for token in richest for name in token.values))
     if not names:
         return ""
     options = "".join(f'<option value="{shown(name)}">{shown(name)}</option>' for name in names)
