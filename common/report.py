@@ -14,17 +14,13 @@ from common.distributed import is_rank0
 from common.plots import summary_figure
 from common.report_page import (
     Block,
-    Completion,
-    Frame,
     Picture,
-    Sample,
-    SampleBrowser,
     Section,
     Table,
     Text,
     write_page,
 )
-from common.run_sections import curves_section, samples_section
+from common.run_sections import completions_section, curves_section, samples_section
 from common.terminal import NOT_MEASURED, markdown_table
 
 
@@ -108,7 +104,7 @@ def chain_report(
     blocks = [
         Section("Systems", systems),
         *sections,
-        *_completions_section(results.get("samples", [])),
+        *completions_section(results, output_dir),
         *curves_section(run_dirs),
         *samples_section(run_dirs),
         _reading_section(results),
@@ -127,17 +123,6 @@ def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
         for name, parts in by_source.items()
     ]
     return [Section("Accuracy by source", [Table(["stage", *sources], rows)])]
-
-
-def _completions_section(samples: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Every system's completion of the same prompts."""
-    shown = []
-    for sample in samples:
-        texts = {"reference": sample.get("reference"), **sample["completions"]}
-        completions = [Completion(n, text) for n, text in texts.items() if text is not None]
-        shown.append(Sample(sample["prompt"], [Frame("", completions)]))
-    caption = "The first held-out prompts, completed by every policy."
-    return [Section("Completions", [SampleBrowser(shown, caption)])] if shown else []
 
 
 def _reading_section(results: Mapping[str, Any]) -> Section:

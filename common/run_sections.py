@@ -23,6 +23,7 @@ from common.report_page import (
 )
 from common.terminal import NOT_MEASURED, format_number
 
+MOST_PROMPTS = 20  # of an evaluation
 MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and the page stays small
 MOST_COMPLETIONS = 8  # of a prompt at a moment
 LOGP, LOG_RATIO, KL, ADVANTAGE = (
@@ -57,6 +58,40 @@ def curve_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
         if lines:
             panels.append(Panel(title, unit, lines))
     return panels
+
+
+# --- what was evaluated ---
+
+
+def completions_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
+    """Every system's completion of the first held-out prompts, with what it was worth.
+
+    From `completions.jsonl` in the folder; without it, from the samples in `results.json`.
+    """
+    lines = read_jsonl(output_dir / "completions.jsonl")[:MOST_PROMPTS]
+    samples = [
+        Sample(line["prompt"], [Frame("", [_measured(name, own) for name, own in _answers(line)])])
+        for line in lines
+    ]
+    for sample in [] if lines else results.get("samples", []):
+        texts = {"reference": sample.get("reference"), **sample["completions"]}
+        completions = [Completion(n, text) for n, text in texts.items() if text is not None]
+        samples.append(Sample(sample["prompt"], [Frame("", completions)]))
+    caption = "The first held-out prompts, completed by every policy."
+    return [Section("Completions", [SampleBrowser(samples, caption)])] if samples else []
+
+
+def _answers(line: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    own = [("reference", line["reference"])] if line.get("reference") else []
+    return [*own, *line["systems"].items()]
+
+
+def _measured(name: str, generation: Mapping[str, Any]) -> Completion:
+    values = {**(generation.get("rewards") or {}), "KL": generation.get("kl")}
+    notes = [f"{k} {format_number(v)}" for k, v in values.items() if v is not None]
+    if generation.get("num_tokens") is not None:
+        notes.append(f"{generation['num_tokens']} tokens")
+    return Completion(name, generation["completion"], ", ".join(notes))
 
 
 # --- samples over training ---
