@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.config import config_dict
 from common.distributed import is_rank0
 from common.plots import summary_figure
 from common.report_page import (
@@ -22,6 +23,9 @@ from common.report_page import (
 )
 from common.run_sections import completions_section, curves_section, samples_section
 from common.terminal import NOT_MEASURED, markdown_table
+from common.wandb_runs import log_evaluation
+
+PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
 
 
 def results_table(results: Mapping[str, Any]) -> str:
@@ -110,6 +114,32 @@ def chain_report(
         _reading_section(results),
     ]
     return [*write_page(output_dir, f"Results on {results['dataset']}", blocks), picture]
+
+
+def send(results: Mapping[str, Any], config: Any) -> None:
+    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
+
+    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
+    """
+    if config.report_to != "wandb" or not is_rank0():
+        return
+    table = systems_table(results)
+    output_dir = Path(config.output_dir)
+    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
+    log_evaluation(*given, summary=system_numbers(results))
+
+
+def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
+    numbers = {}
+    for system in results["systems"]:
+        for name in ("accuracy", "gold_reward", "reward", "kl", *PLAIN_NUMBERS):
+            value = system.get(name)
+            if isinstance(value, Mapping):
+                value = value["accuracy" if name == "accuracy" else "mean"]
+            if value is not None:
+                numbers[f"{system['name']}/{name}"] = float(value)
+    return numbers
 
 
 def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,11 @@ import pytest
 from PIL import Image
 
 from common import plots, report
+from common.config import parse
 from common.glossary import METRICS
 from common.plots import PANELS, draw_series, moving_mean, plot_run, series
 from common.report import chain_report, results_table
+from evaluate import EvaluateConfig
 
 
 def record(run_dir: Path, lines: list[dict[str, Any]]) -> Path:
@@ -233,3 +238,38 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     assert high > 86.0
     ends = [path.vertices[:, 1].tolist() for c in axes.collections for path in c.get_paths()]
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
+
+
+# --- wandb ---
+
+
+def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
+    numbers = report.system_numbers(results)
+    assert numbers["SFT/accuracy"] == 0.5
+    assert numbers["SFT/gold_reward"] == 0.55
+    assert numbers["Reward model/accuracy"] == 0.8125
+    assert "SFT/kl" not in numbers  # it was not measured
+    assert {name.split("/")[1] for name in numbers} == {
+        *("accuracy", "gold_reward", "length", "stop_rate", "minutes", "peak_memory_gb")
+    }
+
+
+def test_wandb_gets_the_table_and_the_numbers_if_asked(
+    tmp_path: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimpleNamespace(summary={}, logged=[], finish=lambda: run.logged.append("finished"))
+    run.log, run.define_metric = run.logged.append, lambda *_, **__: None
+    table = SimpleNamespace
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = parse(EvaluateConfig, ["--policies", "a", "--output_dir", str(tmp_path / "eval")])
+    report.send(results, config)
+    assert not (tmp_path / "eval").exists()
+    report.send(results, replace(config, report_to="wandb"))
+    shown, finished = run.logged
+    assert finished == "finished"
+    systems = report.systems_table(results)
+    assert shown == {"systems": table(columns=systems.headers, data=systems.rows)}
+    assert run.summary == report.system_numbers(results)
+    del wandb.Table  # it fails on the way: the evaluation goes on
+    report.send(results, replace(config, report_to="wandb"))
