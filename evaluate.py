@@ -14,7 +14,7 @@ stopped by itself.
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
-Writes `results.json`, `report.md` and `plots/summary.png` to output_dir, and prints the table.
+Writes `results.json`, `report.html`, `report.md` and `plots/summary.png`, and prints the table.
 """
 
 import json
@@ -47,6 +47,7 @@ class EvaluateConfig(CommonConfig):
     reward_funcs: list[str] = knob(
         [], "further judges of generations: gold, file.py:function (your file is run as code)"
     )
+    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""
@@ -135,8 +136,9 @@ def main(config: EvaluateConfig) -> None:
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     report.chain_report(results, run_dirs(systems), output_dir)
+    report.send(results, config)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
-    distributed.print_rank0(f"report: {output_dir / 'report.md'}")
+    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def load_data(

@@ -117,7 +117,6 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     faults.watch_replay(policy, config)
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
-    fixed = (eval_set or train_set)[: config.num_sample_prompts]
     draw = partial(
         rollouts.draw,
         total_steps=total_steps,
@@ -138,6 +137,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     cap: Any = {"correction": config.sampler_correction, "cap": config.sampler_correction_cap}
     of_kl: Any = {"estimator": config.kl_estimator, "corrected": config.kl_correction}
     scoring: Any = {"temperature": config.temperature, "with_entropy": True}
+
+    def show_samples(step: int) -> None:
+        fixed = (eval_set or train_set)[: config.num_sample_prompts]
+        table = rollouts.sample_table(sampler, scorer, reference, fixed, config)
+        logger.samples(step, table)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -210,13 +214,13 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
         if is_due_before_end(step + 1, config.sample_steps, total_steps):
-            logger.samples(step + 1, rollouts.sample_table(sampler, scorer, fixed, config))
+            show_samples(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
 
     # Last samples, behind the last checkpoint: a run that is killed here makes them again
     saver.stop_if_asked(total_steps, at_once=True)
-    logger.samples(total_steps, rollouts.sample_table(sampler, scorer, fixed, config))
+    show_samples(total_steps)
 
     # Export
     saver.close()

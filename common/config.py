@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -525,6 +526,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "packages": {name: package_version(name) for name in packages},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
+        "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
