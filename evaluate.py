@@ -5,16 +5,20 @@ half. A reward model is judged by its reward; a policy by its implicit reward be
 (Rafailov et al. 2023, eq. 5; no beta > 0 changes the order); the reference itself, whose implicit
 reward is 0 everywhere, by the log-probability of the completion.
 
-Generations of every policy, one per prompt: reward of each reward function and reward model (mean
-with a 95% bootstrap interval), KL(pi || ref) per completion, length in tokens, and the share that
-stopped by itself.
+Generations of every policy, one per prompt: reward of each reward function and reward model,
+KL(pi || ref) per completion, entropy, ROUGE to the row's `completion`, length in tokens, the share
+that stopped by itself, repetition and copying; and win rates of every two policies, and of each
+against the row's `completion`, by every judge, also at equal length. Intervals are 95%, over
+prompts.
 
     torchrun --standalone --nproc_per_node 2 evaluate.py --config assets/recipes/demo/evaluate.yaml
     python evaluate.py --output_dir output/eval --dataset_name my/pairs/validation.jsonl \
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
-Writes `results.json`, `report.md` and `plots/summary.png` to output_dir, and prints the table.
+Writes `results.json`, `completions.jsonl` (of which every number about generations is a function;
+`python -m common.judgements` has them compared by people or models elsewhere), `report.md` and
+`plots/summary.png` to output_dir, and prints the tables.
 """
 
 import json
@@ -24,13 +28,29 @@ from typing import Any
 
 from torch import Tensor
 
-from common import data, distributed, evaluation, fsdp, models, report, self_checks, synthetic
+from common import (
+    completions,
+    data,
+    distributed,
+    evaluation,
+    fsdp,
+    generation_quality,
+    generation_tables,
+    judge_functions,
+    models,
+    report,
+    self_checks,
+    synthetic,
+    win_rates,
+)
+from common.completions import Generation
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
-from common.generation import Rollouts, Sampler
+from common.generation import Sampler
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
-from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
+from common.statistics import PreferenceAccuracy, preference_accuracy
+from common.terminal import markdown_table
 
 
 @dataclass
@@ -46,6 +66,9 @@ class EvaluateConfig(CommonConfig):
     max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = knob(
         [], "further judges of generations: gold, file.py:function (your file is run as code)"
+    )
+    judge_funcs: list[str] = knob(
+        [], "judges of two generations: file.py:function (your file is run as code)"
     )
 
     def __post_init__(self) -> None:
@@ -82,7 +105,8 @@ def main(config: EvaluateConfig) -> None:
         path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
     judging = [*config.reward_models, *config.reward_funcs]
-    judges = RewardScorer(judging, [], tokenizer, config, beside=policies)
+    pair_judges = judge_functions.load_judges(config.judge_funcs)
+    judges = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *pair_judges])
     judges.refuse_other_vocabularies()
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     judges.check_rows(prompts)
@@ -101,7 +125,7 @@ def main(config: EvaluateConfig) -> None:
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
-    completions: dict[str, list[str]] = {}
+    generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
@@ -115,12 +139,20 @@ def main(config: EvaluateConfig) -> None:
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
-            system |= generation_metrics(
-                policy, reference, judges, prompts, rollouts, config, pad_id
+            generations[names[path]] = generation_quality.measure(
+                policy, reference, judges, prompts, rollouts, config, config.temperature, pad_id
             )
-            completions[names[path]] = rollouts.texts(tokenizer)
         if path in config.policies:
             systems.append(system)
+
+    # Generations: compared with each other and with the rows' own completions
+    own = generation_quality.reference_completions(
+        judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
+    )
+    answers = generation_quality.collect(prompts, generations, own)
+    answers = judge_functions.with_verdicts(answers, pair_judges, names, prompts, config.seed)
+    systems = generation_quality.with_summaries(systems, answers, judges)
+    compared_by_judges = win_rates.all_win_rates(answers)
 
     # Results
     results = {
@@ -130,12 +162,17 @@ def main(config: EvaluateConfig) -> None:
         "num_prompts": len(prompts),
         "attainable_accuracy": attainable(pairs),
         "systems": systems,
-        "samples": samples(prompts, completions, config),
+        "reference_completions": generation_quality.reference_summary(answers),
+        "win_rates": compared_by_judges,
+        "samples": samples(prompts, generations, config),
     }
     if distributed.is_rank0():
+        completions.write(answers, output_dir)
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     report.chain_report(results, run_dirs(systems), output_dir)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
+    for headers, rows in generation_tables.tables(results):
+        distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.md'}")
 
 
@@ -176,52 +213,6 @@ def describe(
     }
 
 
-def generation_metrics(
-    policy: Policy,
-    reference: Policy,
-    judges: RewardScorer,
-    prompts: list[Example],
-    rollouts: Rollouts,
-    config: EvaluateConfig,
-    pad_id: int,
-) -> dict[str, Any]:
-    """Rewards, KL to the reference, length and stop rate of one completion per prompt. Collective.
-
-    The KL is the mean of log pi - log ref over completions drawn from pi: unbiased at temperature
-    1, and not measured at any other.
-    """
-    metrics: dict[str, Any] = {
-        "length": sum(map(len, rollouts.completion_ids)) / len(prompts),
-        "stop_rate": sum(rollouts.has_stop) / len(prompts),
-        "kl": None,
-    }
-    if judges.functions.functions:
-        _, by_judge = judges(prompts, rollouts)
-        rewards = {name: interval(values[~values.isnan()]) for name, values in by_judge.items()}
-        first = next((judges.short[path] for path in judges.models), "")
-        metrics["rewards"] = rewards
-        metrics |= {
-            "gold_reward": rewards.get(judges.short.get("gold", "")),
-            "reward": rewards.get(first),
-        }
-    if config.temperature == 1:
-        sampled = [
-            replace(example, completions=[ids])
-            for example, ids in zip(prompts, rollouts.completion_ids, strict=True)
-        ]
-        logps = evaluation.score_examples(policy, sampled, config, pad_id, "scoring")  # (N, 1)
-        ref_logps = evaluation.score_examples(reference, sampled, config, pad_id, "scoring")
-        metrics["kl"] = interval((logps - ref_logps).flatten())
-    return metrics
-
-
-def interval(values: Tensor) -> dict[str, float] | None:
-    """Mean with its bootstrap interval, ready for JSON; None if nothing was measured."""
-    if not len(values):
-        return None
-    return dict(zip(("mean", "low", "high"), mean_interval(values), strict=True))
-
-
 def attainable(pairs: list[Example]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
     rows = [example.columns for example in pairs]
@@ -230,7 +221,7 @@ def attainable(pairs: list[Example]) -> float | None:
 
 
 def samples(
-    prompts: list[Example], completions: dict[str, list[str]], config: EvaluateConfig
+    prompts: list[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     """The first prompts with every policy's completion, for the report."""
     shown = []
@@ -240,7 +231,7 @@ def samples(
             {
                 "prompt": example.prompt,
                 "reference": reference if isinstance(reference, str) else None,
-                "completions": {name: texts[i] for name, texts in completions.items()},
+                "completions": {name: own[i].completion for name, own in generations.items()},
             }
         )
     return shown

@@ -21,7 +21,7 @@ class Rouge(NamedTuple):
 
 def rouge_n(candidate: str, reference: str, n: int = 1) -> Rouge:
     """ROUGE-N: overlap of n-grams, each counted as often as both texts have it."""
-    counts, expected = _ngrams(words(candidate), n), _ngrams(words(reference), n)
+    counts, expected = ngrams(words(candidate), n), ngrams(words(reference), n)
     return _rouge((counts & expected).total(), counts.total(), expected.total())
 
 
@@ -53,7 +53,8 @@ def common_subsequence(first: list[str], second: list[str]) -> int:
     return len(first) - column.bit_count()
 
 
-def _ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
+def ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
+    """How often each sequence of n neighbouring tokens occurs; empty below n tokens."""
     return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 

@@ -5,7 +5,7 @@ systems are counted by the same rules.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,20 +35,20 @@ class PreferenceAccuracy:
     num_ties: int
 
 
-def wilson_interval(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:
     """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
 
     Args:
         successes: how many of `total` succeeded; may be fractional, a tie being half a success.
-        total: number of trials, at least 1.
+        total: number of trials, positive; an effective number may be fractional.
         z: standard normal quantile, 1.96 for 95%.
 
     Returns:
         (low, high).
     """
-    assert total > 0, "an interval needs at least one trial"
+    assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"
     share, z_squared = successes / total, z * z
     centre = (share + z_squared / (2 * total)) / (1 + z_squared / total)
@@ -125,13 +125,18 @@ def bootstrap_means(
     assert sizes.all(), "a cluster without observations"
     sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
     np.add.at(sums, clusters, values)
+    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
+
+
+def resamples(num_clusters: int) -> Iterator[NDArray[np.int64]]:
+    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
+
+    One at a time: 2000 x G draws may not fit in memory. The same in every process.
+    """
     generator = np.random.default_rng(BOOTSTRAP_SEED)
-    means = np.empty((NUM_RESAMPLES, values.shape[1]))
-    for resample in range(NUM_RESAMPLES):  # one at a time: 2000 x G draws may not fit in memory
-        drawn = generator.integers(0, sizes.size, sizes.size)
-        times = np.bincount(drawn, minlength=sizes.size)  # (G,)
-        means[resample] = times @ sums / (times @ sizes)
-    return means
+    for _ in range(NUM_RESAMPLES):
+        drawn = generator.integers(0, num_clusters, num_clusters)
+        yield np.bincount(drawn, minlength=num_clusters)
 
 
 def percentile_interval(means: NDArray[np.float64]) -> tuple[float, float]:
