@@ -192,8 +192,9 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any]:
 
     Returns:
         `length` (tokens) and `stop_rate` as numbers, and with intervals as `length_interval` and
-        `stop_rate_interval`; `rewards` by judge, `entropy` (nats per token, mean over tokens) and
-        the MEANS as intervals, None where nothing was measured; `distinct_completions`, a share.
+        `stop_rate_interval`; `rewards` by judge if there is any, `entropy` (nats per token, mean
+        over tokens) and the MEANS as intervals, None where nothing was measured;
+        `distinct_completions`, a share.
     """
     rows = [(row.prompt, own) for row in answers if (own := row.of(name)) is not None]
     prompts, generations = [prompt for prompt, _ in rows], [own for _, own in rows]
@@ -208,13 +209,14 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any]:
         "length_interval": length,
         "stop_rate": stop_rate["mean"],
         "stop_rate_interval": stop_rate,
-        "rewards": {
-            judge: mean_over_prompts([own.rewards.get(judge) for own in generations], prompts)
-            for judge in judges
-        },
         "entropy": mean_over_tokens([own.entropy for own in generations], lengths, prompts),
         "distinct_completions": distinct_share([own.completion for own in generations]),
     }
+    if judges:
+        found["rewards"] = {
+            judge: mean_over_prompts([own.rewards.get(judge) for own in generations], prompts)
+            for judge in judges
+        }
     for key in MEANS:
         found[key] = mean_over_prompts([getattr(own, key) for own in generations], prompts)
     return found
@@ -236,8 +238,9 @@ def with_summaries(
     for system in systems:
         name = system["name"]
         if answers and name in answers[0].systems:
-            found = summary(answers, name)
-            system = system | found | {k: found["rewards"].get(v) for k, v in shown.items()}
+            system = system | summary(answers, name)
+            if "rewards" in system:
+                system |= {key: system["rewards"].get(judge) for key, judge in shown.items()}
         rows.append(system)
     return rows
 
