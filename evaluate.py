@@ -64,6 +64,7 @@ class EvaluateConfig(CommonConfig):
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
         "log_ratio, log_ratio_per_token, logp, logp_per_token",
+        pair_scores.POLICY_SCORES,
     )
     beta: float = knob(
         0.0, "of implicit rewards, for their calibration (0: that of the run beside each policy)"
@@ -91,17 +92,8 @@ class EvaluateConfig(CommonConfig):
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
             require_not_negative(self, name)
-        for name in self.policy_scores or [""]:
-            if name not in pair_scores.POLICY_SCORES:
-                raise UserError(
-                    f"--policy_scores has {name!r}; it must be some of "
-                    f"{', '.join(pair_scores.POLICY_SCORES)}."
-                )
-        for file in self.scores_from:
-            if not Path(file).is_file():
-                raise UserError(
-                    f"--scores_from {file} is no file; name the scores.jsonl of an evaluation."
-                )
+        if not self.policy_scores:
+            raise UserError("--policy_scores is empty: say how policies are read.")
         if self.max_new_tokens > self.max_completion_length:
             raise UserError(
                 f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
@@ -132,6 +124,9 @@ def main(config: EvaluateConfig) -> None:
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     judges.check_messages(pairs)
     judges.check_rows(prompts)
+    described = pair_scores.describe_pairs(pairs, config.dataset_name, config.dataset_test_split)
+    table = PairScores(described)
+    others = pair_scores.read_others(table, config.scores_from)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
 
@@ -139,8 +134,6 @@ def main(config: EvaluateConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
     names, systems = judges.short, []
-    described = pair_scores.describe_pairs(pairs, config.dataset_name, config.dataset_test_split)
-    table = PairScores(described)
     for path, function in judges.reward_models.items():
         scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
         table.rewards[names[path]] = scores.numpy()
@@ -180,7 +173,7 @@ def main(config: EvaluateConfig) -> None:
     # Results
     texts = pair_judging.completion_texts(pairs, tokenizer, stop_ids)
     table.scores |= pair_scores.baselines(pairs, texts, config.seed)
-    pair_scores.add_scores(table, config.scores_from)
+    pair_scores.add_others(table, others)
     compared = comparison.compare(table)
     results = {
         "dataset": config.dataset_name,

@@ -33,10 +33,10 @@ def compare(table: PairScores) -> dict[str, Any]:
     """What `results.json` holds under `comparison`.
 
     Returns:
-        num_pairs, num_prompts; systems: name, accuracy (as `PreferenceAccuracy`, with prompt_low
-        and prompt_high, the 95% interval of the bootstrap over prompts) and accuracy_by (split,
-        part: the same); differences: as `PairedDifference`, of every two systems; calibration: by
-        system that gives log odds, as `Calibration`.
+        num_pairs, num_prompts; systems: name, accuracy (as `PreferenceAccuracy`, with num_prompts,
+        prompt_low and prompt_high, the 95% interval of the bootstrap over prompts) and accuracy_by
+        (split, part: the same); differences: as `PairedDifference`, of every two systems;
+        calibration: by system that gives log odds, as `Calibration`.
     """
     clusters = cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
     wins = {name: outcomes(*scores.T) for name, scores in table.systems.items()}
@@ -63,14 +63,15 @@ def compare(table: PairScores) -> dict[str, Any]:
 
 def accuracies(table: PairScores, rows: NDArray[np.int64]) -> dict[str, dict[str, Any]]:
     """Accuracy on some of the pairs by system, with both intervals."""
-    keys = [table.pairs[row]["prompt_sha256"] for row in rows]
+    clusters = cluster_numbers([table.pairs[row]["prompt_sha256"] for row in rows])
     columns = [outcomes(*scores[rows].T) for scores in table.systems.values()]
-    means = bootstrap_means(np.stack(columns, axis=1), cluster_numbers(keys))  # (R, S)
+    means = bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
     found = {}
     for (name, scores), column in zip(table.systems.items(), means.T, strict=True):
         low, high = percentile_interval(column)
         accuracy = asdict(preference_accuracy(*scores[rows].T))
-        found[name] = accuracy | {"prompt_low": low, "prompt_high": high}
+        ends = {"prompt_low": low, "prompt_high": high}
+        found[name] = accuracy | {"num_prompts": int(clusters.max()) + 1} | ends
     return found
 
 

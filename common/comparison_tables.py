@@ -59,14 +59,17 @@ def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
             continue
         gain = f"{signed(d['difference'])} {interval(d['low'], d['high'], signed)}"
         counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
-        rows.append([f"{d['first']} - {d['second']}", gain, counts, p_value(d["p_value"])])
+        p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
+        rows.append([f"{d['first']} - {d['second']}", gain, counts, *p_values])
     return NamedTable(
         "Differences on the same pairs",
-        ["first - second", "points [95% CI]", "better : worse", "McNemar p"],
+        ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"],
         rows,
         "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
-        "which one of the two counts more (a tie counts one half); p is McNemar's, exact and "
-        "two-sided, takes pairs as independent and is not corrected for the number of comparisons.",
+        "which one of the two counts more (a tie counts one half). McNemar's p is exact and "
+        "two-sided and takes pairs as independent; p over prompts is that of the permutation test "
+        "that swaps the two systems on all pairs of a prompt at once. Neither is corrected for the "
+        "number of comparisons.",
     )
 
 
@@ -84,7 +87,10 @@ def split_tables(comparison: Mapping[str, Any]) -> Iterator[NamedTable]:
         yield NamedTable(title, ["system", *headers], rows, f"{note} {SPLIT_INTERVALS}")
 
 
-SPLIT_INTERVALS = "Intervals are over prompts, at 0 and 100 Wilson's."
+SPLIT_INTERVALS = (
+    "Intervals are over prompts, at 0 and 100 Wilson's; of fewer than about 20 prompts they are "
+    "too narrow."
+)
 SPLIT_NOTES = {
     "source": "Where the rows come from.",
     "confidence": "The annotator's confidence: steps 1-3, 4-6 and 7-9, or thirds of the values.",
@@ -113,8 +119,9 @@ def calibration_table(comparison: Mapping[str, Any]) -> NamedTable:
 def summary(comparison: Mapping[str, Any]) -> str:
     """The accuracies and who is better than whom, for the terminal."""
     table = accuracy_table(comparison)
+    counts = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
     return (
-        f"{markdown_table(table.headers, table.rows)}\n\n"
+        f"{counts}\n\n{markdown_table(table.headers, table.rows)}\n\n"
         f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: the interval over prompts "
         f"holds 0\n\n{difference_matrix(comparison)}"
     )

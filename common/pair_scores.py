@@ -197,23 +197,30 @@ def stacked(lines: Sequence[Mapping[str, Any]], kind: str, name: str) -> Scores:
     return np.array([line[kind][name] for line in lines], dtype=np.float64).reshape(-1, 2)
 
 
-def add_scores(table: PairScores, files: Sequence[str]) -> None:
-    """Add the systems that earlier evaluations scored on the same pairs, without the baselines.
+def read_others(table: PairScores, files: Sequence[str]) -> dict[str, PairScores]:
+    """What other evaluations scored, by file.
 
     Raises:
-        UserError: the pairs are others, or a system's name is there already.
+        UserError: a file holds no scores, or those of other pairs.
     """
-    for file in files:
-        other = read_scores(Path(file))
+    others = {file: read_scores(Path(file)) for file in files}
+    for file, other in others.items():
         refuse_other_pairs(table, other, file)
-        for name in other.systems:
-            if name in table.systems and name not in BASELINES:
-                raise UserError(
-                    f"--scores_from {file} has a system named {name!r}, which is there already; "
-                    "evaluate it from a folder with another name."
-                )
-        table.rewards |= {name: s for name, s in other.rewards.items() if name not in BASELINES}
-        table.scores |= {name: s for name, s in other.scores.items() if name not in BASELINES}
+    return others
+
+
+def add_others(table: PairScores, others: Mapping[str, PairScores]) -> None:
+    """Add the systems of other evaluations, without the baselines.
+
+    One whose name is taken gets its evaluation's folder behind it, or the file.
+    """
+    for file, other in others.items():
+        for kind, systems in ((table.rewards, other.rewards), (table.scores, other.scores)):
+            for name, scores in systems.items():
+                if name in BASELINES:
+                    continue
+                forms = (name, f"{name} ({Path(file).parent.name})", f"{name} ({file})")
+                kind[next(form for form in forms if form not in table.systems)] = scores
 
 
 def refuse_other_pairs(table: PairScores, other: PairScores, file: str) -> None:

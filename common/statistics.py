@@ -123,8 +123,7 @@ def bootstrap_means(
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"
-    sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
-    np.add.at(sums, clusters, values)
+    sums = cluster_sums(values, clusters)
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     means = np.empty((NUM_RESAMPLES, values.shape[1]))
     for resample in range(NUM_RESAMPLES):  # one at a time: 2000 x G draws may not fit in memory
@@ -132,6 +131,13 @@ def bootstrap_means(
         times = np.bincount(drawn, minlength=sizes.size)  # (G,)
         means[resample] = times @ sums / (times @ sizes)
     return means
+
+
+def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    return sums
 
 
 def percentile_interval(means: NDArray[np.float64]) -> tuple[float, float]:

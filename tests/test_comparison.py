@@ -214,18 +214,20 @@ def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
     assert comparison.compare(again) == comparison.compare(table)
 
 
-def test_systems_of_another_evaluation_join_on_the_same_pairs(tmp_path: Path):
-    file = tmp_path / "scores.jsonl"
-    pair_scores.write_scores(file, random_table(1))
+def test_systems_of_other_evaluations_join_on_the_same_pairs(tmp_path: Path):
+    files = [tmp_path / "one" / "scores.jsonl", tmp_path / "two" / "scores.jsonl"]
+    for file in files:
+        file.parent.mkdir()
+        pair_scores.write_scores(file, random_table(1))
     table = random_table(0)
     own = table.scores["longer wins"]
-    pair_scores.add_scores(table, [str(file)])
-    assert list(table.systems) == ["rm0", "rm1", "lm0", "longer wins", "lm1"]
+    pair_scores.add_others(table, pair_scores.read_others(table, list(map(str, files))))
+    names = ["rm0", "rm1", "rm1 (two)", "lm0", "longer wins", "lm1", "lm1 (two)"]
+    assert list(table.systems) == names
     assert table.scores["longer wins"] is own
-    with pytest.raises(UserError, match=r"has a system named 'rm1', which is there already"):
-        pair_scores.add_scores(table, [str(file)])
+    assert (table.rewards["rm1 (two)"] == random_table(1).rewards["rm1"]).all()
     with pytest.raises(UserError, match="has 12 pairs, of which 10 are among the 10 of this run"):
-        pair_scores.add_scores(random_table(2, num_pairs=10), [str(file)])
+        pair_scores.read_others(random_table(2, num_pairs=10), [str(files[0])])
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", '{"rewards": {"a": [1]}, "scores": {}}\n'])
