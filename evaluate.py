@@ -1,9 +1,13 @@
 """Evaluate any mix of policies and reward models on the same held-out rows.
 
-Preference accuracy, on the whole split in fixed order, with a 95% Wilson interval; a tie counts one
-half. A reward model is judged by its reward; a policy by its implicit reward beta log(pi / ref)
-(Rafailov et al. 2023, eq. 5; no beta > 0 changes the order); the reference itself, whose implicit
-reward is 0 everywhere, by the log-probability of the completion.
+Preference accuracy, on the whole split in fixed order; a tie counts one half. A reward model is
+judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta log(pi / ref)
+(Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the log-probability
+itself, per completion or per token; the reference, whose implicit reward is 0 everywhere, by its
+log-probability. Beside them stand baselines that need no model. Each accuracy has a 95% Wilson
+interval and one of the bootstrap over prompts; every two systems are compared on the same pairs by
+McNemar's exact test and by the paired bootstrap over prompts; by source, confidence and length; and
+reward models by whether sigma(r_chosen - r_rejected) is the share of pairs.
 
 Generations of every policy, one per prompt: reward of each reward function and reward model,
 KL(pi || ref) per completion, entropy, ROUGE to the row's `completion`, length in tokens, the share
@@ -16,9 +20,10 @@ prompts.
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
-Writes `results.json`, `completions.jsonl` (of which every number about generations is a function;
-`python -m common.judgements` has them compared by people or models elsewhere), `report.md` and
-`plots/summary.png` to output_dir, and prints the tables.
+Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
+(of which every number about generations is a function; `python -m common.judgements` has them
+compared by people or models elsewhere), `report.md`, `plots/summary.png` and
+`plots/calibration.png` to output_dir, and prints the tables.
 """
 
 import json
@@ -26,9 +31,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from common import (
+    calibration_figure,
+    comparison,
+    comparison_tables,
     completions,
     data,
     distributed,
@@ -38,6 +44,8 @@ from common import (
     generation_tables,
     judge_functions,
     models,
+    pair_judging,
+    pair_scores,
     report,
     self_checks,
     synthetic,
@@ -47,9 +55,10 @@ from common.completions import Generation
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Sampler
+from common.pair_scores import PairScores, token_counts
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
-from common.statistics import PreferenceAccuracy, preference_accuracy
+from common.statistics import preference_accuracy
 from common.terminal import markdown_table
 
 
@@ -58,8 +67,23 @@ class EvaluateConfig(CommonConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
     policies: list[str] = knob([], "folders or hub ids of causal language models")
-    reward_models: list[str] = knob([], "folders or hub ids of reward models")
+    reward_models: list[str] = knob([], "folders or hub ids of reward models, encoders too")
     ref_model_name_or_path: str = knob("", "reference of implicit rewards (empty: first policy)")
+    policy_scores: list[str] = knob(
+        ["implicit_reward"],
+        "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
+        "log_ratio, log_ratio_per_token, logp, logp_per_token",
+        pair_scores.POLICY_SCORES,
+    )
+    beta: float = knob(
+        0.0, "of implicit rewards, for their calibration (0: that of the run beside each policy)"
+    )
+    score_stop_token: bool = knob(
+        True, "count the stop token in a policy's scores (false: for one not trained to end so)"
+    )
+    scores_from: list[str] = knob(
+        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
+    )
     prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
@@ -78,8 +102,10 @@ class EvaluateConfig(CommonConfig):
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
-        for name in ("num_prompts", "temperature", "max_new_tokens"):
+        for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
             require_not_negative(self, name)
+        if not self.policy_scores:
+            raise UserError("--policy_scores is empty: say how policies are read.")
         if self.max_new_tokens > self.max_completion_length:
             raise UserError(
                 f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
@@ -105,11 +131,15 @@ def main(config: EvaluateConfig) -> None:
         path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
     judging = [*config.reward_models, *config.reward_funcs]
-    pair_judges = judge_functions.load_judges(config.judge_funcs)
-    judges = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *pair_judges])
-    judges.refuse_other_vocabularies()
+    comparing = judge_functions.load_judges(config.judge_funcs)
+    betas = pair_judging.implicit_betas(policies, tokenizer, config)
+    judges = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
+    judges.check_messages(pairs)
     judges.check_rows(prompts)
+    described = pair_scores.describe_pairs(pairs, config.dataset_name, config.dataset_test_split)
+    table = PairScores(described)
+    others = pair_scores.read_others(table, config.scores_from)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
 
@@ -117,23 +147,30 @@ def main(config: EvaluateConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
     names, systems = judges.short, []
-    for path, model in judges.models.items():
-        accuracy, scores = evaluation.preferences(model, pairs, config, pad_id)
-        systems.append(describe(path, names[path], "reward_model", accuracy, scores, pairs))
+    for path, function in judges.reward_models.items():
+        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        table.rewards[names[path]] = scores.numpy()
+        systems.append(describe(path, names[path], "reward_model", scores, pairs))
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
+    scored = pairs if config.score_stop_token else pair_judging.without_stop(pairs, stop_ids)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.layouts_agree(policy, config)
-        accuracy, logps = evaluation.preferences(policy, pairs, config, pad_id, ref_logps)
+        logps = evaluation.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
+        read = pair_scores.policy_scores(
+            config.policy_scores, logps, ref_logps, token_counts(scored), betas[path]
+        )
+        if path in config.policies:
+            table.add_policy(names[path], read, betas[path])
         if reference is None:
             reference, ref_logps = policy, logps
-        system = describe(path, names[path], "policy", accuracy, logps, pairs)
+        system = describe(path, names[path], "policy", next(iter(read.values())), pairs)
         if prompts:
             sampler = Sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
@@ -150,11 +187,14 @@ def main(config: EvaluateConfig) -> None:
         judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
     )
     answers = generation_quality.collect(prompts, generations, own)
-    answers = judge_functions.with_verdicts(answers, pair_judges, names, prompts, config.seed)
+    answers = judge_functions.with_verdicts(answers, comparing, names, prompts, config.seed)
     systems = generation_quality.with_summaries(systems, answers, judges)
-    compared_by_judges = win_rates.all_win_rates(answers)
 
     # Results
+    texts = pair_judging.completion_texts(pairs, tokenizer, stop_ids)
+    table.scores |= pair_scores.baselines(pairs, texts, config.seed)
+    pair_scores.add_others(table, others)
+    compared = comparison.compare(table)
     results = {
         "dataset": config.dataset_name,
         "split": config.dataset_test_split,
@@ -162,15 +202,19 @@ def main(config: EvaluateConfig) -> None:
         "num_prompts": len(prompts),
         "attainable_accuracy": attainable(pairs),
         "systems": systems,
+        "comparison": compared,
         "reference_completions": generation_quality.reference_summary(answers),
-        "win_rates": compared_by_judges,
+        "win_rates": win_rates.all_win_rates(answers),
         "samples": samples(prompts, generations, config),
     }
     if distributed.is_rank0():
         completions.write(answers, output_dir)
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        pair_scores.write_scores(output_dir / "scores.jsonl", table)
+        calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
     report.chain_report(results, run_dirs(systems), output_dir)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
+    distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
     for headers, rows in generation_tables.tables(results):
         distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.md'}")
@@ -194,16 +238,16 @@ def describe(
     path: str,
     name: str,
     kind: str,
-    accuracy: PreferenceAccuracy,
-    scores: Tensor,
+    scores: Any,
     pairs: list[Example],
 ) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
+    accuracy = preference_accuracy(*scores.T)
     sources = [example.source for example in pairs]
     by_source = {}
     for source in dict.fromkeys(sources):
-        chosen, rejected = scores[[s == source for s in sources]].unbind(-1)
-        by_source[source] = asdict(preference_accuracy(chosen, rejected))
+        own = scores[[s == source for s in sources]]  # (n, 2)
+        by_source[source] = asdict(preference_accuracy(*own.T))
     row = {"name": name, "kind": kind, "path": path, "accuracy": asdict(accuracy)}
     cost = evaluation.run_cost(Path(path).parent)
     return row | {

@@ -25,7 +25,10 @@ from common.errors import gist as gist
 
 Config = TypeVar("Config")
 # Endings of the names of fields that may hold paths
-PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
+PATHS = (
+    *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
+    "scores_from",
+)
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:

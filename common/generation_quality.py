@@ -232,7 +232,7 @@ def with_summaries(
     """
     shown = {
         "gold_reward": judges.short.get("gold"),
-        "reward": next((judges.short[path] for path in judges.models), None),
+        "reward": next((judges.short[path] for path in judges.reward_models), None),
     }
     rows = []
     for system in systems:

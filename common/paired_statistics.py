@@ -6,13 +6,19 @@ functions of what each pair counts in the accuracy (`statistics.outcomes`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.statistics import bootstrap_means, percentile_interval
+from common.statistics import (
+    BOOTSTRAP_SEED,
+    NUM_RESAMPLES,
+    bootstrap_means,
+    cluster_sums,
+    percentile_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,10 @@ class PairedDifference:
         high: Upper end.
         num_first_better: Pairs on which the first counts more; a tie counts one half.
         num_second_better: Pairs on which the second counts more.
-        p_value: McNemar's, exact and two-sided. It takes pairs as independent: where prompts have
-            several pairs, go by the interval.
+        p_value: McNemar's, exact and two-sided. It takes pairs as independent, and is too small
+            where a prompt has several that are alike.
+        prompt_p_value: Of the permutation test over prompts, two-sided, which does not; at least
+            1 / (NUM_RESAMPLES + 1).
     """
 
     first: str
@@ -39,6 +47,7 @@ class PairedDifference:
     num_first_better: int
     num_second_better: int
     p_value: float
+    prompt_p_value: float
 
 
 def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
@@ -61,6 +70,25 @@ def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
     return min(1.0, 2 * math.exp(log_tail))
 
 
+def sign_flips(sums: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Random signs of the clusters, summed.
+
+    Were two systems equally good, either might have had the other's wins on all pairs of a prompt:
+    that swap turns the sign of the prompt's difference (Good 2005, section 3.2, matched pairs). The
+    columns share the signs, so that the difference of two columns is that of the two systems.
+
+    Args:
+        sums: (G, S) of each cluster.
+
+    Returns:
+        (NUM_RESAMPLES, S), the same in every process.
+    """
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    # One bit a cluster, and then to +-1: 2000 x G numbers may not fit in memory.
+    bits = generator.integers(0, 2, (NUM_RESAMPLES, len(sums)), dtype=np.int8)
+    return np.array([(2.0 * row - 1.0) @ sums for row in bits])
+
+
 def paired_differences(
     wins: Mapping[str, NDArray[np.float64]], clusters: NDArray[np.int64]
 ) -> list[PairedDifference]:
@@ -78,23 +106,24 @@ def paired_differences(
         return []
     columns = np.stack([wins[name] for name in names], axis=1)  # (N, S)
     means = bootstrap_means(columns, clusters)  # (R, S)
-    return [
-        _difference(names, columns, means, i, j)
-        for i in range(len(names))
-        for j in range(i + 1, len(names))
-    ]
-
-
-def _difference(
-    names: Sequence[str],
-    columns: NDArray[np.float64],
-    means: NDArray[np.float64],
-    i: int,
-    j: int,
-) -> PairedDifference:
-    gains = columns[:, i] - columns[:, j]  # (N,)
-    low, high = percentile_interval(means[:, i] - means[:, j])
-    better, worse = int((gains > 0).sum()), int((gains < 0).sum())
-    p_value = mcnemar_p_value(better, worse)
-    mean = float(gains.mean())
-    return PairedDifference(names[i], names[j], mean, low, high, better, worse, p_value)
+    flipped = sign_flips(cluster_sums(columns, clusters))  # (R, S)
+    found = []
+    for i in range(len(names)):
+        for j in range(i + 1, len(names)):
+            gains = columns[:, i] - columns[:, j]  # (N,)
+            better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+            by_chance = np.abs(flipped[:, i] - flipped[:, j])  # (R,)
+            num_as_far = int((by_chance >= abs(gains.sum())).sum())  # exact: multiples of 1/2
+            found.append(
+                PairedDifference(
+                    names[i],
+                    names[j],
+                    float(gains.mean()),
+                    *percentile_interval(means[:, i] - means[:, j]),
+                    better,
+                    worse,
+                    mcnemar_p_value(better, worse),
+                    (1 + num_as_far) / (1 + NUM_RESAMPLES),
+                )
+            )
+    return found

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import comparison_tables
 from common.distributed import is_rank0
 from common.plots import summary_figure
 from common.terminal import NOT_MEASURED, markdown_table
@@ -81,7 +82,7 @@ def chain_report(
         f"Held-out, {results['num_pairs']:,} preference pairs.",
         results_table(results),
         "![Accuracy, reward and training curves](plots/summary.png)",
-        *_source_section(results["systems"]),
+        *(_comparison_sections(results) or _source_section(results["systems"])),
         *_curves_section(run_dirs, output_dir),
         *_samples_section(results.get("samples", [])),
         *_reading_section(results),
@@ -89,6 +90,18 @@ def chain_report(
     report = output_dir / "report.md"
     report.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return [report, picture]
+
+
+def _comparison_sections(results: Mapping[str, Any]) -> list[str]:
+    """The systems on the same pairs, and their calibration, where evaluation compared them."""
+    comparison = results.get("comparison")
+    if not comparison:
+        return []
+    sections = []
+    for table in comparison_tables.tables(comparison):
+        sections += [f"## {table.title}", markdown_table(table.headers, table.rows), table.note]
+    picture = "![Predicted against observed](plots/calibration.png)"
+    return [*sections, picture] if comparison["calibration"] else sections
 
 
 def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -123,8 +123,7 @@ def bootstrap_means(
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"
-    sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
-    np.add.at(sums, clusters, values)
+    sums = cluster_sums(values, clusters)
     return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
 
 
@@ -137,6 +136,13 @@ def resamples(num_clusters: int) -> Iterator[NDArray[np.int64]]:
     for _ in range(NUM_RESAMPLES):
         drawn = generator.integers(0, num_clusters, num_clusters)
         yield np.bincount(drawn, minlength=num_clusters)
+
+
+def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    return sums
 
 
 def percentile_interval(means: NDArray[np.float64]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import statsmodels.api as sm
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
+from common import statistics
 from common.statistics import (
     bootstrap_means,
     cluster_numbers,
@@ -18,6 +19,12 @@ from common.statistics import (
     preference_accuracy,
     wilson_interval,
 )
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for a simulation of many samples."""
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +137,7 @@ def test_bootstrap_approaches_the_normal_interval() -> None:
     assert high - mean == pytest.approx(half_width, rel=0.08)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_bootstrap_covers_the_truth_in_about_95_of_100_samples() -> None:
     generator = np.random.default_rng(2)
     covered = 0
@@ -203,6 +211,7 @@ def test_clusters_widen_the_interval_only_where_they_are_alike() -> None:
     assert ratios[0.25] == pytest.approx(math.sqrt(1 + 7.8 * 0.25**2 / 0.21), rel=0.1)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_the_interval_over_clusters_covers_the_truth_and_wilson_s_does_not() -> None:
     generator = np.random.default_rng(5)
     covered = {"clusters": 0, "wilson": 0}
