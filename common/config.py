@@ -28,7 +28,10 @@ from common.glossary import METRICS, PREFIXES
 Config = TypeVar("Config")
 REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
 # Endings of the names of fields that may hold paths
-PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
+PATHS = (
+    *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
+    "scores_from",
+)
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import comparison_tables, generation_tables
 from common.config import config_dict
 from common.distributed import is_rank0
 from common.plots import summary_figure
@@ -78,10 +79,7 @@ def _accuracy(interval: Mapping[str, float] | None) -> str:
 
 
 def chain_report(
-    results: Mapping[str, Any],
-    run_dirs: Mapping[str, Path],
-    output_dir: str | Path,
-    sections: Sequence[Block] = (),
+    results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_dir: str | Path
 ) -> list[Path]:
     """Write `report.html`, `report.md` and `plots/summary.png` for a chain that was evaluated.
 
@@ -89,7 +87,6 @@ def chain_report(
         results: what `results.json` holds.
         run_dirs: folder of each stage's run by the stage's name; folders without records are fine.
         output_dir: where the report goes; the Markdown's pictures are relative to it.
-        sections: further ones, shown after the systems.
 
     Returns:
         The files written, none on other ranks than 0.
@@ -98,16 +95,15 @@ def chain_report(
         return []
     output_dir = Path(output_dir)
     picture = summary_figure(results, run_dirs, output_dir / "plots" / "summary.png")
-    caption = "Accuracy, reward and training curves."
     systems: list[Block] = [
         Text(f"Held-out, {results['num_pairs']:,} preference pairs."),
         systems_table(results),
-        Picture(picture, caption),
-        *_source_section(results["systems"]),
+        Picture(picture, "Accuracy, reward and training curves."),
     ]
     blocks = [
         Section("Systems", systems),
-        *sections,
+        *(_comparison_section(results, output_dir) or _source_section(results["systems"])),
+        *_generation_section(results),
         *completions_section(results, output_dir),
         *curves_section(run_dirs),
         *samples_section(run_dirs),
@@ -140,6 +136,28 @@ def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
             if value is not None:
                 numbers[f"{system['name']}/{name}"] = float(value)
     return numbers
+
+
+def _comparison_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
+    """The systems on the same pairs, and their calibration, where evaluation compared them."""
+    comparison = results.get("comparison")
+    if not comparison:
+        return []
+    blocks: list[Block] = []
+    for table in comparison_tables.tables(comparison):
+        shown = (Table(table.headers, table.rows), Text(table.note))
+        blocks.append(Section(table.title, shown))
+    if comparison["calibration"]:
+        picture = output_dir / "plots" / "calibration.png"
+        blocks.append(Picture(picture, "Predicted against observed shares."))
+    return [Section("Preference accuracy", blocks)]
+
+
+def _generation_section(results: Mapping[str, Any]) -> list[Section]:
+    """What generations are like, and who wins against whom, where there are any."""
+    blocks = [Table(headers, rows) for headers, rows in generation_tables.tables(results)]
+    notes = [*generation_tables.QUALITY_NOTES, *generation_tables.WIN_RATE_NOTES]
+    return [Section("Generations", [*blocks, *map(Text, notes)])] if blocks else []
 
 
 def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
