@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def best_of_n(
-    proxy: ArrayLike, values: ArrayLike, sizes: Sequence[int]
-) -> NDArray[np.float64]:
+def best_of_n(proxy: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> NDArray[np.float64]:
     """The expected value of the completion that the proxy likes best among n.
 
     The mean over all subsets of n of the N samples (Nakano et al. 2021, appendix I; Gao et al.
@@ -39,7 +37,8 @@ def best_of_n(
     for row, ties in zip(in_order, ranked, strict=True):
         _average_ties(row, ties)
     shares = np.stack([share_of_subsets(proxy.shape[1], size) for size in sizes])  # (S, N)
-    return shares @ in_order.T
+    result: NDArray[np.float64] = shares @ in_order.T
+    return result
 
 
 def _average_ties(values: NDArray[np.float64], ranked: NDArray[np.float64]) -> None:

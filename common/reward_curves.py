@@ -41,7 +41,8 @@ class Fit:
 
     def at(self, distances: Values) -> Values:
         """The fitted gain in gold reward at each distance."""
-        return design(self.form, distances) @ np.array([self.alpha, self.beta])
+        gains: Values = design(self.form, distances) @ np.array([self.alpha, self.beta])
+        return gains
 
     @property
     def peak(self) -> float | None:
@@ -103,12 +104,10 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | 
     num_seeds, _, num_prompts = kl.shape
     draws: list[Fit] = []
     for _ in range(NUM_RESAMPLES):
-        seeds = generator.integers(0, num_seeds, num_seeds)
-        prompts = generator.integers(0, num_prompts, (num_seeds, num_prompts))
-        drawn = [
-            (kl[seed][:, chosen].mean(-1), gains[seed][:, chosen].mean(-1))
-            for seed, chosen in zip(seeds, prompts, strict=True)
-        ]
+        drawn = []
+        for seed in generator.integers(0, num_seeds, size=(num_seeds,)):
+            prompts = generator.integers(0, num_prompts, num_prompts)
+            drawn.append((kl[seed][:, prompts].mean(-1), gains[seed][:, prompts].mean(-1)))
         some_kl, some_gains = (np.stack(part) for part in zip(*drawn, strict=True))
         draws.append(fit(form, distance(some_kl), some_gains))
     peaks = [math.inf if f.peak is None else f.peak for f in draws]

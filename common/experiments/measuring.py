@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common import distributed, evaluation, fsdp, models, run_state
 from common.checkpoint_files import MANIFEST
@@ -23,6 +24,7 @@ from common.generation import Rollouts, Sampler
 from common.reward_scoring import RewardScorer
 from common.rewards import apply_missing_eos_penalty
 from common.scoring import Policy
+from common.statistics import PreferenceAccuracy
 
 Values = NDArray[np.float64]
 
@@ -78,10 +80,11 @@ class Measurer:
         self.stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
         self.missing_eos_penalty = missing_eos_penalty
         self.reference_path = reference
-        self.scorer = RewardScorer([proxy, gold], [], tokenizer, config)
-        self.names = [self.scorer.short[name] for name in (proxy, gold)]
         self.mesh = distributed.mesh(config.num_replicas)
-        self.scorer.load(self.mesh)
+        self.proxy = RewardScorer([proxy], [], tokenizer, config)
+        self.gold = RewardScorer([gold], [], tokenizer, config)
+        for scorer in (self.proxy, self.gold):
+            scorer.load(self.mesh)
         self.reference = self.load(reference)
 
     def load(self, path: str) -> Policy:
@@ -104,13 +107,26 @@ class Measurer:
         sampler = Sampler(policy, self.tokenizer, self.stop_ids, self.config)
         return sampler.sample(examples, num_samples=num_samples)
 
-    def judge(self, examples: Sequence[Example], rollouts: Rollouts) -> tuple[Values, Values]:
-        """Proxy and gold rewards, (P, K) each."""
-        _, by_function = self.scorer(examples, rollouts)
-        proxy, gold = (by_function[name] for name in self.names)
-        has_stop = torch.tensor(rollouts.has_stop).view(proxy.shape)
-        proxy = apply_missing_eos_penalty(proxy, has_stop, self.missing_eos_penalty)
-        return proxy.double().numpy(), gold.double().numpy()
+    def proxy_rewards(self, examples: Sequence[Example], rollouts: Rollouts) -> Tensor:
+        """(P, K) float32 of K completions of each prompt, with the penalty for not stopping."""
+        rewards, _ = self.proxy(examples, rollouts)
+        has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+        return apply_missing_eos_penalty(rewards, has_stop, self.missing_eos_penalty)
+
+    def judged(self, examples: Sequence[Example], rollouts: Rollouts) -> Measured:
+        """What both judges say of K completions of each prompt, at distance 0 so far."""
+        gold, _ = self.gold(examples, rollouts)
+        return Measured(
+            gold.double().numpy(),
+            self.proxy_rewards(examples, rollouts).double().numpy(),
+            np.zeros(gold.shape),
+            float(rollouts.lengths.double().mean()),
+            sum(rollouts.has_stop) / len(rollouts.has_stop),
+        )
+
+    def pool(self, examples: Sequence[Example], num_samples: int) -> Measured:
+        """Completions of the reference itself."""
+        return self.judged(examples, self.draw(self.reference, examples, num_samples))
 
     def measure(self, path: str, examples: Sequence[Example], num_samples: int) -> Measured:
         """Sample from a policy, judge what it wrote, and score it under the reference."""
@@ -118,7 +134,7 @@ class Measurer:
         rollouts = self.draw(policy, examples, num_samples)
         del policy
         gc.collect()  # its last block refers to itself: it would stay beside the next one
-        proxy, gold = self.judge(examples, rollouts)
+        measured = self.judged(examples, rollouts)
         ids = rollouts.completion_ids
         written = [
             replace(example, completions=ids[i * num_samples : (i + 1) * num_samples])
@@ -128,14 +144,15 @@ class Measurer:
         ref_logps = evaluation.score_examples(
             self.reference, written, self.config, pad_id, "reference"
         )  # (P, K)
-        logps = np.array([sum(row) for row in rollouts.token_logps]).reshape(gold.shape)
-        return Measured(
-            gold,
-            proxy,
-            logps - ref_logps.numpy(),
-            float(rollouts.lengths.double().mean()),
-            sum(rollouts.has_stop) / len(rollouts.has_stop),
-        )
+        logps = np.array([sum(row) for row in rollouts.token_logps]).reshape(ref_logps.shape)
+        return replace(measured, log_ratio=logps - ref_logps.numpy())
+
+    def proxy_accuracy(self, pairs: Sequence[Example]) -> PreferenceAccuracy | None:
+        """How often the proxy agrees with the labels of pairs; None of one that is no model."""
+        for model in self.proxy.models.values():
+            pad_id = self.tokenizer.pad_token_id
+            return evaluation.preferences(model, pairs, self.config, pad_id)[0]
+        return None
 
 
 # ---- kept, so that nothing is measured twice -----------------------------------------------------
@@ -145,11 +162,11 @@ def read(path: Path, made_by: Mapping[str, Any]) -> Measured | None:
     """What was measured before of the same thing, None if it was of another or nothing."""
     if not path.is_file():
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if record.pop("made_by") != made_by:
         return None
-    arrays = {name: np.array(record.pop(name)) for name in ("gold", "proxy", "log_ratio")}
-    return Measured(**arrays, **record)
+    record |= {name: np.array(record[name]) for name in ("gold", "proxy", "log_ratio")}
+    return Measured(**record)
 
 
 def write(path: Path, made_by: Mapping[str, Any], measured: Measured) -> None:
