@@ -53,6 +53,7 @@ from common import (
     models,
     optim,
     plots,
+    reward_replay,
     rollouts,
     self_checks,
 )
@@ -80,6 +81,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    reward_replay.replay(scorer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from common import best_checkpoint, distributed, fsdp, lora, signals
+from common import best_checkpoint, distributed, fsdp, lora, output_lock, signals
 from common import checkpoint_files as files
 from common.config import TrainConfig, UserError, config_dict, gist
 from common.jsonl import keep_lines, num_lines
@@ -307,7 +307,8 @@ class Checkpointer:
 
         Raises:
             UserError: the checkpoint has a reference and this run updates none, or the reverse; or
-                it has other adapters, or does not fit the model.
+                it has other adapters, or does not fit the model; or another run is writing to
+                `output_dir`.
         """
         manifest: State = {"step": 0, "lines": {}}
         if folder is not None:
@@ -319,6 +320,8 @@ class Checkpointer:
                 manifest["lines"] = {}
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
         if distributed.is_rank0():
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            output_lock.take(self.output_dir)
             # In this order: a checkpoint must not outlive the records of its steps.
             if removed := files.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)

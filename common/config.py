@@ -24,6 +24,7 @@ from common.errors import UserError as UserError
 from common.errors import gist as gist
 
 Config = TypeVar("Config")
+REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
 # Endings of the names of fields that may hold paths
 PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
 
@@ -195,7 +196,8 @@ class TrainConfig(CommonConfig):
     )
     replay: str = knob(
         "",
-        "folder in output_dir/failed of a step that went bad: make it again, watching each layer",
+        "folder in output_dir/failed of a step that went bad: make it again, watching each layer, "
+        "or call the reward functions on the same completions again",
     )
     keep_last: int = knob(3, "checkpoints to keep in output_dir, with the best one (0: all)")
     async_save: bool = knob(True, "write checkpoints while training goes on, from a host copy")
@@ -251,13 +253,15 @@ def set_replay(config: TrainConfig) -> None:
     """Let a replay start from what was kept; raise a UserError if nothing was."""
     if not config.replay:
         return
+    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
+    if Path(config.replay, REWARD_REPLAY).is_file():
+        return
     if not Path(config.replay, "checkpoint").is_dir():
         raise UserError(
             f"--replay {config.replay} is not the folder of a step that went bad; give one "
             "of those in output_dir/failed."
         )
     config.resume_from_checkpoint = f"{config.replay}/checkpoint"
-    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
 
 
 def refuse_best(config: TrainConfig) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from common import output_lock
 from common.config import TrainConfig, UserError, config_dict, save_run_files
 from common.distributed import (
     all_reduce_sum,
@@ -304,6 +305,7 @@ class RunLogger:
         self._metrics_file.close()
         self._samples_file.close()
         self._to_wandb(lambda run: run.finish())
+        output_lock.release(self.output_dir)
 
     def _to_wandb(self, action: Callable[[Any], object]) -> None:
         """Do something with the wandb run, if there is one; one that fails is given up."""

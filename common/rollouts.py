@@ -5,6 +5,7 @@ that its baseline is made of are all equal: its advantages are 0.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import data, distributed, fsdp, self_checks
+from common import data, distributed, fsdp, reward_replay, self_checks
 from common.advantages import (
     effective_sample_size,
     group_advantages,
@@ -116,7 +117,10 @@ def reward(
     total_steps: int = 0,
 ) -> Rewards:
     """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
-    scored = scorer.score(examples, rollouts, step, total_steps)
+    is_training = total_steps > 0
+    parts = (scorer, examples, rollouts, config, step, total_steps)
+    with reward_replay.kept(*parts) if is_training else nullcontext():
+        scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     lengths = rollouts.lengths.view(rewards.shape)
     ends = (lengths.flatten() - 1).tolist()  # of the last tokens, N*K

@@ -22,7 +22,7 @@ import tiny
 import torch
 from torch import nn
 
-from common import checkpoint, checkpoint_files, fsdp, optim, signals
+from common import checkpoint, checkpoint_files, fsdp, optim, output_lock, signals
 from common.checkpoint import Checkpointer
 from common.config import UserError
 from common.distributed import mesh
@@ -413,6 +413,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert tiny.checkpointer(disk, *other).load(newest) == checkpoint_files.step_of(newest)
         assert are_equal(state(other), state(run))
     finally:
+        output_lock.release(disk)
         subprocess.run(["umount", str(disk)], check=True)
 
 
