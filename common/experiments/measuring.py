@@ -172,7 +172,7 @@ def read(path: Path, made_by: Mapping[str, Any]) -> Measured | None:
 def write(path: Path, made_by: Mapping[str, Any], measured: Measured) -> None:
     """Keep what was measured; a file is whole or not there."""
     record = {
-        name: value.round(6).tolist() if isinstance(value, np.ndarray) else value
+        name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in asdict(measured).items()
     }
     partial = path.with_name(path.name + ".partial")
