@@ -52,18 +52,21 @@ def blocks(results: Results, curves: Path, frontier: Path) -> list[Block]:
 
 
 def summary(results: Results) -> str:
-    """One line for each method: in how many seeds gold turned while the proxy rose."""
+    """One line for each method: in how many seeds gold fell while the proxy rose."""
     lines = []
     for method in methods_of(results):
         turns = [turn for turn in results["turns"] if turn["method"] == method]
         both = sum(turn["turned"] and turn["proxy_rose"] for turn in turns)
-        changes = ", ".join(format_change(turn["gold_change"]["mean"]) for turn in turns)
-        lines.append(
-            f"- **{TITLES[method]}**: from its best setting to its last one gold fell and the "
-            f"proxy rose, both with a 95% interval apart from 0, in {both} of {len(turns)} seeds "
-            f"(change in gold {changes})."
+        gold, proxy = (
+            ", ".join(number.format(turn[f"{judge}_change"]["mean"]) for turn in turns)
+            for judge, number in (("gold", "{:+.3f}"), ("proxy", "{:+.2f}"))
         )
-    return "\n".join(lines)
+        lines.append(
+            f"- **{TITLES[method]}**: gold fell while the proxy rose in {both} of {len(turns)} "
+            f"seeds (from the best setting to the last one gold {gold}, proxy {proxy})."
+        )
+    how = "A change counts if its 95% interval lies apart from 0."
+    return "\n".join(lines) + f"\n\n{how}"
 
 
 def turns_table(results: Results) -> Table:
@@ -171,11 +174,6 @@ def notes(settings: Mapping[str, Any]) -> str:
 def setting(method: str, value: float) -> str:
     """As `n 4`."""
     return f"{SETTINGS[method]} {value:g}"
-
-
-def format_change(value: float) -> str:
-    """With its sign."""
-    return f"{value:+.3f}"
 
 
 def format_interval(interval: Mapping[str, float], number: str) -> str:

@@ -1,12 +1,12 @@
 """The two pictures of over-optimisation, drawn from `results.json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.plots import COLOURS, DPI, GREY, style
+from common.plots import COLOURS, GREY, style
 from common.reward_curves import Fit
 
 TITLES = {
@@ -17,6 +17,8 @@ TITLES = {
 }
 SETTINGS = {"best_of_n": "n", "rejection": "n", "dpo": "beta", "grpo": "step"}
 COLOUR_OF = dict(zip(TITLES, COLOURS, strict=False))
+DPI = 120  # 960 points wide: legible at 800, and a small file
+NEAREST = 0.05  # nats; what is nearer to the SFT policy has no place on a logarithmic axis
 SEED: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.35}
 MEAN: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "markersize": 3.5}
 
@@ -71,20 +73,30 @@ def draw_curves(results: Results, path: Path) -> Path:
 
 
 def draw_method(axes: Any, results: Results, method: str) -> None:
-    """One panel: seeds thin, their mean thick, gold solid, proxy dashed, the fit dotted."""
+    """One panel: seeds thin, their mean thick, gold solid, proxy dashed, the fit dotted.
+
+    Every line begins at the SFT policy, whose distance and gain are 0.
+    """
     colour = COLOUR_OF[method]
-    distances = series_of(results, method, "distance")  # (S, K)
+    distances = from_zero(series_of(results, method, "distance"))  # (S, 1 + K)
     for judge, line in (("gold", "-"), ("proxy", "--")):
         scale = np.array([[start[f"{judge}_std"] or 1.0] for start in results["seeds"]])  # (S, 1)
-        gains = series_of(results, method, f"{judge}_gain") / scale
+        gains = from_zero(series_of(results, method, f"{judge}_gain") / scale)
         axes.plot([], [], line, color=colour, linewidth=2.2, label=judge)
         for x, y in zip(distances, gains, strict=True):
             axes.plot(x, y, line, color=colour, **SEED)
         axes.plot(distances.mean(0), gains.mean(0), line, color=colour, **MEAN)
     draw_fit(axes, results, method, float(distances.mean(0).max()))
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set(title=TITLES[method], xlabel="sqrt(KL to SFT), sqrt(nats)", ylabel="gain, in SD")
+    axes.set(
+        title=TITLES[method], xlabel="sqrt(KL to SFT), sqrt(nats)", ylabel="gain, SD of SFT samples"
+    )
     axes.legend(loc="best")
+
+
+def from_zero(values: np.ndarray) -> np.ndarray:
+    """A 0 before the values of each seed."""
+    return np.pad(values, ((0, 0), (1, 0)))
 
 
 def draw_fit(axes: Any, results: Results, method: str, longest: float) -> None:
@@ -118,30 +130,29 @@ def draw_frontier(results: Results, path: Path) -> Path:
             color=GREY,
         )
         for method in methods_of(results):
-            kl = np.maximum(series_of(results, method, "kl"), 0.0)  # (S, K)
-            gold = series_of(results, method, "gold")
-            colour = COLOUR_OF[method]
-            axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.35, markersize=5)
-            axes.plot(kl.mean(0), gold.mean(0), color=colour, label=TITLES[method], **MEAN)
-            mark_settings(axes, method, settings_of(results, method), kl.mean(0), gold.mean(0))
-        axes.set_xscale("function", functions=(np.sqrt, np.square))
-        axes.set_xlim(left=0)
-        ticks = [t for t in (0.1, 0.5, 1, 2, 4, 8, 16, 32, 64, 128) if t <= axes.get_xlim()[1]]
+            draw_points(axes, results, method)
+        axes.set_xscale("log")
+        ticks = [t for t in (0.1, 0.3, 1, 3, 10, 30, 100, 300) if t <= axes.get_xlim()[1]]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        unit = "KL(policy || SFT), nats per completion (root scale)"
+        axes.minorticks_off()
+        unit = "KL(policy || SFT), nats per completion"
         axes.set(title="Reward-KL frontier", xlabel=unit, ylabel="gold reward")
         axes.legend(loc="best")
         return save(figure, path)
 
 
-def mark_settings(
-    axes: Any, method: str, settings: Sequence[float], kl: np.ndarray, gold: np.ndarray
-) -> None:
-    """Name the setting where gold is largest, and the last one."""
-    for k in sorted({int(gold.argmax()), len(settings) - 1}):
-        text = f"{SETTINGS[method]} {settings[k]:g}"
-        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 8}
-        axes.annotate(text, (kl[k], gold[k]), color=COLOUR_OF[method], **place)
+def draw_points(axes: Any, results: Results, method: str) -> None:
+    """Single seeds as dots, their mean as a line."""
+    kl, gold = (series_of(results, method, value) for value in ("kl", "gold"))  # (S, K)
+    far, colour = kl.mean(0) > NEAREST, COLOUR_OF[method]
+    values = [
+        value for value, there in zip(settings_of(results, method), far, strict=True) if there
+    ]
+    kl, gold = kl[:, far], gold[:, far]
+    ends = f"{SETTINGS[method]} {values[0]:g} to {values[-1]:g}" if values else ""
+    axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
+    label = f"{TITLES[method]} ({ends})"
+    axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
 
 
 def save(figure: Any, path: Path) -> Path:
