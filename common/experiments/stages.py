@@ -224,9 +224,14 @@ def write_mark(output_dir: Path, made_by: Mapping[str, Any]) -> None:
 
 
 def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
-    """Run a driver with the config that the command line gives; statuses are those of a stage."""
+    """Run a driver with the config that the command line gives."""
+    exit_with_status(lambda: main(parse(config_class)))
+
+
+def exit_with_status(main: Callable[[], None]) -> None:
+    """Run a driver; it ends with the statuses of a stage."""
     try:
-        main(parse(config_class))
+        main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)
