@@ -66,7 +66,8 @@ class Variant:
     @property
     def slug(self) -> str:
         """Name of its folder."""
-        return re.sub(r"[^a-z0-9]+", "_", f"{self.stage} {self.detail} {self.choice}".lower()).strip("_")
+        words = f"{self.stage} {self.detail} {self.choice}".lower()
+        return re.sub(r"[^a-z0-9]+", "_", words).strip("_")
 
     @property
     def judged(self) -> str:
