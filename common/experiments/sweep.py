@@ -18,35 +18,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.config import UserError, git_commit
+from common.config import UserError
 from common.evaluation import run_cost
 from common.experiments import forest
+from common.experiments.outcomes import about, commits, outcome_of, spread, systems_by_run
 from common.experiments.stages import Stage, exit_with_status, run
 from common.experiments.sweep_file import POLICY_SCRIPTS, Sweep, Variant, filled_in, read_sweep
-from common.jsonl import read_jsonl
 from common.report_page import Block, Picture, Section, Table, Text, write_page
 from common.seed_statistics import SeedMean, over_seeds, paired_difference
 from common.terminal import NOT_MEASURED, markdown_table
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A number that variants are judged by."""
-
-    label: str
-    unit: str
-    scale: float = 1.0  # from what is recorded to the unit
-
-
-# Of evaluate.py's results.json; any other name is a metric that the run itself has logged last.
-OUTCOMES = {
-    "accuracy": Outcome("accuracy on held-out pairs", "points", 100),
-    "gold_reward": Outcome("gold reward", "points of 100", 100),
-    "reward": Outcome("score of the base's reward model", "units of reward"),
-    "kl": Outcome("KL to the reference", "nats per completion"),
-    "stop_rate": Outcome("completions that stop", "points", 100),
-    "length": Outcome("length of a completion", "tokens"),
-}
 
 
 @dataclass(frozen=True)
@@ -181,38 +161,22 @@ def measured(sweep: Sweep, seed: int) -> dict[str, dict[str, float]]:
     Raises:
         UserError: an outcome was not measured in one of them.
     """
-    systems = {
-        str(Path(system["path"]).parent): system
-        for stage in evaluations(sweep, seed)
-        for system in json.loads((stage.output_dir / "results.json").read_text())["systems"]
-    }
+    systems: dict[str, dict[str, Any]] = {}
+    for stage in evaluations(sweep, seed):
+        systems |= systems_by_run(stage.output_dir)
     found: dict[str, dict[str, float]] = {}
     for variant in (None, *sweep.variants):
         folders = folders_of(sweep, seed, variant)
         for name in [variant.judged] if variant else list(sweep.base):
             for outcome in sweep.base[name].outcomes:
                 value = outcome_of(outcome, folders[name], systems)
+                if value is None:
+                    raise UserError(
+                        f"the outcome {outcome!r} was not measured in {folders[name]}; leave it "
+                        "out."
+                    )
                 found.setdefault(str(folders[name]), {})[outcome] = value
     return found
-
-
-def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float:
-    """An outcome of a run, in its unit."""
-    if name in OUTCOMES:
-        value = systems[str(run_dir)].get(name)
-        if isinstance(value, dict):  # a mean, or an accuracy, with its interval
-            value = value.get("mean", value.get("accuracy"))
-    else:
-        logged = [r[name] for r in read_jsonl(run_dir / "metrics.jsonl") if name in r]
-        value = logged[-1] if logged else None
-    if value is None:
-        raise UserError(f"the outcome {name!r} was not measured in {run_dir}; leave it out.")
-    return float(value) * about(name).scale
-
-
-def about(name: str) -> Outcome:
-    """What an outcome is."""
-    return OUTCOMES.get(name, Outcome(name, "as logged, last value"))
 
 
 def base_values(sweep: Sweep, outcomes: Any, stage: str, outcome: str) -> list[float]:
@@ -248,7 +212,7 @@ def write_results(sweep: Sweep, outcomes: Any, found: Sequence[Effect]) -> None:
     output_dir = Path(sweep.output_dir)
     record = {
         "seeds": list(sweep.seeds),
-        "git_commit": git_commit(),
+        "git_commits": commits(run_dirs(sweep)),
         "training_minutes": round(training_minutes(sweep), 2),
         "base": [
             {
@@ -288,18 +252,19 @@ def facts(sweep: Sweep) -> dict[str, str]:
     seeds = ", ".join(map(str, sweep.seeds))
     return {
         "seeds": seeds,
-        "commit": git_commit() or "unknown",
+        "commits of the runs": ", ".join(commit[:16] for commit in commits(run_dirs(sweep))),
         "training": f"{training_minutes(sweep):.0f} minutes in all",
     }
 
 
 def training_minutes(sweep: Sweep) -> float:
     """Minutes of all training runs, as they recorded them."""
-    return sum(
-        run_cost(stage.output_dir).get("elapsed_minutes", 0.0)
-        for seed in sweep.seeds
-        for stage, _ in training(sweep, seed)
-    )
+    return sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs(sweep))
+
+
+def run_dirs(sweep: Sweep) -> list[Path]:
+    """The folders of all training runs."""
+    return [stage.output_dir for seed in sweep.seeds for stage, _ in training(sweep, seed)]
 
 
 def panels(sweep: Sweep, found: Sequence[Effect]) -> list[forest.Panel]:
@@ -327,7 +292,7 @@ def table(sweep: Sweep, outcomes: Any, found: Sequence[Effect], stage: str) -> T
     names = list(sweep.base[stage].outcomes)
     headers = ["detail", "choice", *(f"{about(n).label}, {about(n).unit}" for n in names), "n"]
     base = [over_seeds(base_values(sweep, outcomes, stage, name)) for name in names]
-    rows = [["base", "as in the recipe", *map(base_cell, base), str(len(sweep.seeds))]]
+    rows = [["base", "as in the recipe", *map(spread, base), str(len(sweep.seeds))]]
     own = [effect for effect in found if effect.stage == stage]
     for variant in dict.fromkeys(effect.variant.slug for effect in own):
         mine = {e.outcome: e for e in own if e.variant.slug == variant}
@@ -341,12 +306,6 @@ def table(sweep: Sweep, outcomes: Any, found: Sequence[Effect], stage: str) -> T
             ]
         )
     return Table(headers, rows)
-
-
-def base_cell(mean: SeedMean) -> str:
-    """Mean and standard deviation over seeds."""
-    sd = "" if mean.sd is None else f" \N{PLUS-MINUS SIGN} {mean.sd:.2f}"
-    return f"{mean.mean:.2f}{sd}"
 
 
 def difference_cell(difference: SeedMean) -> str:
