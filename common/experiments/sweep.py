@@ -49,9 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep = replace(sweep, seeds=arguments.seeds)
     if arguments.output_dir:
         sweep = replace(sweep, output_dir=arguments.output_dir)
-    for seed in sweep.seeds:
-        for stage, num_processes in training(sweep, seed):
+    # Line by line, each with all seeds: what was made is of use wherever this is stopped.
+    for of_seeds in zip(*(training(sweep, seed) for seed in sweep.seeds), strict=True):
+        for stage, num_processes in of_seeds:
             run(stage, num_processes)
+    for seed in sweep.seeds:
         for stage in evaluations(sweep, seed):
             run(stage)
     outcomes = {seed: measured(sweep, seed) for seed in sweep.seeds}
@@ -127,10 +129,11 @@ def evaluations(sweep: Sweep, seed: int) -> Iterator[Stage]:
     common = {"seed": seed, **filled_in(evaluation.flags, base)}
     config, root = Path(evaluation.config), seed_dir(sweep, seed) / "evaluation"
     if policies:
+        judge = [str(base[evaluation.judge] / "model")] if evaluation.judge else []
         judges = {
             "policies": policies,
             "ref_model_name_or_path": str(base[evaluation.reference] / "model"),
-            "reward_models": [str(base[evaluation.judge] / "model")],
+            "reward_models": judge,
         }
         yield Stage("evaluate.py", root / "policies", config, {**common, **judges})
     if models:

@@ -47,7 +47,7 @@ class Evaluation:
 
     config: str
     reference: str  # the stage of the base chain to which the KL is measured
-    judge: str  # the stage of the base chain whose reward model scores generations
+    judge: str = ""  # the stage of the base chain whose reward model scores generations, if any
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ def refuse_base(sweep: Sweep, path: str) -> None:
         earlier.append(name)
     for key in ("reference", "judge"):
         name = getattr(sweep.evaluation, key)
-        if name not in sweep.base:
+        if name not in sweep.base and (key, name) != ("judge", ""):
             raise UserError(
                 f"--config {path}, evaluation, has the {key} {name!r}; it must be one of "
                 f"{', '.join(sweep.base)}."
