@@ -32,7 +32,7 @@ OUTCOMES = {
 
 def about(name: str) -> Outcome:
     """What an outcome is."""
-    return OUTCOMES.get(name, Outcome(name, "as logged, last value"))
+    return OUTCOMES.get(name, Outcome(name, "as recorded"))
 
 
 def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:

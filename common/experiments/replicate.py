@@ -17,7 +17,7 @@ Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class Published:
 
     system: str  # as the recipe names its stage
     metric: str
-    value: float  # accuracies and rates as shares of 1
     source: str
+    value: float | None = None  # accuracies and rates as shares of 1
     note: str = ""
     origin: bool = False  # the implementation that this project started from
 
@@ -199,8 +199,9 @@ def read_published(file: Path) -> list[Published]:
         return []
     rows = read_recipe(str(file)).get("published")
     try:
-        return [Published(**{**row, "value": float(row["value"])}) for row in rows or ()]
-    except (TypeError, KeyError, ValueError) as error:
+        found = [Published(**row) for row in rows or ()]
+        return [replace(row, value=row.value and float(row.value)) for row in found]
+    except (TypeError, ValueError) as error:
         raise UserError(
             f"{file} must hold a list `published` of {', '.join(f.name for f in fields(Published))}"
             f" ({error})."
@@ -257,7 +258,7 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
         return "; ".join(
             f"{scale * row.value:.4g} ({sources[row.source]})"
             for row in published
-            if (row.system, row.metric) == key and row.origin == origin
+            if (row.system, row.metric) == key and row.origin == origin and row.value is not None
         )
 
     rows = []
