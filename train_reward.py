@@ -38,6 +38,7 @@ from common import (
     comparisons,
     data,
     distributed,
+    dropout,
     evaluation,
     export,
     faults,
@@ -56,7 +57,7 @@ from common.config import (
     require_positive,
 )
 from common.data import Example
-from common.lora import LoraTrainConfig
+from common.dropout import DropoutTrainConfig
 from common.losses import bradley_terry_loss, centering_penalty
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -64,9 +65,15 @@ from common.scoring import RewardModel
 
 
 @dataclass
-class RewardConfig(LoraTrainConfig):
+class RewardConfig(DropoutTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
 
+    head_init: str = knob(
+        "stiennon",
+        "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
+        "a std of 0.02; zeros",
+        models.HEAD_INITS,
+    )
     center_rewards_coefficient: float = knob(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
     )
@@ -113,7 +120,8 @@ def main(config: RewardConfig) -> None:
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
-    lm = models.load_trained_reward_model(path, model_config, tokenizer, config)
+    lm = models.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
+    dropout.refuse_without(lm, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
 
@@ -142,6 +150,7 @@ def main(config: RewardConfig) -> None:
         own = [groups[i].rows for i in order.rows(step) if i is not None]
         parts = comparisons.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
+        dropout.start_step(model, config, step)
         for i, part in enumerate(parts):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
@@ -157,6 +166,7 @@ def main(config: RewardConfig) -> None:
             evaluation.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
+        dropout.end_step(model, config)
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
         with faults.guarded(saver, batches, rows, step):

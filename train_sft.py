@@ -7,7 +7,7 @@ counted over all micro-batches and ranks before the first backward.
 
 How this differs from the paper:
 1. AdamW with fused kernels, not Adam; weight decay 0 unless asked for.
-2. Dropout is off (Huang et al. 2024).
+2. Dropout is off (Huang et al. 2024) unless `dropout` asks for it.
 3. Posts too long for the prompt are cut at a newline or sentence, never in the header or cue.
 
 Launch (the last value of a flag wins; every field of a recipe is a flag):
@@ -27,6 +27,7 @@ from common import (
     checkpoint,
     data,
     distributed,
+    dropout,
     evaluation,
     export,
     faults,
@@ -37,8 +38,8 @@ from common import (
     self_checks,
 )
 from common.config import is_due, is_due_before_end
+from common.dropout import DropoutTrainConfig
 from common.generation import Sampler
-from common.lora import LoraTrainConfig
 from common.losses import sft_loss
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -46,7 +47,7 @@ from common.scoring import Policy
 
 
 @dataclass
-class SFTConfig(LoraTrainConfig):
+class SFTConfig(DropoutTrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
 
@@ -68,6 +69,7 @@ def main(config: SFTConfig) -> None:
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     lm = models.load_trained_policy(config.model_name_or_path, model_config, config)
+    dropout.refuse_without(lm, config)
     policy = fsdp.shard(Policy(lm), config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
@@ -94,6 +96,7 @@ def main(config: SFTConfig) -> None:
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
+        dropout.start_step(policy, config, step)
         for i, batch in enumerate(batches):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
@@ -102,6 +105,7 @@ def main(config: SFTConfig) -> None:
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
+        dropout.end_step(policy, config)
         rows = (numbers[batch.places] for batch in batches)
         with faults.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")

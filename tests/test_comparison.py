@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from ranks import launch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,10 +24,19 @@ from transformers import (
 )
 
 import evaluate
-from common import comparison, comparison_tables, pair_scores, synthetic
+from common import (
+    comparison,
+    comparison_tables,
+    data,
+    distributed,
+    pair_judging,
+    pair_scores,
+    synthetic,
+)
 from common.config import UserError
 from common.data import Example
 from common.pair_scores import BASELINES, PairScores
+from common.reward_scoring import model_function
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
@@ -230,7 +240,16 @@ def test_systems_of_other_evaluations_join_on_the_same_pairs(tmp_path: Path):
         pair_scores.read_others(random_table(2, num_pairs=10), [str(files[0])])
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", '{"rewards": {"a": [1]}, "scores": {}}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}\n",
+        "no JSON\n{}\n",
+        '{"rewards": {"a": [1, 2, 3]}, "scores": {}}\n',
+        '{"rewards": {"a": [1]}, "scores": {}}\n',
+    ],
+)
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
     file = tmp_path / "scores.jsonl"
     file.write_text(text)
@@ -388,13 +407,58 @@ def test_the_report_shows_the_comparison(evaluation: Path):
     assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_reading_without_the_stop_token_leaves_it_out():
-    from common.pair_judging import without_stop
+def foreign_rewards(root: str) -> list[list[list[float]]]:
+    """Rewards of five pairs by the models of another vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
+    config, stop_ids = tiny.train_config(token_cache_dir="", **LENGTHS), [tokenizer.eos_token_id]
+    arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
+    pairs = data.load_examples(config, *arguments)
+    found = []
+    for name in ("foreign", "encoder"):
+        function = model_function(f"{root}/{name}/model", tokenizer, config)
+        function.load(distributed.mesh())
+        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        found.append(scores.tolist())
+    return found
 
+
+def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
+    folders: Path, evaluation: Path, tmp_path: Path
+):
+    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    expected = np.stack([table.rewards[name][:5] for name in ("foreign", "encoder")])
+    for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
+        assert np.array(found) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
+    config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
+    for name in ("sft", "dpo"):
+        pair_judging.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+    with pytest.raises(UserError, match="another tokenizer .* to --scores_from"):
+        pair_judging.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("beta: 0.3", 0.3), ("beta: 0", None), ("a: 1", None), ("[1]", None), ("beta: x", None)],
+)
+def test_beta_is_that_of_the_run_beside_the_folder(tmp_path: Path, text: str, expected: Any):
+    (tmp_path / "model").mkdir()
+    assert pair_judging.run_beta(str(tmp_path / "model")) is None
+    (tmp_path / "config.yaml").write_text(text)
+    assert pair_judging.run_beta(str(tmp_path / "model")) == expected
+    (tmp_path / "config.yaml").write_text("{")
+    with pytest.raises(UserError, match="give the --beta of implicit rewards"):
+        pair_judging.run_beta(str(tmp_path / "model"))
+
+
+def test_a_reading_without_the_stop_token_leaves_it_out():
     examples = [
         Example(0, "p", [5], [[3, 4, 0], [0]], {}),
         Example(1, "p", [5], [[3, 4], [2, 0]], {}),
     ]
-    kept = without_stop(examples, [0])
+    kept = pair_judging.without_stop(examples, [0])
     assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
     assert examples[0].completions == [[3, 4, 0], [0]]
