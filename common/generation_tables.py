@@ -59,7 +59,7 @@ def quality_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
     Args:
         systems: `name`, and what `generation_quality.summary` gives; those without are left out.
     """
-    measured = [system for system in systems if system.get("length") is not None]
+    measured = [s for s in systems if s.get("distinct_completions") is not None]
     headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]
     rows = [
         [

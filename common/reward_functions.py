@@ -19,6 +19,7 @@ from typing import Any, cast
 from common import synthetic
 from common.chat import is_messages
 from common.config import UserError, gist
+from common.rouge import common_subsequence
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -152,19 +153,14 @@ def rouge_l_f1(candidate: str, reference: str) -> float:
     """F1 of the longest common subsequence of words (Lin 2004, eq. 2 to 4 with beta = 1).
 
     With l its length, m words in the reference and n in the candidate: R = l / m, P = l / n and
-    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case.
+    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case, of any
+    alphabet (`rouge-score`, which evaluation reports, knows a-z only).
 
     Returns:
         Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
     """
     words, others = (_WORD.findall(text.lower()) for text in (reference, candidate))
-    longest = [0] * (len(others) + 1)  # of the words so far, with the first j of the others
-    for word in words:
-        row = [0]
-        for j, other in enumerate(others):
-            row.append(longest[j] + 1 if word == other else max(longest[j + 1], row[j]))
-        longest = row
-    return 2 * longest[-1] / max(1, len(words) + len(others))
+    return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
 
 
 def text_of(value: Any) -> str:
