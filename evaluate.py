@@ -28,6 +28,7 @@ from common import data, distributed, evaluation, fsdp, models, report, self_che
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Rollouts, Sampler
+from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
 from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
@@ -53,6 +54,8 @@ class EvaluateConfig(CommonConfig):
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
+        refuse_twice("policies", self.policies)
+        refuse_twice("reward_models", self.reward_models)
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         for name in ("num_prompts", "temperature", "max_new_tokens"):

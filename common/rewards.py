@@ -20,7 +20,7 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -343,7 +343,9 @@ def _rewards(function: RewardFunction, inputs: Mapping[str, Any]) -> list[Reward
         inputs = {key: value for key, value in inputs.items() if key in parameters}
     rewards: Any = function(**inputs)
     rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
-    return list(rewards) if isinstance(rewards, Iterable) else None
+    # A dict or a set has no order that a list of completions could follow.
+    is_list = isinstance(rewards, Iterable) and not isinstance(rewards, Mapping | Set | str | bytes)
+    return list(rewards) if is_list else None
 
 
 def _line(function: RewardFunction, error: BaseException) -> str:
