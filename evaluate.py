@@ -56,6 +56,7 @@ from common.config import CommonConfig, UserError, knob, require_not_negative, s
 from common.data import Example
 from common.generation import Sampler
 from common.pair_scores import PairScores, token_counts
+from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
 from common.statistics import preference_accuracy
@@ -101,6 +102,8 @@ class EvaluateConfig(CommonConfig):
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
+        refuse_twice("policies", self.policies)
+        refuse_twice("reward_models", self.reward_models)
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
