@@ -55,7 +55,8 @@ FORMULAS: dict[str, tuple[str, str]] = {
     "stop_rate": ("share", "stopped / completions"),
 }
 
-# What `results.json` says of a system: unit, formula, definition.
+# What `results.json` says of each of its `systems`: unit, formula, definition. Most are intervals:
+# a mean, or the value itself, with `low` and `high`, 95%, and the `count` of values.
 EVALUATION: dict[str, tuple[str, str, str]] = {
     "accuracy": (
         "share",
@@ -74,8 +75,58 @@ EVALUATION: dict[str, tuple[str, str, str]] = {
     ),
     "length": ("tokens", "mean |y|", "Tokens per completion, stop token included."),
     "stop_rate": ("share", "stopped / completions", "Completions that ended by themselves."),
+    "length_interval": ("tokens", "mean |y|", "The same, with its interval over prompts."),
+    "stop_rate_interval": ("share", "stopped / completions", "The same, with its interval."),
+    "entropy": (
+        "nats / token",
+        "-sum_v pi(v) log pi(v)",
+        "Entropy of the next-token distribution at temperature 1, mean over the tokens.",
+    ),
+    "rouge_1": ("F1", "2 P R / (P + R)", "Words shared with the row's own completion."),
+    "rouge_2": ("F1", "2 P R / (P + R)", "Pairs of words shared with the row's own completion."),
+    "rouge_l": ("F1", "2 P R / (P + R)", "Longest common subsequence of words, as the two above."),
+    "repeated_3": ("share", "repeated / 3-grams", "3-grams of words the completion had before."),
+    "copied_2": ("share", "copied / 2-grams", "2-grams of words that the prompt has."),
+    "copied_3": ("share", "copied / 3-grams", "3-grams of words that the prompt has."),
+    "copied_4": ("share", "copied / 4-grams", "4-grams of words that the prompt has."),
+    "distinct_completions": ("share", "distinct / prompts", "Different completions of all."),
     "minutes": ("min", NONE, "`elapsed_minutes` of the training run."),
     "peak_memory_gb": ("GB", NONE, "`peak_memory_gb` of the training run."),
+}
+
+# The same of `win_rates` and of parts of `comparison`.
+COMPARISONS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "win_rates": {
+        "win_rate": ("share", "(wins + ties / 2) / judged", "Verdicts for `a` against `b`."),
+        "length_controlled": (
+            "share",
+            "sigma(theta) at equal |y|",
+            "`win_rate` at equal length, by a logistic regression on the length difference.",
+        ),
+        "length_difference": ("tokens", "mean(|y_a| - |y_b|)", "How much longer `a` answers."),
+    },
+    "comparison.differences": {
+        "difference": (
+            "share",
+            "accuracy_first - accuracy_second",
+            "On the same pairs, with the paired bootstrap over prompts.",
+        ),
+        "p_value": ("probability", "McNemar, exact, two-sided", "Takes pairs as independent."),
+        "prompt_p_value": (
+            "probability",
+            "permutation test over prompts",
+            "Swaps the two systems on all pairs of a prompt at once.",
+        ),
+    },
+    "comparison.calibration": {
+        "ece": (
+            "probability",
+            "sum_bins n_bin / n |observed - predicted|",
+            "Expected calibration error of sigma(r_w - r_l).",
+        ),
+        "ece_by_chance": ("probability", NONE, "Its mean if every prediction were right."),
+        "log_loss": ("nats / pair", "-mean log sigma(r_w - r_l)", "0.693 for a coin."),
+    },
 }
 
 
@@ -88,6 +139,11 @@ def glossary_table() -> str:
     rows += [
         [f"results: `{name}`", *_cells(unit, formula), definition]
         for name, (unit, formula, definition) in EVALUATION.items()
+    ]
+    rows += [
+        [f"results: `{part}.{name}`", *_cells(unit, formula), definition]
+        for part, names in COMPARISONS.items()
+        for name, (unit, formula, definition) in names.items()
     ]
     # Not aligned: sentences are longer than any line.
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]

@@ -33,7 +33,7 @@ from common.terminal import NOT_MEASURED
 
 STYLE = Path(__file__).with_name("page.css")
 SCRIPT = Path(__file__).with_name("page.js")
-NUMBER = re.compile(r"^[\s$]*[-+\u2212]?[\d,]*\.?\d+(e[-+]?\d+)?\s*%?")
+NUMBER = re.compile(r"^(\[|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval or a bound too
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone
 

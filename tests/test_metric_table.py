@@ -10,10 +10,11 @@ import evaluate
 from common.config import parse
 from common.glossary import METRICS
 from common.jsonl import read_jsonl
-from common.metric_table import EVALUATION, FORMULAS, glossary_table
+from common.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it measured
+ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
 
 
 def rows(table: str) -> list[str]:
@@ -26,7 +27,8 @@ def test_every_metric_has_a_row_with_unit_and_formula() -> None:
     assert len(rows(table)) == len(METRICS)
     for name in METRICS:
         assert f"\n| `{name}` | " in table
-    for name in EVALUATION:
+    names = [*EVALUATION, *(f"{part}.{name}" for part, own in COMPARISONS.items() for name in own)]
+    for name in names:
         assert f"\n| results: `{name}` | " in table
     assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {5}
 
@@ -54,7 +56,15 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
     flags |= {"reward_funcs": "gold", "num_eval_rows": "8", "num_prompts": "4"}
     arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
     evaluate.main(parse(evaluate.EvaluateConfig, arguments))
-    (system,) = json.loads((tmp_path / "eval/results.json").read_text())["systems"]
+    results = json.loads((tmp_path / "eval/results.json").read_text())
+    (system,) = results["systems"]
     assert set(system) - IDENTITY == set(EVALUATION)
+    compared = {
+        "win_rates": results["win_rates"][0],
+        "comparison.differences": results["comparison"]["differences"][0],
+    }
+    for part, values in compared.items():
+        own = {name for name in values if not name.startswith("num_")} - ENDS
+        assert own == set(COMPARISONS[part]), part
     for name in ("report.html", "report.md", "plots/summary.png"):
         assert (tmp_path / "eval" / name).is_file()

@@ -183,7 +183,9 @@ def test_the_page_needs_no_other_file_and_is_reproducible(tmp_path: Path) -> Non
 
 
 def test_tables_align_numbers_and_mute_intervals() -> None:
-    html = page("T", {}, [Table(["a", "b"], [["x", "0.5 [0.4, 0.6]"], ["y", "\N{EN DASH}"]])])
+    cells = ["0.5 [0.4, 0.6]", "\N{EN DASH}", "[-1.0, 2.5]", "< 0.0001", "+3"]
+    html = page("T", {}, [Table(["a", "b"], [["x", cell] for cell in cells])])
+    assert html.count('<td class="number">') == len(cells)
     assert '<td>x</td><td class="number">0.5 <span class="interval">[0.4, 0.6]</span></td>' in html
     assert '<th scope="col">a</th><th scope="col" class="number">b</th>' in html
 
