@@ -185,8 +185,8 @@ def test_every_part_is_counted_by_itself_by_hand():
 
 
 def test_pairs_of_a_prompt_are_drawn_together():
-    """Four prompts of five pairs that are all right or all wrong."""
-    right = [[1.0, 0.0]] * 10 + [[0.0, 1.0]] * 10
+    """Twelve prompts of five pairs that are all right or all wrong."""
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
     apart = table_of(a=right)
     together = table_of(a=right)
     for row, line in enumerate(together.pairs):
@@ -196,11 +196,26 @@ def test_pairs_of_a_prompt_are_drawn_together():
     assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
         narrow["prompt_high"] - narrow["prompt_low"]
     )
-    assert comparison.compare(together)["num_prompts"] == 4
+    assert comparison.compare(together)["num_prompts"] == 12
+
+
+def test_pairs_of_one_prompt_show_no_difference():
+    """Of one prompt every resample is the same: an interval of width 0 would claim certainty."""
+    table = table_of(a=[[1.0, 0.0]] * 20, b=[[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 12)
+    for line in table.pairs:
+        line["prompt_sha256"] = "same"
+    found = comparison.compare(table)
+    accuracy = found["systems"][1]["accuracy"]
+    assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
+    (difference,) = found["differences"]
+    assert (difference["low"], difference["prompt_p_value"]) == (None, 1)
+    assert "+60.0?" in comparison_tables.difference_matrix(found)
+    assert comparison_tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
+    assert comparison_tables.with_interval(accuracy) == "40.0"
 
 
 def test_differences_are_drawn_over_prompts_too():
-    right = [[1.0, 0.0]] * 10 + [[0.0, 1.0]] * 10
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
     table = table_of(a=right, b=right[::-1])
     (apart,) = comparison.compare(table)["differences"]
     for row, line in enumerate(table.pairs):
