@@ -124,7 +124,9 @@ def refuse_other_tokenizer(path: str, tokenizer: Any, config: CommonConfig) -> N
     if path == config.tokenizer_path or path.endswith(".json") or has_none:
         return
     own = models.read_tokenizer(path, config).get_vocab()
-    if any(own.get(token, i) != i for token, i in tokenizer.get_vocab().items()):
+    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
+    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+    if any(own.get(token) != i for token, i in expected.items()):
         raise UserError(
             f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a run "
             "of its own and give that run's scores.jsonl to --scores_from."

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from common import noise, rouge
 from common.data import Example
-from common.errors import UserError
+from common.errors import UserError, gist
 from common.jsonl import json_line, read_jsonl
 from common.truncation import split_prompt
 
@@ -173,7 +173,10 @@ def read_scores(path: Path) -> PairScores:
     Raises:
         UserError: the file is not there, is empty or holds other lines.
     """
-    lines = read_jsonl(path)
+    try:
+        lines = read_jsonl(path)
+    except RuntimeError as error:
+        raise UserError(f"{gist(error)}; it must be the scores.jsonl of an evaluation.") from None
     if not lines:
         raise UserError(f"{path} holds no scores; name the scores.jsonl of an evaluation.")
     try:
@@ -182,10 +185,10 @@ def read_scores(path: Path) -> PairScores:
             for kind in ("rewards", "scores")
         ]
         pairs = [
-            {k: v for k, v in line.items() if k not in ("rewards", "scores")} for line in lines
+            {name: line[name] for name in lines[0] if name not in ("rewards", "scores")}
+            for line in lines
         ]
-        assert all(line.keys() == lines[0].keys() for line in lines)
-    except (KeyError, TypeError, ValueError, AssertionError):
+    except (KeyError, TypeError, ValueError):
         raise UserError(
             f"{path} is no scores.jsonl of an evaluation: a line lacks a system's two scores."
         ) from None
@@ -193,8 +196,11 @@ def read_scores(path: Path) -> PairScores:
 
 
 def stacked(lines: Sequence[Mapping[str, Any]], kind: str, name: str) -> Scores:
-    """(N, 2) scores of one system."""
-    return np.array([line[kind][name] for line in lines], dtype=np.float64).reshape(-1, 2)
+    """(N, 2) scores of one system; a ValueError if a line has others than two."""
+    scores = np.array([line[kind][name] for line in lines], dtype=np.float64)
+    if scores.shape != (len(lines), 2):
+        raise ValueError(f"shape {scores.shape}")
+    return scores
 
 
 def read_others(table: PairScores, files: Sequence[str]) -> dict[str, PairScores]:

@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 import yaml
+from ranks import launch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -23,10 +24,19 @@ from transformers import (
 )
 
 import evaluate
-from common import comparison, comparison_tables, pair_scores, synthetic
+from common import (
+    comparison,
+    comparison_tables,
+    data,
+    distributed,
+    pair_judging,
+    pair_scores,
+    synthetic,
+)
 from common.config import UserError
 from common.data import Example
 from common.pair_scores import BASELINES, PairScores
+from common.reward_scoring import model_function
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
@@ -189,6 +199,23 @@ def test_pairs_of_a_prompt_are_drawn_together():
     assert comparison.compare(together)["num_prompts"] == 4
 
 
+def test_differences_are_drawn_over_prompts_too():
+    right = [[1.0, 0.0]] * 10 + [[0.0, 1.0]] * 10
+    table = table_of(a=right, b=right[::-1])
+    (apart,) = comparison.compare(table)["differences"]
+    for row, line in enumerate(table.pairs):
+        line["prompt_sha256"] = str(row // 5)
+    (together,) = comparison.compare(table)["differences"]
+    assert together["high"] - together["low"] > 1.8 * (apart["high"] - apart["low"])
+    assert together["p_value"] == apart["p_value"] == 1
+
+
+def test_calibration_is_of_chosen_minus_rejected():
+    table = PairScores([pair(0)], {"rm": np.array([[2.0, 0.5]])})
+    found = comparison.compare(table)["calibration"]["rm"]
+    assert found["log_loss"] == pytest.approx(math.log(1 + math.exp(-1.5)))
+
+
 # ---- the file ------------------------------------------------------------------------------------
 
 
@@ -230,7 +257,16 @@ def test_systems_of_other_evaluations_join_on_the_same_pairs(tmp_path: Path):
         pair_scores.read_others(random_table(2, num_pairs=10), [str(files[0])])
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", '{"rewards": {"a": [1]}, "scores": {}}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}\n",
+        "no JSON\n{}\n",
+        '{"rewards": {"a": [1, 2, 3]}, "scores": {}}\n',
+        '{"rewards": {"a": [1]}, "scores": {}}\n',
+    ],
+)
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
     file = tmp_path / "scores.jsonl"
     file.write_text(text)
@@ -388,13 +424,90 @@ def test_the_report_shows_the_comparison(evaluation: Path):
     assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_reading_without_the_stop_token_leaves_it_out():
-    from common.pair_judging import without_stop
+@torch.no_grad()
+def test_a_second_evaluation_leaves_the_stop_token_out_and_takes_in_the_first(
+    folders: Path, evaluation: Path
+):
+    config = evaluate.EvaluateConfig(
+        output_dir=str(folders / "second"),
+        policies=[str(folders / "dpo" / "model")],
+        policy_scores=["logp_per_token"],
+        score_stop_token=False,
+        scores_from=[str(evaluation / "scores.jsonl")],
+        num_eval_rows=NUM_PAIRS,
+        num_prompts=0,
+        token_cache_dir="",
+        **LENGTHS,
+    )
+    with tiny.process_group():
+        evaluate.main(config)
+    first = pair_scores.read_scores(evaluation / "scores.jsonl")
+    table = pair_scores.read_scores(folders / "second" / "scores.jsonl")
+    assert list(table.rewards) == list(first.rewards)
+    joined = table.scores["dpo logp_per_token (evaluation)"]
+    assert (joined == first.scores["dpo logp_per_token"]).all()
+    lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
+    row = synthetic.make_rows("preference", "validation", 1)[0]
+    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "rejected"))
+    ids = torch.tensor([prompt + completion])
+    steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    mean = float(steps.gather(1, ids[0, len(prompt) :, None]).mean())
+    assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
 
+
+def foreign_rewards(root: str) -> list[list[list[float]]]:
+    """Rewards of five pairs by the models of another vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
+    config, stop_ids = tiny.train_config(token_cache_dir="", **LENGTHS), [tokenizer.eos_token_id]
+    arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
+    pairs = data.load_examples(config, *arguments)
+    found = []
+    for name in ("foreign", "encoder"):
+        function = model_function(f"{root}/{name}/model", tokenizer, config)
+        function.load(distributed.mesh())
+        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        found.append(scores.tolist())
+    return found
+
+
+def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
+    folders: Path, evaluation: Path, tmp_path: Path
+):
+    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    expected = np.stack([table.rewards[name][:5] for name in ("foreign", "encoder")])
+    for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
+        assert np.array(found) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
+    config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
+    for name in ("sft", "dpo"):
+        pair_judging.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+    with pytest.raises(UserError, match="another tokenizer .* to --scores_from"):
+        pair_judging.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("beta: 0.3", 0.3), ("beta: 0", None), ("a: 1", None), ("[1]", None), ("beta: x", None)],
+)
+def test_beta_is_that_of_the_run_beside_the_folder(tmp_path: Path, text: str, expected: Any):
+    (tmp_path / "model").mkdir()
+    assert pair_judging.run_beta(str(tmp_path / "model")) is None
+    (tmp_path / "config.yaml").write_text(text)
+    assert pair_judging.run_beta(str(tmp_path / "model")) == expected
+    (tmp_path / "config.yaml").write_text("{")
+    with pytest.raises(UserError, match="give the --beta of implicit rewards"):
+        pair_judging.run_beta(str(tmp_path / "model"))
+
+
+def test_a_reading_without_the_stop_token_leaves_it_out():
     examples = [
         Example(0, "p", [5], [[3, 4, 0], [0]], {}),
         Example(1, "p", [5], [[3, 4], [2, 0]], {}),
     ]
-    kept = without_stop(examples, [0])
+    kept = pair_judging.without_stop(examples, [0])
     assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
     assert examples[0].completions == [[3, 4, 0], [0]]
