@@ -22,8 +22,8 @@ prompts.
 
 Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
 (of which every number about generations is a function; `python -m common.judgements` has them
-compared by people or models elsewhere), `report.md`, `plots/summary.png` and
-`plots/calibration.png` to output_dir, and prints the tables.
+compared by people or models elsewhere), `report.html`, `report.md` and `plots/*.png` to output_dir,
+and prints the tables.
 """
 
 import json
@@ -94,6 +94,7 @@ class EvaluateConfig(CommonConfig):
     judge_funcs: list[str] = knob(
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
+    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""
@@ -213,11 +214,12 @@ def main(config: EvaluateConfig) -> None:
         pair_scores.write_scores(output_dir / "scores.jsonl", table)
         calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
     report.chain_report(results, run_dirs(systems), output_dir)
+    report.send(results, config)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
     distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
     for headers, rows in generation_tables.tables(results):
         distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
-    distributed.print_rank0(f"report: {output_dir / 'report.md'}")
+    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def load_data(

@@ -53,10 +53,11 @@ from common import (
     models,
     optim,
     plots,
+    reward_replay,
     rollouts,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
@@ -80,6 +81,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    reward_replay.replay(scorer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
@@ -135,6 +137,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     cap: Any = {"correction": config.sampler_correction, "cap": config.sampler_correction_cap}
     of_kl: Any = {"estimator": config.kl_estimator, "corrected": config.kl_correction}
     scoring: Any = {"temperature": config.temperature, "with_entropy": True}
+
+    def show_samples(step: int) -> None:
+        fixed = (eval_set or train_set)[: config.num_sample_prompts]
+        table = rollouts.sample_table(sampler, scorer, reference, fixed, config)
+        logger.samples(step, table)
 
     # Loop
     for step in range(start_step, total_steps):
@@ -206,12 +213,14 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if is_due(step + 1, config.sample_steps, total_steps):
-            fixed = (eval_set or train_set)[: config.num_sample_prompts]
-            table = rollouts.sample_table(sampler, scorer, fixed, config)
-            logger.samples(step + 1, table)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
+            show_samples(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Last samples, behind the last checkpoint: a run that is killed here makes them again
+    saver.stop_if_asked(total_steps, at_once=True)
+    show_samples(total_steps)
 
     # Export
     saver.close()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -22,8 +23,10 @@ from typing import Any, NoReturn, TypeVar
 from common import paths
 from common.errors import UserError as UserError
 from common.errors import gist as gist
+from common.glossary import METRICS, PREFIXES
 
 Config = TypeVar("Config")
+REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
 # Endings of the names of fields that may hold paths
 PATHS = (
     *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
@@ -198,7 +201,8 @@ class TrainConfig(CommonConfig):
     )
     replay: str = knob(
         "",
-        "folder in output_dir/failed of a step that went bad: make it again, watching each layer",
+        "folder in output_dir/failed of a step that went bad: make it again, watching each layer, "
+        "or call the reward functions on the same completions again",
     )
     keep_last: int = knob(3, "checkpoints to keep in output_dir, with the best one (0: all)")
     async_save: bool = knob(True, "write checkpoints while training goes on, from a host copy")
@@ -246,6 +250,7 @@ class TrainConfig(CommonConfig):
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
         set_replay(self)
+        refuse_own_output(self)
         refuse_best(self)
         refuse_plan(self)
 
@@ -254,13 +259,31 @@ def set_replay(config: TrainConfig) -> None:
     """Let a replay start from what was kept; raise a UserError if nothing was."""
     if not config.replay:
         return
+    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
+    if Path(config.replay, REWARD_REPLAY).is_file():
+        return
     if not Path(config.replay, "checkpoint").is_dir():
         raise UserError(
             f"--replay {config.replay} is not the folder of a step that went bad; give one "
             "of those in output_dir/failed."
         )
     config.resume_from_checkpoint = f"{config.replay}/checkpoint"
-    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
+
+
+def refuse_own_output(config: TrainConfig) -> None:
+    """Raise a UserError for an input that this run would replace: resuming reads it again."""
+    written = [Path(config.output_dir, name).resolve() for name in ("model", "adapter")]
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        for path in value if isinstance(value, list) else [value]:
+            is_input = f.name.endswith((*PATHS, "reward_funcs")) and isinstance(path, str)
+            if is_input and path and f.name != "output_dir" and Path(path).exists():
+                place = Path(path).resolve()
+                if any(place == own or own in place.parents for own in written):
+                    raise UserError(
+                        f"--{f.name} is {path}, which this run would write to; name another "
+                        f"--output_dir than {config.output_dir}."
+                    )
 
 
 def refuse_best(config: TrainConfig) -> None:
@@ -268,6 +291,12 @@ def refuse_best(config: TrainConfig) -> None:
     metric = config.metric_for_best_model
     if config.load_best_model_at_end and not metric:
         raise UserError("--load_best_model_at_end true needs --metric_for_best_model.")
+    if metric and metric not in METRICS and not metric.startswith(PREFIXES):
+        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
+        raise UserError(
+            f"--metric_for_best_model is {metric}, which no run logs; "
+            f"name a metric, as {' or '.join(close)}."
+        )
     if metric and not config.save_steps:
         raise UserError(
             f"--metric_for_best_model is {metric} and --save_steps is 0; it must be positive for "
@@ -307,7 +336,12 @@ def refuse_plan(config: TrainConfig) -> None:
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:
     """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
-    return step == total_steps or (interval > 0 and step % interval == 0)
+    return step == total_steps or is_due_before_end(step, interval, total_steps)
+
+
+def is_due_before_end(step: int, interval: int, total_steps: int) -> bool:
+    """The same of what is done behind the loop at the end."""
+    return step < total_steps and interval > 0 and step % interval == 0
 
 
 def strip_slashes(config: Any) -> None:
@@ -494,6 +528,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "git_commit": git_commit(),
         "packages": {name: package_version(name) for name in packages},
         "script": Path(sys.argv[0]).name,
+        "stage": type(config).__name__,
+        "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

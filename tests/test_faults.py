@@ -20,6 +20,7 @@ import train_grpo
 import train_reward
 import train_sft
 from common import optim, plots, signals
+from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -125,6 +126,57 @@ def test_a_replay_of_grpo_samples_the_same_batch(
     monkeypatch.undo()
     with pytest.raises(signals.Stopped, match="replayed step 2: every number is finite"):
         train_grpo.main(config_of(*args, replay=str(folder), **more))
+
+
+JUDGE = """
+from pathlib import Path
+
+def judge(completions, trainer_state, colour, **columns):
+    if trainer_state.global_step == 1 and "red" in colour and not Path("mended").exists():
+        return [{number} if c == "red" else 1.0 for c in colour]
+    return [float(len(completion)) for completion in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [("1 / 0", "raised ZeroDivisionError on"), ("float('nan')", "returned nan for row")],
+)
+def test_the_reward_functions_are_called_on_the_same_completions_again(
+    number: str,
+    sentence: str,
+    inputs: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text(JUDGE.replace("{number}", number))
+    colours = ["blue", "red", "green", "red"]
+    rows = [{"prompt": f"the cat {n}", "colour": c} for n, c in enumerate(colours)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more: dict[str, Any] = {"dataset_name": "rows.jsonl", "reward_funcs": ["rewards.py:judge"]}
+    more |= {"num_generations": 2, "batch_size": 4, "max_prompt_length": 80}
+    args = ("grpo", inputs, tokenizer_folder, Path("run"))
+    with pytest.raises(UserError, match=sentence) as caught:
+        train_grpo.main(config_of(*args, **more))
+    folder = Path("run/failed/step_00000002/rewards_rank_0")
+    assert f"--config {folder}/config.yaml --replay {folder}" in str(caught.value)
+    kept = read_jsonl(folder / "rollouts.jsonl")
+    assert sorted(line["row"] for line in kept) == [0, 1, 2, 3]
+    assert all(line["columns"]["colour"] == colours[line["row"]] for line in kept)
+    assert all(len(line["completions"]) == 2 for line in kept)
+
+    again = (train_grpo.GRPOConfig, ["--config", f"{folder}/config.yaml", "--replay", str(folder)])
+    with pytest.raises(UserError, match=sentence):
+        train_grpo.main(parse(*again))
+    if "/" in number:  # it raised: the user's own lines are shown
+        assert 'return [1 / 0 if c == "red"' in capsys.readouterr().err
+    Path("mended").touch()
+    with pytest.raises(signals.Stopped, match="the reward functions judge all 8 completions"):
+        train_grpo.main(parse(*again))
+    assert not (Path("run") / "model").exists()
 
 
 def test_an_exploding_run_stops_before_the_update(
