@@ -216,7 +216,7 @@ def main(config: EvaluateConfig) -> None:
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         pair_scores.write_scores(output_dir / "scores.jsonl", table)
         calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
-    report.chain_report(results, run_dirs(systems), output_dir)
+    report.chain_report(results, report.run_dirs(systems), output_dir)
     report.send(results, config)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
     distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
@@ -284,12 +284,6 @@ def samples(
             }
         )
     return shown
-
-
-def run_dirs(systems: list[dict[str, Any]]) -> dict[str, Path]:
-    """The runs behind the evaluated folders, for their training curves."""
-    folders = {system["name"]: Path(system["path"]).parent for system in systems}
-    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
 
 
 if __name__ == "__main__":
