@@ -56,6 +56,7 @@ from common.config import CommonConfig, UserError, knob, require_not_negative, s
 from common.data import Example
 from common.generation import Sampler
 from common.pair_scores import PairScores, token_counts
+from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
 from common.statistics import preference_accuracy
@@ -101,6 +102,8 @@ class EvaluateConfig(CommonConfig):
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
+        refuse_twice("policies", self.policies)
+        refuse_twice("reward_models", self.reward_models)
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
@@ -213,7 +216,7 @@ def main(config: EvaluateConfig) -> None:
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         pair_scores.write_scores(output_dir / "scores.jsonl", table)
         calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
-    report.chain_report(results, run_dirs(systems), output_dir)
+    report.chain_report(results, report.run_dirs(systems), output_dir)
     report.send(results, config)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
     distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
@@ -281,12 +284,6 @@ def samples(
             }
         )
     return shown
-
-
-def run_dirs(systems: list[dict[str, Any]]) -> dict[str, Path]:
-    """The runs behind the evaluated folders, for their training curves."""
-    folders = {system["name"]: Path(system["path"]).parent for system in systems}
-    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from common.calibration import calibration
 from common.pair_scores import PairScores
-from common.paired_statistics import paired_differences
+from common.paired_statistics import paired_differences, prompt_interval
 from common.statistics import (
     bootstrap_means,
     cluster_numbers,
     outcomes,
-    percentile_interval,
     preference_accuracy,
 )
 
@@ -34,9 +33,10 @@ def compare(table: PairScores) -> dict[str, Any]:
 
     Returns:
         num_pairs, num_prompts; systems: name, accuracy (as `PreferenceAccuracy`, with num_prompts,
-        prompt_low and prompt_high, the 95% interval of the bootstrap over prompts) and accuracy_by
-        (split, part: the same); differences: as `PairedDifference`, of every two systems;
-        calibration: by system that gives log odds, as `Calibration`.
+        prompt_low and prompt_high, the 95% interval of the bootstrap over prompts, None below
+        `MIN_PROMPTS` of them) and accuracy_by (split, part: the same); differences: as
+        `PairedDifference`, of every two systems; calibration: by system that gives log odds, as
+        `Calibration`.
     """
     clusters = cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
     wins = {name: outcomes(*scores.T) for name, scores in table.systems.items()}
@@ -64,14 +64,18 @@ def compare(table: PairScores) -> dict[str, Any]:
 def accuracies(table: PairScores, rows: NDArray[np.int64]) -> dict[str, dict[str, Any]]:
     """Accuracy on some of the pairs by system, with both intervals."""
     clusters = cluster_numbers([table.pairs[row]["prompt_sha256"] for row in rows])
+    num_prompts = int(clusters.max()) + 1
     columns = [outcomes(*scores[rows].T) for scores in table.systems.values()]
     means = bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
     found = {}
     for (name, scores), column in zip(table.systems.items(), means.T, strict=True):
-        low, high = percentile_interval(column)
+        low, high = prompt_interval(column, num_prompts)
         accuracy = asdict(preference_accuracy(*scores[rows].T))
-        ends = {"prompt_low": low, "prompt_high": high}
-        found[name] = accuracy | {"num_prompts": int(clusters.max()) + 1} | ends
+        found[name] = accuracy | {
+            "num_prompts": num_prompts,
+            "prompt_low": low,
+            "prompt_high": high,
+        }
     return found
 
 

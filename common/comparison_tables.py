@@ -9,9 +9,11 @@ from typing import Any
 
 from common.calibration import NUM_BINS
 from common.pair_scores import BASELINES
-from common.terminal import markdown_table
+from common.paired_statistics import MIN_PROMPTS
+from common.terminal import NOT_MEASURED, markdown_table
 
 SMALLEST_P = 1e-4
+LEVEL = 0.05
 NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
 
 
@@ -45,7 +47,8 @@ def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
         rows,
         f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts; a tie counts "
         "one half. Wilson's interval takes pairs as independent; the bootstrap over prompts does "
-        "not, and holds where a prompt has several pairs. Baselines that need no model: the "
+        f"not, and holds where a prompt has several pairs; below {MIN_PROMPTS} prompts there is "
+        "none. Baselines that need no model: the "
         "completion of more tokens, of fewer, of the higher ROUGE-L F1 against the post, and a "
         "seeded random guess.",
     )
@@ -88,8 +91,8 @@ def split_tables(comparison: Mapping[str, Any]) -> Iterator[NamedTable]:
 
 
 SPLIT_INTERVALS = (
-    "Intervals are over prompts, at 0 and 100 Wilson's; of fewer than about 20 prompts they are "
-    "too narrow."
+    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
+    "fewer than about 20 they are too narrow."
 )
 SPLIT_NOTES = {
     "source": "Where the rows come from.",
@@ -122,8 +125,8 @@ def summary(comparison: Mapping[str, Any]) -> str:
     counts = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
     return (
         f"{counts}\n\n{markdown_table(table.headers, table.rows)}\n\n"
-        f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: the interval over prompts "
-        f"holds 0\n\n{difference_matrix(comparison)}"
+        f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
+        f"above {LEVEL}\n\n{difference_matrix(comparison)}"
     )
 
 
@@ -132,7 +135,7 @@ def difference_matrix(comparison: Mapping[str, Any]) -> str:
     names = [system["name"] for system in comparison["systems"]]
     cells = {(name, name): SAME for name in names}
     for d in comparison["differences"]:
-        mark = NO_DIFFERENCE if d["low"] <= 0 <= d["high"] else ""
+        mark = NO_DIFFERENCE if d["prompt_p_value"] > LEVEL else ""
         cells[d["first"], d["second"]] = signed(d["difference"]) + mark
         cells[d["second"], d["first"]] = signed(-d["difference"]) + mark
     numbers = [str(i) for i in range(1, len(names) + 1)]
@@ -153,17 +156,20 @@ def signed(share: float) -> str:
     return f"{100 * share or 0.0:+.1f}"  # not -0.0
 
 
-def interval(low: float, high: float, form: Any = percent) -> str:
-    """Both ends."""
+def interval(low: float | None, high: float | None, form: Any = percent) -> str:
+    """Both ends; an en dash where there are none."""
+    if low is None or high is None:
+        return NOT_MEASURED
     return f"[{form(low)}, {form(high)}]"
 
 
 def with_interval(accuracy: Mapping[str, float]) -> str:
     """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
-    ends = [accuracy["prompt_low"], accuracy["prompt_high"]]
-    if accuracy["accuracy"] in (0, 1):
-        ends = [accuracy["low"], accuracy["high"]]
-    return f"{percent(accuracy['accuracy'])} {interval(*ends)}"
+    share = accuracy["accuracy"]
+    if accuracy["num_prompts"] < MIN_PROMPTS:
+        return percent(share)
+    ends = ("low", "high") if share in (0, 1) else ("prompt_low", "prompt_high")
+    return f"{percent(share)} {interval(*(accuracy[end] for end in ends))}"
 
 
 def p_value(p: float) -> str:

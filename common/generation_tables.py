@@ -37,14 +37,15 @@ WIN_RATE_NOTES = [
     "scores higher. The interval is Wilson's for the effective sample size: ties narrow it, rows "
     "with the same prompt widen it.",
     "At equal length: a logistic regression of the verdict on tanh(length difference / its "
-    "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts.",
+    "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts; "
+    "not told where one system is longer by the same number of tokens everywhere.",
 ]
 
 
 def tables(results: Mapping[str, Any]) -> list[Rows]:
     """The tables of `results.json`; one without a row is left out."""
     own = results.get("reference_completions")
-    systems = [*results["systems"], *([{"name": REFERENCE, **own}] if own else [])]
+    systems = [*results["systems"], *([{**own, "name": REFERENCE}] if own else [])]
     found = [
         quality_table(systems),
         reward_table(systems),

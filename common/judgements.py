@@ -8,7 +8,8 @@ The first command reads `completions.jsonl` of an evaluation and writes, beside 
 `second`, two completions in random order without a name; and `comparisons_key.jsonl`, which says
 what stands behind an id and is not for the judge. The second reads a line `{"id": ..., "winner":
 "first" | "second" | "tie"}` for each id, adds the verdicts to `completions.jsonl`, computes the win
-rates of `results.json` anew and prints them. Importing a judge again replaces its verdicts.
+rates of `results.json` and the report anew and prints them. Importing a judge again replaces its
+verdicts.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from common import completions
+from common import completions, report
 from common.completions import REFERENCE, Answers, Verdict, system_names
 from common.config import UserError, knob, parse, require_not_negative
 from common.generation_tables import win_rate_table
@@ -78,6 +79,7 @@ def main(config: JudgementsConfig) -> None:
     unfinished = file.with_name(f"{file.name}.tmp")
     unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(file)
+    report.chain_report(results, report.run_dirs(results["systems"]), output_dir)
     print(markdown_table(*win_rate_table(rates)))
 
 
@@ -217,9 +219,14 @@ def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
     return winners
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """Run `main`; what the user can put right ends it with one sentence and status 2."""
     try:
         main(parse(JudgementsConfig))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    command()

@@ -18,9 +18,9 @@ from common.activations import (
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.workload import FLOAT32, MicroBatch, Run, micro_batch
+from common.host_memory import copied_bytes, export_bytes, written_bytes
+from common.workload import FLOAT32, MOMENTS_OF_ADAM, MicroBatch, Run, micro_batch
 
-MOMENTS_OF_ADAM = 2
 COLUMNS = (
     "parameters",
     "optimiser",
@@ -30,6 +30,7 @@ COLUMNS = (
     "logits",
     "copy",
     "cache",
+    "checkpoint",
     "process",
 )
 
@@ -45,6 +46,9 @@ class Moment:
     def total(self) -> float:
         """Bytes."""
         return sum(self.parts.values())
+
+
+NUM_UPDATE_MOMENTS = 3  # of `update_moments`
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -295,13 +299,32 @@ def moments(run: Run, ranks: int) -> list[Moment]:
         else:
             alone = base
         found.append(scoring_moment(run, ranks, "reference", run.reference, alone))
-    if not run.on_gpu:  # rank 0 has the whole model to write, and safetensors a copy of its bytes
-        whole = FLOAT32 * run.policy.numbers() * (1 if run.is_plain(ranks) else 2)
-        found.append(Moment("export", base | {"copy": float(whole)}))
     for moment in found:
         of_kl = kept_for_kl(run, ranks)
         moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
+    if run.on_gpu:
+        return found
+    if run.config.save_steps:
+        found.append(save_moment(run, ranks, found))
+    found.append(Moment("export", base | {"copy": export_bytes(run, ranks)}))
     return found
+
+
+def save_moment(run: Run, ranks: int, found: Sequence[Moment]) -> Moment:
+    """A checkpoint is written, on a CPU: beside the most that a step takes, if training goes on.
+
+    Args:
+        run: with `save_steps`.
+        ranks: of it.
+        found: the other moments, of which DPO's but for the updates are ahead of training.
+    """
+    in_step = found[:NUM_UPDATE_MOMENTS] if isinstance(run.config, DPOConfig) else found
+    beside = max(in_step, key=lambda moment: moment.total).parts
+    if not run.config.async_save:
+        beside = resident(run, ranks, models_of(run)) | {"activations": kept_for_kl(run, ranks)}
+    return Moment(
+        "save", beside | {"checkpoint": copied_bytes(run, ranks) + written_bytes(run, ranks)}
+    )
 
 
 def peak(run: Run, ranks: int) -> Moment:

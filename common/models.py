@@ -27,10 +27,13 @@ from common.model_checks import (
     check_kind,
     check_lengths,
     check_location,
+    check_max_length,
     check_sizes,
     pickle_hint,
     reason,
+    refuse_not_finite,
     refuse_unknown_fields,
+    refuse_unread,
 )
 from common.noise import derive_seed
 
@@ -68,9 +71,12 @@ def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        trusts = config.trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
     except Exception as error:  # the tokenizers library raises no subclass of it
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
+    check_max_length(path, tokenizer)
+    return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
@@ -271,8 +277,9 @@ def load(
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
     Raises:
-        UserError: the weights cannot be read, have other shapes, or lack parameters other than the
-            `new` ones, which would be trained from random values in silence.
+        UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
+            model, or lack parameters other than the `new` ones, which would be trained from random
+            values in silence.
     """
     try:
         if not distributed.is_rank0():
@@ -315,6 +322,8 @@ def load(
             f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
             f"of {type(model).__name__}."
         )
+    refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
+    refuse_not_finite(path, model.named_parameters())
     return model
 
 

@@ -20,6 +20,8 @@ from common.statistics import (
     percentile_interval,
 )
 
+MIN_PROMPTS = 10  # below, resamples of prompts say next to nothing, and of one prompt, nothing
+
 
 @dataclass(frozen=True)
 class PairedDifference:
@@ -29,21 +31,22 @@ class PairedDifference:
         first: Name of the system.
         second: Name of the one it is compared with.
         difference: In [-1, 1].
-        low: Lower end of the 95% interval, of the paired bootstrap over prompts.
+        low: Lower end of the 95% interval, of the paired bootstrap over prompts; None below
+            `MIN_PROMPTS` of them.
         high: Upper end.
         num_first_better: Pairs on which the first counts more; a tie counts one half.
         num_second_better: Pairs on which the second counts more.
         p_value: McNemar's, exact and two-sided. It takes pairs as independent, and is too small
             where a prompt has several that are alike.
         prompt_p_value: Of the permutation test over prompts, two-sided, which does not; at least
-            1 / (NUM_RESAMPLES + 1).
+            1 / (NUM_RESAMPLES + 1), and never below 0.05 with 5 prompts or fewer.
     """
 
     first: str
     second: str
     difference: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     num_first_better: int
     num_second_better: int
     p_value: float
@@ -68,6 +71,13 @@ def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
     log_choices = np.concatenate([[0.0], np.log((total - counts + 1) / counts).cumsum()])
     log_tail = np.logaddexp.reduce(log_choices) - total * math.log(2)
     return min(1.0, 2 * math.exp(log_tail))
+
+
+def prompt_interval(
+    means: NDArray[np.float64], num_prompts: int
+) -> tuple[float, float] | tuple[None, None]:
+    """The interval of bootstrap means (R,) over prompts, none where they are too few."""
+    return (None, None) if num_prompts < MIN_PROMPTS else percentile_interval(means)
 
 
 def sign_flips(sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -106,12 +116,14 @@ def paired_differences(
         return []
     columns = np.stack([wins[name] for name in names], axis=1)  # (N, S)
     means = bootstrap_means(columns, clusters)  # (R, S)
-    flipped = sign_flips(cluster_sums(columns, clusters))  # (R, S)
+    sums = cluster_sums(columns, clusters)  # (G, S)
+    flipped = sign_flips(sums)  # (R, S)
     found = []
     for i in range(len(names)):
         for j in range(i + 1, len(names)):
             gains = columns[:, i] - columns[:, j]  # (N,)
             better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+            low, high = prompt_interval(means[:, i] - means[:, j], len(sums))
             by_chance = np.abs(flipped[:, i] - flipped[:, j])  # (R,)
             num_as_far = int((by_chance >= abs(gains.sum())).sum())  # exact: multiples of 1/2
             found.append(
@@ -119,7 +131,8 @@ def paired_differences(
                     names[i],
                     names[j],
                     float(gains.mean()),
-                    *percentile_interval(means[:, i] - means[:, j]),
+                    low,
+                    high,
                     better,
                     worse,
                     mcnemar_p_value(better, worse),

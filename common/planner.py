@@ -20,12 +20,12 @@ from common.config import TrainConfig
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.memory import COLUMNS, moments, peak
+from common.host_memory import HOST_COLUMNS, host_bytes
+from common.memory import COLUMNS, models_of, moments, peak
 from common.model_checks import Kind
 from common.reward_functions import is_reward_model
 from common.terminal import format_number, markdown_table
 from common.workload import (
-    FLOAT32,
     Run,
     check_ranks,
     has_reference,
@@ -97,10 +97,14 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
         moment_table(run, all_ranks),
     ]
     if run.on_gpu:
-        host = 2 * FLOAT32 * run.policy.numbers() / 1e9
+        lines += [
+            "CUDA and NCCL themselves, and gaps between allocations, are not counted",
+            "GB of a rank on its host, beside Python and its libraries:",
+            host_table(run, all_ranks),
+        ]
+    if getattr(config, "group_comparisons", False):
         lines.append(
-            f"beside the GPU, rank 0's host holds {format_number(host)} GB while it exports; CUDA "
-            "and NCCL themselves, and gaps between allocations, are not counted"
+            "--group_comparisons true: a prompt is counted with one pair, and may have more"
         )
     return "\n".join(lines)
 
@@ -131,6 +135,15 @@ def moment_table(run: Run, all_ranks: Sequence[int]) -> str:
         for ranks, found in by_ranks.items()
     ]
     return markdown_table(["ranks", *names], rows)
+
+
+def host_table(run: Run, all_ranks: Sequence[int]) -> str:
+    """By number of ranks: what the process of a GPU holds on its host."""
+    rows = []
+    for ranks in all_ranks:
+        parts = host_bytes(run, ranks, models_of(run))
+        rows.append([f"{ranks}", *(gigabytes(parts[column]) for column in HOST_COLUMNS)])
+    return markdown_table(["ranks", *HOST_COLUMNS], rows)
 
 
 def gigabytes(number: float) -> str:

@@ -112,6 +112,12 @@ def chain_report(
     return [*write_page(output_dir, f"Results on {results['dataset']}", blocks), picture]
 
 
+def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """The runs behind the evaluated folders, for their training curves."""
+    folders = {system["name"]: Path(system["path"]).parent for system in systems}
+    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
+
+
 def send(results: Mapping[str, Any], config: Any) -> None:
     """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
 

@@ -20,7 +20,7 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -343,7 +343,9 @@ def call_by_name(function: Callable[..., Any], inputs: Mapping[str, Any]) -> lis
         inputs = {key: value for key, value in inputs.items() if key in parameters}
     answers: Any = function(**inputs)
     answers = asyncio.run(answers) if inspect.iscoroutine(answers) else answers
-    return list(answers) if isinstance(answers, Iterable) else None
+    # A dict or a set has no order that a list of completions could follow.
+    is_list = isinstance(answers, Iterable) and not isinstance(answers, Mapping | Set | str | bytes)
+    return list(answers) if is_list else None
 
 
 def _line(function: RewardFunction, error: BaseException) -> str:

@@ -12,6 +12,7 @@ from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
 
 FLOAT32 = 4  # bytes
+MOMENTS_OF_ADAM = 2
 # By the config class: the scripts' own are not imported here.
 STAGES = {
     "SFTConfig": "SFT",

@@ -185,8 +185,8 @@ def test_every_part_is_counted_by_itself_by_hand():
 
 
 def test_pairs_of_a_prompt_are_drawn_together():
-    """Four prompts of five pairs that are all right or all wrong."""
-    right = [[1.0, 0.0]] * 10 + [[0.0, 1.0]] * 10
+    """Twelve prompts of five pairs that are all right or all wrong."""
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
     apart = table_of(a=right)
     together = table_of(a=right)
     for row, line in enumerate(together.pairs):
@@ -196,7 +196,39 @@ def test_pairs_of_a_prompt_are_drawn_together():
     assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
         narrow["prompt_high"] - narrow["prompt_low"]
     )
-    assert comparison.compare(together)["num_prompts"] == 4
+    assert comparison.compare(together)["num_prompts"] == 12
+
+
+def test_pairs_of_one_prompt_show_no_difference():
+    """Of one prompt every resample is the same: an interval of width 0 would claim certainty."""
+    table = table_of(a=[[1.0, 0.0]] * 20, b=[[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 12)
+    for line in table.pairs:
+        line["prompt_sha256"] = "same"
+    found = comparison.compare(table)
+    accuracy = found["systems"][1]["accuracy"]
+    assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
+    (difference,) = found["differences"]
+    assert (difference["low"], difference["prompt_p_value"]) == (None, 1)
+    assert "+60.0?" in comparison_tables.difference_matrix(found)
+    assert comparison_tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
+    assert comparison_tables.with_interval(accuracy) == "40.0"
+
+
+def test_differences_are_drawn_over_prompts_too():
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
+    table = table_of(a=right, b=right[::-1])
+    (apart,) = comparison.compare(table)["differences"]
+    for row, line in enumerate(table.pairs):
+        line["prompt_sha256"] = str(row // 5)
+    (together,) = comparison.compare(table)["differences"]
+    assert together["high"] - together["low"] > 1.8 * (apart["high"] - apart["low"])
+    assert together["p_value"] == apart["p_value"] == 1
+
+
+def test_calibration_is_of_chosen_minus_rejected():
+    table = PairScores([pair(0)], {"rm": np.array([[2.0, 0.5]])})
+    found = comparison.compare(table)["calibration"]["rm"]
+    assert found["log_loss"] == pytest.approx(math.log(1 + math.exp(-1.5)))
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -405,6 +437,38 @@ def test_the_report_shows_the_comparison(evaluation: Path):
     for table in comparison_tables.tables(results["comparison"]):
         assert table.title in report
     assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
+
+
+@torch.no_grad()
+def test_a_second_evaluation_leaves_the_stop_token_out_and_takes_in_the_first(
+    folders: Path, evaluation: Path
+):
+    config = evaluate.EvaluateConfig(
+        output_dir=str(folders / "second"),
+        policies=[str(folders / "dpo" / "model")],
+        policy_scores=["logp_per_token"],
+        score_stop_token=False,
+        scores_from=[str(evaluation / "scores.jsonl")],
+        num_eval_rows=NUM_PAIRS,
+        num_prompts=0,
+        token_cache_dir="",
+        **LENGTHS,
+    )
+    with tiny.process_group():
+        evaluate.main(config)
+    first = pair_scores.read_scores(evaluation / "scores.jsonl")
+    table = pair_scores.read_scores(folders / "second" / "scores.jsonl")
+    assert list(table.rewards) == list(first.rewards)
+    joined = table.scores["dpo logp_per_token (evaluation)"]
+    assert (joined == first.scores["dpo logp_per_token"]).all()
+    lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
+    row = synthetic.make_rows("preference", "validation", 1)[0]
+    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "rejected"))
+    ids = torch.tensor([prompt + completion])
+    steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    mean = float(steps.gather(1, ids[0, len(prompt) :, None]).mean())
+    assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
 
 
 def foreign_rewards(root: str) -> list[list[list[float]]]:

@@ -18,9 +18,10 @@ from rouge_score.rouge_scorer import RougeScorer
 from scipy.optimize import minimize
 
 import evaluate
-from common import completions, distributed, export, fsdp, generation_quality
+from common import completions, distributed, export, fsdp, generation_quality, synthetic
 from common.completions import REFERENCE
 from common.config import parse
+from common.data import Example
 from common.generation import Rollouts, Sampler
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy, RewardModel
@@ -173,6 +174,26 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     assert (long.completion, long.num_tokens, long.stopped) == (texts[1], LONGEST, False)
     assert [own and own.completion for own in rest] == [None, None, " a key", None]
     assert short.rouge_l is None
+
+
+def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
+    """The text is the message's; the tokens are those a policy would have to write."""
+    tokenizer = synthetic.train_tokenizer(300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
+    judges = RewardScorer(["length", "count:e"], [], tokenizer, config)
+    asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
+    examples = [
+        Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
+        for completion in ([answer], "the")
+    ]
+    for own in generation_quality.reference_completions(judges, examples, tokenizer, STOP, LONGEST):
+        num_tokens = len(tokenizer("the")["input_ids"]) + 1
+        assert (own.completion, own.num_tokens, own.stopped) == ("the", num_tokens, True)
+        assert own.rewards == {"length": -num_tokens, "count:e": 1}
 
 
 # ---- the whole evaluation ------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Targets: the lines of the exported file, verdicts given by hand.
 """
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -38,7 +37,10 @@ EXAMPLES = [Example(row.id, row.prompt, [1], [], {"bonus": row.id}) for row in A
 @pytest.fixture
 def evaluation(tmp_path: Path) -> Path:
     completions.write(ANSWERS, tmp_path)
-    (tmp_path / "results.json").write_text(json.dumps({"systems": [], "win_rates": []}))
+    results = {"dataset": "mine", "num_pairs": 1, "win_rates": []}
+    accuracy = {"accuracy": 1.0, "low": 0.2, "high": 1.0, "num_pairs": 1, "num_ties": 0}
+    system = {"name": "dpo", "kind": "policy", "path": "runs/dpo/model", "accuracy": accuracy}
+    (tmp_path / "results.json").write_text(json.dumps({**results, "systems": [system]}))
     return tmp_path
 
 
@@ -112,6 +114,8 @@ def test_verdicts_come_back_as_win_rates(evaluation, capsys):
         assert rate["win_rate"] == pytest.approx(30 / 40)
         assert all(len(row["verdicts"]) == 1 for row in rows)
     assert "dpo against sft" in capsys.readouterr().out
+    for file in ("report.md", "report.html"):
+        assert "anna" in (evaluation / file).read_text()
 
 
 BAD_VERDICTS = {
@@ -175,14 +179,14 @@ def test_what_cannot_be_exported_or_imported_is_refused_in_a_sentence(evaluation
         run(tmp_path / "nothing")
 
 
-def test_the_command_refuses_with_status_2():
-    command = [sys.executable, "-m", "common.judgements", "--output_dir", "nowhere"]
-    found = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: nowhere/completions.jsonl is not there")
-    assert found.stderr.count("\n") == 1
+def test_the_command_refuses_with_status_2(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["judgements.py", "--output_dir", "nowhere"])
+    with pytest.raises(SystemExit) as caught:
+        judgements.command()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: nowhere/completions.jsonl is not there")
+    assert said.count("\n") == 1
 
 
 # ---- Python functions ----------------------------------------------------------------------------

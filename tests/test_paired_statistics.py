@@ -116,6 +116,18 @@ def test_of_single_pairs_both_tests_say_the_same() -> None:
     assert found.prompt_p_value == pytest.approx(found.p_value, abs=0.03)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 9])
+def test_a_few_prompts_have_no_interval_and_five_no_small_p(num_prompts: int) -> None:
+    """However many pairs they have: one prompt's pairs may all be right by one stroke of luck."""
+    clusters = np.repeat(np.arange(num_prompts), 50)
+    wins = {"a": np.ones(clusters.size), "b": np.zeros(clusters.size)}
+    (found,) = paired_differences(wins, clusters)
+    assert (found.low, found.high) == (None, None)
+    assert found.p_value < 1e-10
+    assert found.prompt_p_value == pytest.approx(2 / 2**num_prompts, abs=0.02)
+    assert (found.prompt_p_value > 0.05) == (num_prompts <= 5)
+
+
 def test_ties_favour_whoever_counts_more() -> None:
     wins = {
         "a": np.array([1.0, 0.5, 0.5, 0.0, 1.0, 0.5]),

@@ -15,7 +15,7 @@ import ranks
 import tiny
 import torch
 
-from common import activations, fsdp, lora, memory, planner, workload
+from common import activations, fsdp, host_memory, lora, memory, planner, workload
 from common.config import UserError
 from common.decoding import SharedDecoder
 from common.dpo_config import DPOConfig
@@ -309,6 +309,61 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
     assert "rollout" not in names
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+def test_a_save_holds_a_copy_of_the_state_and_two_of_its_bytes_beside_the_step(shapes: Path):
+    state = 12 * NUMBERS  # parameters and two moments
+    without = replace(run_of(shapes), process_bytes=0)
+    assert "save" not in {m.name for m in memory.moments(without, 1)}
+    beside = max(m.total for m in memory.moments(without, 1) if m.name != "export")
+    saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
+    assert saving["checkpoint"] == 3 * state
+    assert sum(saving.values()) == beside + 3 * state
+    at_once = run_of(shapes, save_steps=5, async_save=False)
+    at_once = parts(replace(at_once, process_bytes=0), 1, "save")
+    assert at_once["checkpoint"] == 2 * state
+    assert sum(at_once.values()) == 3 * state  # nothing of a step
+
+
+def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
+    flags = {"save_steps": 5, "batch_size": 2}
+    adapters = run_of(shapes, **flags, lora_r=4)
+    assert host_memory.state_bytes(adapters, 1) == 12 * adapters.policy.numbers(trained=True)
+    grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
+    assert host_memory.state_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
+    inside = run_of(shapes, **flags, **grpo, lora_r=4)
+    assert host_memory.state_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
+
+
+def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
+    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
+    flags |= {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
+    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1), 1)}
+    assert found["rollout"].total > found["loss"].total  # so that the claim says something
+    assert "cache" not in found["save"].parts
+    assert found["save"].parts["optimiser"] == 8 * NUMBERS
+
+
+def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
+    flags = {"batch_size": 2, "dry_run_device": "cuda", "save_steps": 5}
+    shard = sum(p.chunk(2)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
+
+    def host(**more: Any) -> list[float]:
+        run = run_of(shapes, **(flags | more))
+        return list(host_memory.host_bytes(run, 2, memory.models_of(run)).values())
+
+    export = 8 * NUMBERS
+    assert host() == [0, 12 * shard, 24 * shard, export, 36 * shard]
+    assert host(save_steps=0) == [0, 0, 0, export, export]
+    assert host(async_save=False)[1] == 12 * shard  # it has to leave the GPU
+    held = 16 * shard  # parameters, moments and gradients
+    assert host(cpu_offload=True) == [held, 12 * shard, 24 * shard, export, 52 * shard]
+    assert host(cpu_offload=True, async_save=False)[1] == 0
+    page = planner.page(run_of(shapes, **flags), [1, 2])
+    assert "GB of a rank on its host" in page
 
 
 # ---- operations ----------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def evaluations(sweep: Sweep, seed: int) -> Iterator[Stage]:
             "ref_model_name_or_path": str(base[evaluation.reference] / "model"),
             "reward_models": judge,
         }
-        yield Stage("evaluate.py", root / "policies", config, {**common, **judges})
+        flags = {**common, **filled_in(evaluation.policy_flags, base), **judges}
+        yield Stage("evaluate.py", root / "policies", config, flags)
     if models:
         flags = {"policies": [], "reward_models": models, "reward_funcs": []}
         yield Stage("evaluate.py", root / "reward_models", config, {**common, **flags})

@@ -49,6 +49,7 @@ class Evaluation:
     reference: str  # the stage of the base chain to which the KL is measured
     judge: str = ""  # the stage of the base chain whose reward model scores generations, if any
     flags: Mapping[str, Any] = field(default_factory=dict)
+    policy_flags: Mapping[str, Any] = field(default_factory=dict)  # where policies are judged
 
 
 @dataclass(frozen=True)
