@@ -1,4 +1,5 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
+# make overoptimization    gold against proxy reward over the distance from SFT (half an hour, one core)
 # make test    lint, types, every test
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 20 minutes)
 # make clean   removes .venv and output
@@ -24,7 +25,7 @@ DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.
 LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo test bench setup clean
+.PHONY: demo overoptimization test bench setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -32,6 +33,10 @@ demo: setup
 	$(LAUNCH) train_dpo.py --config $(DEMO)/dpo.yaml --seed $(SEED)
 	$(LAUNCH) train_grpo.py --config $(DEMO)/grpo.yaml --seed $(SEED)
 	$(LAUNCH) evaluate.py --config $(DEMO)/evaluate.yaml --seed $(SEED)
+
+overoptimization: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.overoptimization \
+		--config assets/recipes/overoptimization/demo.yaml
 
 test: setup
 	$(BIN)/ruff check .

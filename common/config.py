@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -24,6 +25,7 @@ from common import paths
 from common.errors import UserError as UserError
 from common.errors import gist as gist
 from common.errors import shown
+from common.glossary import METRICS, PREFIXES
 from common.ranges import refuse_beyond_range
 
 Config = TypeVar("Config")
@@ -31,7 +33,10 @@ REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could 
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 # Endings of the names of fields that may hold paths
-PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
+PATHS = (
+    *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
+    "scores_from",
+)
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
@@ -251,6 +256,7 @@ class TrainConfig(CommonConfig):
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
         set_replay(self)
+        refuse_own_output(self)
         refuse_best(self)
         refuse_plan(self)
 
@@ -270,11 +276,33 @@ def set_replay(config: TrainConfig) -> None:
     config.resume_from_checkpoint = f"{config.replay}/checkpoint"
 
 
+def refuse_own_output(config: TrainConfig) -> None:
+    """Raise a UserError for an input that this run would replace: resuming reads it again."""
+    written = [Path(config.output_dir, name).resolve() for name in ("model", "adapter")]
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        for path in value if isinstance(value, list) else [value]:
+            is_input = f.name.endswith((*PATHS, "reward_funcs")) and isinstance(path, str)
+            if is_input and path and f.name != "output_dir" and Path(path).exists():
+                place = Path(path).resolve()
+                if any(place == own or own in place.parents for own in written):
+                    raise UserError(
+                        f"--{f.name} is {path}, which this run would write to; name another "
+                        f"--output_dir than {config.output_dir}."
+                    )
+
+
 def refuse_best(config: TrainConfig) -> None:
     """Raise a UserError if no checkpoint can be the best by the metric."""
     metric = config.metric_for_best_model
     if config.load_best_model_at_end and not metric:
         raise UserError("--load_best_model_at_end true needs --metric_for_best_model.")
+    if metric and metric not in METRICS and not metric.startswith(PREFIXES):
+        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
+        raise UserError(
+            f"--metric_for_best_model is {metric}, which no run logs; "
+            f"name a metric, as {' or '.join(close)}."
+        )
     if metric and not config.save_steps:
         raise UserError(
             f"--metric_for_best_model is {metric} and --save_steps is 0; it must be positive for "
@@ -314,7 +342,12 @@ def refuse_plan(config: TrainConfig) -> None:
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:
     """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
-    return step == total_steps or (interval > 0 and step % interval == 0)
+    return step == total_steps or is_due_before_end(step, interval, total_steps)
+
+
+def is_due_before_end(step: int, interval: int, total_steps: int) -> bool:
+    """The same of what is done behind the loop at the end."""
+    return step < total_steps and interval > 0 and step % interval == 0
 
 
 def strip_slashes(config: Any) -> None:
@@ -517,6 +550,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "git_commit": git_commit(),
         "packages": {name: package_version(name) for name in packages},
         "script": Path(sys.argv[0]).name,
+        "stage": type(config).__name__,
+        "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,14 @@
-"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
+r"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
+
+    python train_grpo.py --config assets/recipes/tldr-gpt2-large/grpo.yaml \
+        --model_name_or_path assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --reward_funcs assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --batch_size 1024 --dry_run true --dry_run_device cuda --dry_run_ranks 1 8 64 1024
 
 `--dry_run true` prints it and ends. Nothing is trained, written or read but the models'
-configurations. Lengths are the limits of the config: shorter rows take less. The models are counted
-in `common/footprint.py`; the formulas are in `workload.py`, `activations.py` and `memory.py`.
+configurations, for which a config .json will do, that of a reward model too. Lengths are the limits
+of the config: shorter rows take less. The models are counted in `common/footprint.py`; the formulas
+are in `workload.py`, `activations.py` and `memory.py`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +20,6 @@ from common.config import TrainConfig
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.lora import LoraTrainConfig
 from common.memory import COLUMNS, moments, peak
 from common.model_checks import Kind
 from common.reward_functions import is_reward_model
@@ -26,6 +31,7 @@ from common.workload import (
     has_reference,
     micro_batch,
     piece_tokens,
+    stage_of,
     step_flops,
 )
 
@@ -40,9 +46,8 @@ def make_run(config: TrainConfig) -> Run:
     if not config.dry_run_device:
         on_gpu = torch.cuda.is_available()
     copies = on_gpu and config.layout == "shared_prefix"
-    is_policy = isinstance(config, LoraTrainConfig)
     path = config.model_name_or_path
-    kind: Kind = "policy" if is_policy else "trunk"
+    kind: Kind = "trunk" if stage_of(config) == "reward model" else "policy"
     policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
     reference = None
     if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):

@@ -206,7 +206,7 @@ def find_function(name: str) -> RewardFunction | None:
             raise UserError(f"reward_funcs has {name!r}; say of what: {kind}:<argument>.")
         return WITH_ARGUMENT[kind](argument)
     if not is_reward_model(name):
-        return _load_from_file(name)
+        return load_from_file(name)
     if not Path(name).is_dir() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
         raise UserError(
             f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "
@@ -224,27 +224,31 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def _load_from_file(name: str) -> RewardFunction:
-    """The function of `path/to/file.py:function`; runs the file."""
+def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
+    """The function of `path/to/file.py:function`; runs the file.
+
+    Raises:
+        UserError: There is none, or the file cannot be run; names the flag.
+    """
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
     if not file or not function_name:
-        raise UserError(f"reward_funcs has {name!r}; add the function: path/to/file.py:function.")
+        raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
     if not path.is_file():
-        raise UserError(f"reward_funcs has {name!r}, and there is no file {file!r}.")
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} is no Python file (.py).")
+        raise UserError(f"{flag} has {name!r}, and {file!r} is no Python file (.py).")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         raise UserError(
-            f"reward_funcs has {name!r}, and running {file!r} raised "
+            f"{flag} has {name!r}, and running {file!r} raised "
             f"{type(error).__name__}: {gist(error)}."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} has no function of that name.")
-    return cast(RewardFunction, function)
+        raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
+    return cast(Callable[..., Any], function)

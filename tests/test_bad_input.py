@@ -346,6 +346,11 @@ FLAGS: list[Case] = [
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
     ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
+    ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
+    ("evaluate", {"beta": -1}, ["--beta is -1.0", "0 or more"]),
+    ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),
+    ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
+    ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     # Contradictions
     ("train_sft", {"num_replicas": 2}, ["--num_replicas is 2", "1 processes"]),
@@ -663,6 +668,7 @@ def test_paths_may_have_spaces(folder):
     packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
     Path("some rows.jsonl.gz").write_bytes(packed)
     flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
+    flags["output_dir"] = "a second run"
     module = importlib.import_module("train_sft")
     module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
 

@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,11 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "git_commit",
         "packages",
         "script",
+        "stage",
+        "started",
     }
     assert environment["world_size"] == 3
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])
     for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
         assert environment["packages"][name] == importlib.import_module(name).__version__
     written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
