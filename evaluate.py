@@ -118,6 +118,9 @@ class EvaluateConfig(CommonConfig):
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
+        if self.policies:  # the reference is evaluated once, where it is one of them
+            named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])
+            refuse_twice("ref_model_name_or_path or --policies", list(named))
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 
 

@@ -71,8 +71,7 @@ def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
-        trusts = config.trust_remote_code
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library raises no subclass of it
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
     check_max_length(path, tokenizer)

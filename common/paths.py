@@ -13,7 +13,8 @@ WRITTEN_FOLDERS = (
 )
 WRITTEN_FILES = (
     *("config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "results.json"),
-    *("report.md", "report.html", "plots/curves.png", "plots/summary.png", ".lock"),
+    *("pairs.jsonl", "scores.jsonl", "completions.jsonl", "report.md", "report.html", ".lock"),
+    *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
 )
 
 

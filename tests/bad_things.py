@@ -96,7 +96,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "text_class": {"architectures": "GPT2LMHeadModel"},
 }
 # Folders of these names in a run's folder
-FOLDERS = ("metrics.jsonl", "samples.jsonl", "config.yaml", "results.json", "report.md")
+FOLDERS = (
+    *("metrics.jsonl", "samples.jsonl", "config.yaml", "results.json", "report.md", "report.html"),
+    *("scores.jsonl", "completions.jsonl", "plots/curves.png"),
+)
 REWARD_FILE = """
 import sys
 

@@ -668,6 +668,7 @@ def test_paths_may_have_spaces(folder):
     packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
     Path("some rows.jsonl.gz").write_bytes(packed)
     flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
+    flags["output_dir"] = "a second run"
     module = importlib.import_module("train_sft")
     module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
 
