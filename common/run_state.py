@@ -62,9 +62,8 @@ def restore_state(
     try:
         load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
         raise UserError(
-            f"the checkpoint {folder} does not fit the model: {gist(reason)}."
+            f"the checkpoint {folder} does not fit the model: {first_cause(error)}."
         ) from None
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
     options = StateDictOptions(strict=False)  # frozen parameters are as they were read
@@ -80,6 +79,38 @@ def restore_state(
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
     return manifest
+
+
+def restore_parameters(folder: Path, model: nn.Module) -> None:
+    """Load what a checkpoint has of the model only, in place, to look at a run's past. Collective.
+
+    Args:
+        folder: of a whole checkpoint.
+        model: of the run's architecture, sharded over any number of ranks.
+
+    Raises:
+        UserError: the checkpoint is damaged, has adapters, or does not fit the model.
+    """
+    if reason := files.damage(folder):
+        raise UserError(f"the checkpoint {folder} cannot be read: {reason}.")
+    if files.read_manifest(folder)["adapters"]:
+        raise UserError(
+            f"the checkpoint {folder} holds adapters alone; only one of a run with --lora_r 0 can "
+            "be measured by itself."
+        )
+    state = {"model": once_each(model, get_model_state_dict(model))}
+    try:
+        load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except CheckpointException as error:
+        raise UserError(
+            f"the checkpoint {folder} does not fit the model: {first_cause(error)}."
+        ) from None
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
+
+
+def first_cause(error: CheckpointException) -> str:
+    """Why a checkpoint could not be read, of the first rank that says so."""
+    return gist(next(iter(error.failures.values()))[0])
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -1,0 +1,22 @@
+"""Run a Python file, then a stage script in the same process: how known bugs are re-enacted.
+
+    python common/experiments/patched.py PATCH.py train_reward.py --config ...
+
+The patch replaces functions of `common` before the script uses them. The stage scripts have no flag
+for a bug; a run with one says so in its first line.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    patch, script = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(script).resolve().parent)  # as if Python had been given the script
+    about = runpy.run_path(patch)["__doc__"] or ""
+    from common import distributed  # from the folder that was just put into the path
+
+    if distributed.own_rank() == 0:
+        print(f"!!! RE-ENACTED BUG ({patch}): {about.strip().splitlines()[0]}", flush=True)
+    runpy.run_path(script, run_name="__main__")

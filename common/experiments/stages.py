@@ -1,0 +1,255 @@
+"""One run of a stage script as a child process, made once: what a chain of runs is built of.
+
+A finished run is marked by `finished.json` in its folder. The mark holds what made the run: the
+script, its flags, and for each file or earlier run that they name a digest of it. So the same
+command does nothing, a changed one is made again, and so is all that was built on it. A run that
+did not finish is started again, and resumes as the script itself does.
+
+Not collective: a driver is one process, which starts the processes of a run and waits for them.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.checkpoint_files import describe
+from common.config import UserError, parse, read_recipe
+from common.experiments.forked import ForkedScript, is_possible
+
+Config = TypeVar("Config")
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCHED = Path(__file__).with_name("patched.py")
+MARK = "finished.json"
+LOG = "stage.log"
+LONGEST_PATH = 1024  # characters
+TAIL = 40  # lines of a failed run's output that its error repeats
+# What a script writes last; a training stage exports its model.
+LAST_WRITTEN = {"evaluate.py": "results.json", "common/experiments/sample_pairs.py": "train.jsonl"}
+REFUSED = 2  # exit status of a run whose user can put something right
+
+
+class StageFailed(RuntimeError):  # noqa: N818 - what has failed is the stage
+    """A run did not finish; the text ends with the last lines of its output."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage script with its flags.
+
+    Attributes:
+        script: of this project, as `train_sft.py`.
+        output_dir: the run's folder; becomes its `--output_dir`.
+        config: its recipe.
+        flags: override the recipe; a list gives several values to a flag.
+        patch: Python file that is run in the same process before the script: it re-enacts a bug.
+    """
+
+    script: str
+    output_dir: Path
+    config: Path | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    patch: Path | None = None
+
+
+def run(stage: Stage, num_processes: int = 1) -> None:
+    """Make a run, unless the same one is finished. Its output is shown, and kept in `stage.log`.
+
+    Args:
+        stage: what to run.
+        num_processes: with more than 1 it is started by torchrun. Not part of what makes a run:
+            the scripts' results do not depend on it.
+
+    Raises:
+        UserError: the script refuses a value.
+        StageFailed: it failed, or was stopped before its end.
+    """
+    made_by = description(stage)
+    if read_mark(stage.output_dir) == made_by:
+        print(f"{stage.output_dir}: finished before", flush=True)
+        return
+    stage.output_dir.mkdir(parents=True, exist_ok=True)
+    (stage.output_dir / MARK).unlink(missing_ok=True)
+    print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
+    result_before = written_at(stage)
+    status, last_lines = show(command(stage, num_processes), stage.output_dir / LOG)
+    refusals = [line for line in last_lines if line.startswith("error: ")]
+    if status != 0 and refusals:
+        raise UserError(f"{stage.script} for {stage.output_dir}: {refusals[0][len('error: ') :]}")
+    if status != 0:
+        raise StageFailed(
+            f"{stage.script} for {stage.output_dir} ended with status {status}:\n"
+            + "\n".join(last_lines)
+        )
+    if written_at(stage) == result_before:  # a signal stops a run with status 0
+        raise StageFailed(
+            f"{stage.script} for {stage.output_dir} was stopped; the same command goes on with it."
+        )
+    write_mark(stage.output_dir, made_by)
+
+
+def is_finished(stage: Stage) -> bool:
+    """Whether this very run is finished in its folder."""
+    return read_mark(stage.output_dir) == description(stage)
+
+
+def command(stage: Stage, num_processes: int) -> list[str]:
+    """What starts the run."""
+    script = [str(ROOT / stage.script)]
+    if stage.script.startswith("common/"):
+        script = ["-m", stage.script.removesuffix(".py").replace("/", ".")]
+    elif stage.patch:
+        script = [str(PATCHED), str(stage.patch), *script]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    launch = [*launcher, str(num_processes)] if num_processes > 1 else []
+    recipe = ["--config", str(stage.config)] if stage.config else []
+    flags = {**stage.flags, "output_dir": stage.output_dir}
+    return [sys.executable, *launch, *script, *recipe, *arguments(flags)]
+
+
+def arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a command line."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, list | tuple):
+            words += [f"--{name}", *map(as_text, value)]
+        else:
+            words.append(f"--{name}={as_text(value)}")  # one word: it may begin with a dash
+    return words
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def show(words: list[str], log: Path) -> tuple[int, list[str]]:
+    """Run a command, showing its output and adding it to a log file.
+
+    Returns:
+        Exit status and the last lines.
+    """
+    last_lines: deque[str] = deque(maxlen=TAIL)
+    child = start(words)
+    assert child.stdout is not None
+    with log.open("a", encoding="utf-8") as file:
+        try:
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                file.write(line)
+                file.flush()
+                last_lines.append(line.rstrip("\n"))
+        except BaseException:  # also Ctrl-C: the child saves what it has, and must not be left
+            child.terminate()
+            child.wait()
+            raise
+    return child.wait(), list(last_lines)
+
+
+def start(words: list[str]) -> "subprocess.Popen[str] | ForkedScript":
+    """Start a Python command as a child, forked from here where that is possible."""
+    if is_possible() and words[1] != "-m":
+        return ForkedScript(words[1:])
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def written_at(stage: Stage) -> int | None:
+    """When what a stage script writes last was written, in ns; None where it is not there."""
+    file = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+# ---- what made a run -----------------------------------------------------------------------------
+
+
+def description(stage: Stage) -> dict[str, Any]:
+    """What a run is a function of, ready for JSON.
+
+    Values are texts, as on a command line: 1e-4 in a recipe and 0.0001 as a flag are two runs.
+    """
+    recipe = read_recipe(str(stage.config)) if stage.config else {}
+    flags = {
+        str(name): list(map(as_text, value)) if isinstance(value, list | tuple) else as_text(value)
+        for name, value in {**recipe, **stage.flags}.items()
+    }
+    flags.pop("output_dir", None)
+    texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
+    return {
+        "script": stage.script,
+        "flags": flags,
+        "patch": digest(stage.patch) if stage.patch else None,
+        "inputs": inputs(texts),
+    }
+
+
+def inputs(texts: Iterable[str]) -> dict[str, str]:
+    """A digest of each file, and of what made each earlier run, that the texts name.
+
+    `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
+    `output/sft`.
+    """
+    found = {}
+    for text in dict.fromkeys(texts):
+        path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
+        if len(text) < LONGEST_PATH and path.is_file():
+            found[text] = digest(path)
+        elif len(text) < LONGEST_PATH and path.is_dir():
+            marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
+            if marks:
+                found[text] = digest(marks[0])
+    return found
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    return str(describe(path)["sha256"])
+
+
+def read_mark(output_dir: Path) -> dict[str, Any] | None:
+    """What made the finished run in a folder, None where there is none."""
+    file = output_dir / MARK
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def write_mark(output_dir: Path, made_by: Mapping[str, Any]) -> None:
+    """Mark a run as finished; a mark is whole or not there."""
+    partial = output_dir / (MARK + ".partial")
+    partial.write_text(json.dumps(made_by, indent=1) + "\n", encoding="utf-8")
+    partial.replace(output_dir / MARK)
+
+
+# ---- drivers -------------------------------------------------------------------------------------
+
+
+def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
+    """Run a driver with the config that the command line gives."""
+    exit_with_status(lambda: main(parse(config_class)))
+
+
+def exit_with_status(main: Callable[[], None]) -> None:
+    """Run a driver; it ends with the statuses of a stage, and takes its child along."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
+    except StageFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,344 @@
+"""Claim: over-optimisation is measured on the policies that the runs left, by the judges named.
+
+Targets: plain scoring of single completions, models that were exported instead of checkpoints, rows
+chosen by hand, and curves that were made to turn. The whole chain runs at tiny size on local rows,
+with a reward model of its own as gold.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import train_dpo
+import train_grpo
+import train_reward
+import train_sft
+from common import data, distributed, evaluation, export, models, synthetic
+from common.config import UserError, parse
+from common.dpo_config import DPOConfig
+from common.experiments import measuring, optimised_rows, overoptimization, stages
+from common.experiments.frontier import SeedPoints, Setting, summarise
+from common.experiments.measuring import Measured, Measurer
+from common.experiments.overoptimization_config import OveroptimizationConfig
+from common.generation import Rollouts
+from common.grpo_config import GRPOConfig
+from common.jsonl import read_jsonl
+from common.scoring import Policy, RewardModel
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "assets" / "recipes"
+LIMITS: dict[str, Any] = {
+    "max_prompt_length": 90,
+    "max_completion_length": 32,
+    "token_cache_dir": "",
+    "num_sample_prompts": 0,
+}
+SCRIPTS: dict[str, Any] = {
+    "train_sft.py": (train_sft.main, train_sft.SFTConfig),
+    "train_reward.py": (train_reward.main, train_reward.RewardConfig),
+    "train_dpo.py": (train_dpo.main, DPOConfig),
+    "train_grpo.py": (train_grpo.main, GRPOConfig),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working directory with an SFT policy, a gold reward model and local rows."""
+    path = tmp_path_factory.mktemp("overoptimization")
+    tokenizer, size = tiny.tokenizer(), len(tiny.tokenizer())
+    with tiny.working_directory(path):
+        lm = tiny.causal_lm("gpt2", vocab_size=size, n_positions=128)
+        export.save_pretrained(Policy(lm), tokenizer, path / "sft" / "model", stop_ids=[0])
+        judge = RewardModel(tiny.classifier("gpt2", seed=5, vocab_size=size, n_positions=128))
+        export.save_pretrained(judge, tokenizer, path / "judge" / "model")
+        for split in ("train", "validation"):
+            rows = synthetic.make_rows("preference", split, 12)
+            kept = ("prompt", "chosen", "rejected", "facts")
+            optimised_rows.write_lines(
+                path / "rows" / f"{split}.jsonl", [{k: row[k] for k in kept} for row in rows]
+            )
+        yield path
+
+
+def measurer(folder: Path, **changes: Any) -> Measurer:
+    config = tiny.train_config(dataset_name="rows", **LIMITS)
+    names = {"proxy": "judge/model", "gold": "gold", "missing_eos_penalty": None} | changes
+    tokenizer = models.load_tokenizer("sft/model", config)
+    return Measurer(config, tokenizer, reference="sft/model", **names)
+
+
+def prompts(found: Measurer) -> list[data.Example]:
+    rest = ("rows", "validation", "prompts", found.tokenizer, found.stop_ids)
+    return data.load_examples(found.config, *rest)[:5]
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
+    found = measurer(folder)
+    lm = tiny.causal_lm("gpt2", seed=1, vocab_size=len(found.tokenizer), n_positions=128)
+    export.save_pretrained(Policy(lm), found.tokenizer, folder / "other" / "model", stop_ids=[0])
+    examples = prompts(found)
+    measured = found.measure("other/model", examples, 3)
+    rollouts = found.draw(found.load("other/model"), examples, 3)
+    texts = rollouts.texts(found.tokenizer)
+    judge = found.proxy.models["judge/model"]
+    for i, ids in enumerate(rollouts.completion_ids):
+        place, example = (i // 3, i % 3), examples[i // 3]
+        alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
+        pi, ref, reward = (
+            evaluation.score_examples(model, alone, found.config, 1, "")
+            for model in (found.load("other/model"), found.reference, judge)
+        )
+        assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)
+        assert measured.proxy[place] == pytest.approx(float(reward), abs=1e-4)
+        gold = synthetic.gold_reward(texts[i], example.columns["facts"])
+        assert measured.gold[place] == pytest.approx(gold, abs=1e-6)
+    assert measured.log_ratio.mean() > 0.5  # the models differ
+    assert measured.length == np.mean([len(ids) for ids in rollouts.completion_ids])
+
+
+def test_the_reference_is_at_distance_0_and_its_pool_is_the_same_completions(folder):
+    found = measurer(folder)
+    examples = prompts(found)
+    measured, pool = found.measure("sft/model", examples, 2), found.pool(examples, 2)
+    assert measured.log_ratio == pytest.approx(0, abs=1e-3)
+    assert (measured.gold == pool.gold).all()
+    assert measured.proxy == pytest.approx(pool.proxy)
+
+
+def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
+    plain, penalised = measurer(folder), measurer(folder, missing_eos_penalty=-77.0)
+    examples = prompts(plain)
+    rollouts = plain.draw(plain.reference, examples, 4)
+    stopped = np.array(rollouts.has_stop).reshape(5, 4)
+    assert 0 < stopped.sum() < 20
+    before, after = plain.judged(examples, rollouts), penalised.judged(examples, rollouts)
+    assert (after.proxy[~stopped] == -77).all()
+    assert after.proxy[stopped] == pytest.approx(before.proxy[stopped])
+    assert (after.gold == before.gold).all()
+    assert after.stop_rate == stopped.mean()
+
+
+def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder):
+    recipe = {**LIMITS, "model_name_or_path": "sft/model", "dataset_name": "rows", "max_steps": 2}
+    recipe |= {"output_dir": "grpo", "reward_funcs": ["gold"], "num_candidates": 4, "beta": 0.0}
+    recipe |= {"num_generations": 4, "batch_size": 4, "save_steps": 1, "learning_rate": 1e-2}
+    train_grpo.main(GRPOConfig(**recipe))
+    found = measurer(folder)
+    first, last = (
+        found.measure(f"grpo/checkpoints/step_{step:08d}", prompts(found), 2) for step in (1, 2)
+    )
+    exported = found.measure("grpo/model", prompts(found), 2)
+    for name in ("gold", "proxy", "log_ratio"):
+        assert (getattr(last, name) == getattr(exported, name)).all()
+    assert (first.log_ratio != last.log_ratio).any()
+    shard = next(folder.glob("grpo/checkpoints/step_00000001/*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"step_00000001 cannot be read: shard-.* bytes"):
+        found.measure("grpo/checkpoints/step_00000001", prompts(found), 2)
+
+
+def test_what_was_measured_is_read_again_for_the_same_thing_only(tmp_path):
+    values = np.arange(6.0).reshape(3, 2) / 7
+    measured = Measured(values, values + 1, values + 2, 12.5, 0.75)
+    file, made_by = tmp_path / "measured" / "dpo_0.1.json", {"runs": {"a": "b"}, "samples": 2}
+    assert measuring.read(file, made_by) is None
+    measuring.write(file, made_by, measured)
+    again = measuring.read(file, made_by)
+    assert again is not None
+    assert (again.proxy == measured.proxy).all()
+    assert (again.length, again.stop_rate) == (12.5, 0.75)
+    assert measuring.read(file, made_by | {"samples": 3}) is None
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
+    rewards = torch.tensor([[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
+    rollouts = Rollouts([[10 + i, 0] for i in range(8)], [[0.0, 0.0]] * 8, [True] * 8)
+    texts = [f" text {i}" for i in range(8)]
+    examples = [data.Example(i, f"prompt {i}", [1], [], {}) for i in range(2)]
+    given = (examples, rollouts, texts, rewards, [1, 3, 4])
+    optimised_rows.write_optimised(tmp_path, {"seed": 1}, *given)
+    best = {n: [0, 4] for n in (1,)} | {3: [1, 4], 4: [3, 4]}
+    for size, places in best.items():
+        rows = read_jsonl(tmp_path / f"best_of_{size}.jsonl")
+        assert [row["completion"] for row in rows] == [texts[place] for place in places]
+        assert [row["prompt"] for row in rows] == ["prompt 0", "prompt 1"]
+    pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(tmp_path / "pairs.jsonl")]
+    assert pairs == [(" text 1", " text 0"), (" text 3", " text 2"), (" text 6", " text 7")]
+    assert optimised_rows.are_written(tmp_path, {"seed": 1})
+    assert not optimised_rows.are_written(tmp_path, {"seed": 2})
+
+
+def test_seeds_learn_from_other_pairs(folder, tmp_path):
+    files = [tmp_path / f"{seed}.jsonl" for seed in (0, 1)]
+    for seed, file in enumerate(files):
+        optimised_rows.write_proxy_pairs(file, "rows", "train", 6, seed)
+    first, second = (read_jsonl(file) for file in files)
+    known = read_jsonl(folder / "rows" / "train.jsonl")
+    assert all(row in known for row in [*first, *second])
+    assert len({row["prompt"] for row in first}) == 6
+    assert first != second
+    assert 0 < len([row for row in first if row in second]) < 6
+    with pytest.raises(UserError, match="--num_proxy_pairs is 13; .* has 12 rows"):
+        optimised_rows.write_proxy_pairs(files[0], "rows", "train", 13, 0)
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def seed_points(seed: int, turns: bool) -> SeedPoints:
+    """A pool, and DPO that gains 0.2 in gold and then loses 0.3 of it, or gains a further 0.3."""
+    generator = np.random.default_rng(seed)
+    proxy = generator.normal(size=(60, 8))
+    gold = 0.5 + 0.1 * proxy - (0.2 * (proxy > 1) if turns else 0)
+    pool = Measured(gold, proxy, np.zeros((60, 8)), 10.0, 1.0)
+    base = np.stack([gold.mean(1), proxy.mean(1)])
+    measured = {}
+    for beta, gain, kl in ((1.0, 0.2, 1.0), (0.1, -0.1 if turns else 0.5, 9.0)):
+        noise = 0.01 * generator.normal(size=(60, 2))
+        values = (base[0][:, None] + gain + noise, base[1][:, None] + kl + noise, kl + noise)
+        measured[Setting("dpo", beta)] = Measured(*values, 9.0, 0.9)
+    return SeedPoints(seed, None, pool, measured)
+
+
+def test_gains_are_over_the_pool_and_a_turn_is_told_from_a_rise():
+    results = summarise([seed_points(0, True), seed_points(1, False)], [1, 2, 8])
+    json.dumps(results, allow_nan=False)
+    dpo = {(t["seed"]): t for t in results["turns"] if t["method"] == "dpo"}
+    assert dpo[0]["turned"]
+    assert dpo[0]["proxy_rose"]
+    assert dpo[0]["gold_change"]["mean"] == pytest.approx(-0.3, abs=0.01)
+    assert (dpo[0]["peak"], dpo[0]["last"], dpo[1]["peak"]) == (1.0, 0.1, 0.1)
+    assert not dpo[1]["turned"]
+    assert not dpo[1]["proxy_rose"]  # the best is the last: nothing comes after it
+    points = [p for p in results["points"] if (p["method"], p["seed"]) == ("dpo", 1)]
+    assert [p["setting"] for p in points] == [1.0, 0.1]
+    assert [p["gold_gain"]["mean"] for p in points] == pytest.approx([0.2, 0.5], abs=0.01)
+    assert [p["distance"] for p in points] == pytest.approx([1, 3], abs=0.01)
+    best = [p for p in results["points"] if (p["method"], p["seed"]) == ("best_of_n", 1)]
+    assert best[0]["gold_gain"]["mean"] == pytest.approx(0, abs=1e-12)  # best of 1 is the pool
+    assert best[2]["proxy_gain"]["mean"] > best[1]["proxy_gain"]["mean"] > 0
+    assert best[2]["distance"] == pytest.approx((np.log(8) - 7 / 8) ** 0.5)
+    correlations = [start["judges_correlation"] for start in results["seeds"]]
+    assert correlations[1] == pytest.approx(1)
+    assert correlations[0] < 0.95
+
+
+# ---- recipes and the chain -----------------------------------------------------------------------
+
+
+def test_the_recipes_parse_with_nothing_ignored():
+    demo = RECIPES / "overoptimization" / "demo.yaml"
+    config = parse(OveroptimizationConfig, ["--config", str(demo)])
+    assert len(config.seeds) >= 3
+    given = ["--model_name_or_path", "sft", "--output_dir", "x"]
+    for name, script in (("reward", "reward"), ("rejection", "sft"), ("dpo", "dpo")):
+        recipe = ROOT / getattr(config, f"{name}_recipe")
+        parse(SCRIPTS[f"train_{script}.py"][1], ["--config", str(recipe), *given])
+    grpo = ["--config", str(ROOT / config.grpo_recipe), *given, "--reward_funcs", "gold"]
+    found = parse(GRPOConfig, grpo)
+    assert found.max_steps % found.save_steps == 0
+    assert found.lr_scheduler_type == "constant"
+    parse(train_sft.SFTConfig, ["--config", str(ROOT / config.sft_recipe)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sft_recipe": ""}, "--sft_recipe is empty"),
+        ({"dpo_recipe": ""}, "--dpo_recipe is empty"),
+        ({"seeds": [0, 0]}, r"--seeds is \[0, 0\]"),
+        ({"best_of": [4]}, r"--best_of is \[4\]"),
+        ({"rejection_sizes": [32]}, r"--rejection_sizes is \[32\]; .* 16"),
+        ({"num_candidates": 3, "rejection_sizes": []}, "--num_candidates is 3; it must be even"),
+        ({"dpo_betas": [0.0]}, r"--dpo_betas is \[0.0\]"),
+        ({"num_prompts": 0}, "--num_prompts is 0"),
+        ({"dataset_test_split": ""}, "--dataset_test_split is required"),
+    ],
+)
+def test_values_that_make_no_experiment_are_refused(changes, said):
+    fields: dict[str, Any] = {"output_dir": "x", **{f"{n}_recipe": "r" for n in SHORT}}
+    with pytest.raises(UserError, match=said):
+        OveroptimizationConfig(**(fields | changes))
+
+
+SHORT = ("sft", "reward", "rejection", "dpo", "grpo")
+
+
+def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):
+    started: list[str] = []
+
+    def in_this_process(words: list[str], log: Path) -> tuple[int, list[str]]:
+        script = Path(words[1]).name
+        main, config_class = SCRIPTS[script]
+        config = parse(config_class, words[2:])
+        started.append(config.output_dir)
+        main(config)
+        return 0, []
+
+    monkeypatch.setattr(stages, "show", in_this_process)
+    recipe = {**LIMITS, "dataset_name": "rows", "max_steps": 1, "batch_size": 2}
+    recipe["self_check"] = False  # completions of a random model rarely stop
+    recipes = {name: dict(recipe) for name in ("reward", "rejection", "dpo", "grpo")}
+    recipes["grpo"] |= {"num_candidates": 2, "num_generations": 2, "save_steps": 1, "max_steps": 2}
+    for name, values in recipes.items():
+        lines = [f"{key}: {value!r}" for key, value in values.items()]
+        (folder / f"{name}.yaml").write_text("\n".join(lines))
+    config = OveroptimizationConfig(
+        **LIMITS,
+        output_dir="out",
+        model_name_or_path="sft/model",
+        dataset_name="rows",
+        gold="judge/model",
+        **{f"{name}_recipe": f"{name}.yaml" for name in recipes},
+        seeds=[3, 4],
+        num_proxy_pairs=6,
+        num_train_prompts=4,
+        num_candidates=4,
+        rejection_sizes=[2],
+        dpo_betas=[0.1],
+        best_of=[1, 2, 4],
+        num_prompts=6,
+        max_dropped_fraction=0.5,
+        num_samples=2,
+    )
+    overoptimization.main(config)
+    names = ["proxy", "rejection_2", "dpo_0.1", "grpo"]
+    assert started == [f"out/seed_{seed}/{name}" for seed in (3, 4) for name in names]
+    results = json.loads((folder / "out" / "results.json").read_text())
+    settings = {(p["method"], p["setting"]) for p in results["points"] if p["seed"] == 4}
+    grpo = {("grpo", 1), ("grpo", 2)}
+    best = {("best_of_n", n) for n in (1, 2, 4)}
+    assert settings == best | {("rejection", 2), ("dpo", 0.1)} | grpo
+    assert len(results["points"]) == 14
+    for name in ("report.html", "report.md", "plots/frontier.png", "plots/overoptimization.png"):
+        assert (folder / "out" / name).stat().st_size > 1000
+    # The same command does nothing again and says the same; another gold measures anew.
+    started.clear()
+    monkeypatch.setattr(Measurer, "measure", None)
+    overoptimization.main(config)
+    assert started == []
+    assert json.loads((folder / "out" / "results.json").read_text()) == results
+    monkeypatch.undo()
+    monkeypatch.setattr(stages, "show", in_this_process)
+    (folder / "rewards.py").write_text(
+        "def length(completions, **columns):\n    return [len(c) / 10 for c in completions]\n"
+    )
+    config.gold = "rewards.py:length"
+    overoptimization.main(config)
+    assert started == []
+    again = json.loads((folder / "out" / "results.json").read_text())
+    assert again["fits"] != results["fits"]
+    assert distributed.world_size() == 1
