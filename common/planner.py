@@ -102,11 +102,19 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
             "GB of a rank on its host, beside Python and its libraries:",
             host_table(run, all_ranks),
         ]
+    return "\n".join([*lines, *left_out(config)])
+
+
+def left_out(config: TrainConfig) -> list[str]:
+    """What of a config is not in the plan."""
+    notes = []
     if getattr(config, "group_comparisons", False):
-        lines.append(
+        notes.append(
             "--group_comparisons true: a prompt is counted with one pair, and may have more"
         )
-    return "\n".join(lines)
+    if dropout := getattr(config, "dropout", 0.0):
+        notes.append(f"--dropout {dropout:g}: what it keeps for backward is not counted")
+    return notes
 
 
 def described(role: str, model: Footprint) -> str:

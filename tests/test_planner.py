@@ -466,6 +466,14 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     assert adapters.policy.numbers(trained=True) == by_hand + WIDTH
 
 
+def test_what_a_plan_leaves_out_is_said(shapes: Path):
+    flags = {"config": RewardConfig, **PAIRS, "layout": "padded"}
+    assert "not counted" not in planner.page(run_of(shapes, **flags), [1])
+    page = planner.page(run_of(shapes, **flags, dropout=0.1, group_comparisons=True), [1])
+    assert "--dropout 0.1: what it keeps for backward is not counted" in page
+    assert "a prompt is counted with one pair" in page
+
+
 def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
     folder = tmp_path / "reward"
     folder.mkdir()

@@ -29,7 +29,8 @@ GOAL = 0.2  # of what was measured
 STEPS = 2  # in the second the optimiser's state is there
 # Of GPT-2 small a step takes minutes on a core: two rows a step will do.
 SMALL = {"batch_size": 2, "micro_batch_tokens": 2048}
-SAVING = {"save_steps": 1}  # the first is written while the second step is made
+# The first is written while the second step is made; a run of before is not gone on with.
+SAVING = {"save_steps": 1, "resume_from_checkpoint": "none"}
 # Blocks above this many bytes are mapped, and unmapped when they are freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
