@@ -52,8 +52,14 @@ class ForkedScript:
 
 
 def is_possible() -> bool:
-    """Whether a run of one process may be forked from this one."""
-    return sys.platform == "linux" and not torch.cuda.is_available()
+    """Whether a run of one process may be forked from this one.
+
+    Not from one with threads, as after a backward pass: a lock that one of them holds at that
+    moment would never be released in the child.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return False
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 def run_here(words: Sequence[str], output: int) -> NoReturn:
