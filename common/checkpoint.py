@@ -353,7 +353,6 @@ class Checkpointer:
                 manifest["lines"] = {}
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
         if distributed.is_rank0():
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             output_lock.take(self.output_dir)
             # In this order: a checkpoint must not outlive the records of its steps.
             if removed := files.remove_after(self.output_dir, manifest["step"]):
