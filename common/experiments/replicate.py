@@ -180,7 +180,7 @@ def flags_of(stage: str) -> set[str]:
     return {field.name for field in fields(getattr(module, class_name))}
 
 
-# ---- what was measured -----------------------------------------------------------------------------
+# ---- what was measured ---------------------------------------------------------------------------
 
 
 Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
