@@ -6,7 +6,8 @@ For each seed the base chain is trained once, then every variant of it (`sweep_f
 sweep is written down). All runs of a seed are judged together, on the same held-out rows. The
 effect of a variant is its outcome minus the base's of the same seed; printed is the mean over
 seeds with Student's 95% interval, and n. Runs that are finished are not made again, so the command
-goes on where it was stopped, and a line that is added to the file costs its own runs only.
+goes on where it was stopped, and a line that is added to the file costs its own runs only. With
+`--finished_only` the lines that are not finished yet are left out.
 
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
@@ -25,6 +26,7 @@ from common.experiments.stages import exit_with_status, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
 from common.experiments.sweep_runs import (
     evaluations,
+    finished_part,
     folders_of,
     run_dirs,
     training,
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep = replace(sweep, seeds=arguments.seeds)
     if arguments.output_dir:
         sweep = replace(sweep, output_dir=arguments.output_dir)
+    if arguments.finished_only:
+        sweep = finished_part(sweep)
     # Line by line, each with all seeds: what was made is of use wherever this is stopped.
     for of_seeds in zip(*(training(sweep, seed) for seed in sweep.seeds), strict=True):
         for stage, num_processes in of_seeds:
@@ -82,6 +86,9 @@ def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the sweep, a YAML file")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
+    parser.add_argument(
+        "--finished_only", action="store_true", help="leave out the lines that still need runs"
+    )
     parser.add_argument("--output_dir", default="", help="instead of the one in the file")
     return parser.parse_args(argv)
 

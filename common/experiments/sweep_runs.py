@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.evaluation import run_cost
-from common.experiments.stages import Stage
+from common.experiments.stages import Stage, is_finished
 from common.experiments.sweep_file import POLICY_SCRIPTS, Sweep, Variant, filled_in
 
 
@@ -44,6 +44,17 @@ def training_stage(sweep: Sweep, seed: int, name: str, folders: Mapping[str, Pat
     base = sweep.base[name]
     flags = {"seed": seed, **filled_in(base.flags, folders)}
     return Stage(base.script, folders[name], Path(base.config), flags)
+
+
+def finished_part(sweep: Sweep) -> Sweep:
+    """The sweep without the variants of which a training run is not finished, for any seed."""
+    unfinished = {
+        stage.output_dir.parent.name
+        for seed in sweep.seeds
+        for stage, _ in training(sweep, seed)
+        if not is_finished(stage)
+    }
+    return replace(sweep, variants=[v for v in sweep.variants if v.slug not in unfinished])
 
 
 def evaluations(sweep: Sweep, seed: int) -> Iterator[Stage]:
