@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for stage in evaluations(sweep, seed):
             run(stage)
     outcomes = {seed: measured(sweep, seed) for seed in sweep.seeds}
+    sweep = replace(sweep, variants=by_detail(sweep.variants))
     found = effects(sweep, outcomes)
     write_results(sweep, outcomes, found)
     print(f"\n{tables_as_text(sweep, outcomes, found)}\n\nreport: {sweep.output_dir}/report.html")
@@ -143,6 +144,12 @@ def effects(
             difference = paired_difference(values, base)
             found.append(Effect(variant, stage, outcome, values, base, difference))
     return found
+
+
+def by_detail(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants with those of a detail next to each other."""
+    details = list(dict.fromkeys(variant.detail for variant in variants))
+    return sorted(variants, key=lambda variant: details.index(variant.detail))
 
 
 # ---- results -------------------------------------------------------------------------------------
