@@ -14,8 +14,8 @@ PANEL_HEIGHT = 0.85  # inches beside the rows: title and axis
 PANEL_WIDTH = 2.6  # inches
 LABEL_WIDTH = 3.2  # inches
 KEY = (
-    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; orange: a bug, "
-    "re-enacted"
+    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; "
+    "orange: a bug, re-enacted"
 )
 
 
