@@ -17,7 +17,8 @@ from stages_here import run_here
 
 from common.config import UserError, parse
 from common.experiments import replicate
-from common.experiments.replicate import Published, ReplicateConfig
+from common.experiments.published import Published, read_published, source_lines
+from common.experiments.replicate import ReplicateConfig
 from common.experiments.stages import ROOT, Stage
 
 SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
@@ -167,13 +168,13 @@ def test_published_values_have_sources(folder):
     files = sorted((ROOT / "assets" / "recipes").glob("*/published.yaml"))
     assert files
     for file in files:
-        for row in replicate.read_published(file):
+        for row in read_published(file):
             assert row.source
             assert row.value is None or 0 < row.value < 1, "shares of 1"
     file = folder / "published.yaml"
     file.write_text("published:\n  - {system: a, metric: b, worth: 1}\n")
     with pytest.raises(UserError, match="must hold a list `published` of system, metric, source"):
-        replicate.read_published(file)
+        read_published(file)
 
 
 def test_a_list_may_be_overridden():
@@ -183,4 +184,4 @@ def test_a_list_may_be_overridden():
 
 def test_sources_are_numbered_once():
     rows = [Published("a", "m", s, 0.5, note) for s, note in (("X", "n."), ("Y", ""), ("X", "o."))]
-    assert list(replicate.source_lines(rows)) == ["- (1) X: n. o.", "- (2) Y"]
+    assert list(source_lines(rows)) == ["- (1) X: n. o.", "- (2) Y"]

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from common import distributed, fsdp, optim, padding
 from common.config import UserError
 from common.experiments import sweep
-from common.experiments.stages import ROOT, Stage, write_mark
+from common.experiments.stages import ROOT, Stage, description, write_mark
 from common.experiments.sweep_file import read_sweep
 from common.scoring import Policy, RewardModel, sequence_scores
 
@@ -95,12 +95,19 @@ def pretend(stage: Stage, num_processes: int = 1) -> None:
             accuracy = {"accuracy": value, "low": 0, "high": 1}
             systems.append({"path": path, "gold_reward": interval, "accuracy": accuracy})
         (stage.output_dir / "results.json").write_text(json.dumps({"systems": systems}))
-    write_mark(stage.output_dir, {})
+    write_mark(stage.output_dir, description(stage))
+
+
+@pytest.fixture(autouse=True)
+def recipes(tmp_path, monkeypatch):
+    """Recipes that say nothing, in the folder where the test is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sft", "reward", "grpo", "evaluate"):
+        (tmp_path / f"{name}.yaml").touch()
 
 
 def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "run", pretend)
-    monkeypatch.chdir(tmp_path)
     sweep.main(["--config", write(tmp_path, small())])
     record = json.loads(Path("sweep/sweep.json").read_text())
     found = {(e["choice"], e["outcome"]): e["difference"] for e in record["effects"]}
@@ -121,6 +128,21 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
     assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in table
     for name in ("report.html", "report.md", "plots/forest.png"):
         assert Path("sweep", name).is_file()
+
+
+def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
+    """Of the second line one seed's last run is missing; the third is made for the first time."""
+    monkeypatch.setattr(sweep, "run", pretend)
+    contents = small()
+    third = contents["variants"].pop()
+    file = write(tmp_path, contents)
+    sweep.main(["--config", file])
+    (tmp_path / "sweep/seed_2/reward_head_zeros_then_grpo/grpo/finished.json").unlink()
+    contents["variants"].append(third)
+    sweep.main(["--config", write(tmp_path, contents), "--finished_only"])
+    record = json.loads(Path("sweep/sweep.json").read_text())
+    assert {effect["choice"] for effect in record["effects"]} == {"zeros"}
+    assert not (tmp_path / "sweep/seed_0/grpo_scope_none").exists()
 
 
 def test_a_star_says_that_the_interval_excludes_zero():

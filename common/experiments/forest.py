@@ -5,13 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.plots import COLOURS, DPI, GREY, style
+from common.plots import COLOURS, GREY, style
 from common.seed_statistics import SeedMean
 
+DPI = 110  # of a picture of many rows
 ROW_HEIGHT = 0.24  # inches
 PANEL_HEIGHT = 0.85  # inches beside the rows: title and axis
 PANEL_WIDTH = 2.6  # inches
 LABEL_WIDTH = 3.2  # inches
+KEY = (
+    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; "
+    "orange: a bug, re-enacted"
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ def draw(panels: Sequence[Panel], path: Path) -> Path | None:
         for i, line in enumerate(lines):
             for j, panel in enumerate(line):
                 draw_panel(figure.add_subplot(grid[i, j]), panel, with_labels=j == 0)
+        figure.supxlabel(KEY, fontsize=8, color=GREY)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)
     return path

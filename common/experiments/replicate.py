@@ -16,8 +16,8 @@ Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ import yaml
 from common.config import UserError, hint, knob, read_recipe, require_positive
 from common.evaluation import run_cost
 from common.experiments.outcomes import OUTCOMES, about, commits, outcome_of, spread, systems_by_run
+from common.experiments.published import (
+    Published,
+    read_published,
+    source_lines,
+    source_numbers,
+)
 from common.experiments.stages import Stage, drive, is_finished, run
 from common.report_page import Block, Section, Table, Text, write_page
 from common.seed_statistics import SeedMean, over_seeds
@@ -65,18 +71,6 @@ class ReplicateConfig:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
         self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
-
-
-@dataclass(frozen=True)
-class Published:
-    """A line of `published.yaml`: what somebody reports."""
-
-    system: str  # as the recipe names its stage
-    metric: str
-    source: str
-    value: float | None = None  # accuracies and rates as shares of 1
-    note: str = ""
-    origin: bool = False  # the implementation that this project started from
 
 
 def main(config: ReplicateConfig) -> None:
@@ -186,26 +180,7 @@ def flags_of(stage: str) -> set[str]:
     return {field.name for field in fields(getattr(module, class_name))}
 
 
-# ---- what was published, what was measured -------------------------------------------------------
-
-
-def read_published(file: Path) -> list[Published]:
-    """The lines of `published.yaml`; none where there is no such file.
-
-    Raises:
-        UserError: it is not as it should be.
-    """
-    if not file.is_file():
-        return []
-    rows = read_recipe(str(file)).get("published")
-    try:
-        found = [Published(**row) for row in rows or ()]
-        return [replace(row, value=row.value and float(row.value)) for row in found]
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{file} must hold a list `published` of {', '.join(f.name for f in fields(Published))}"
-            f" ({error})."
-        ) from None
+# ---- what was measured ---------------------------------------------------------------------------
 
 
 Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
@@ -283,18 +258,6 @@ def interval(mean: SeedMean | None) -> str:
     if mean is None or mean.low is None or mean.high is None:
         return ""
     return f"[{mean.low:.2f}, {mean.high:.2f}]"
-
-
-def source_numbers(published: Sequence[Published]) -> dict[str, int]:
-    """Every source with its number."""
-    return {s: i for i, s in enumerate(dict.fromkeys(row.source for row in published), start=1)}
-
-
-def source_lines(published: Sequence[Published]) -> Iterator[str]:
-    """The sources as a list, each with the notes on its values."""
-    for source, number in source_numbers(published).items():
-        notes = dict.fromkeys(row.note for row in published if row.source == source and row.note)
-        yield f"- ({number}) {source}{': ' if notes else ''}{' '.join(notes)}"
 
 
 def report(

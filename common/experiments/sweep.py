@@ -6,24 +6,32 @@ For each seed the base chain is trained once, then every variant of it (`sweep_f
 sweep is written down). All runs of a seed are judged together, on the same held-out rows. The
 effect of a variant is its outcome minus the base's of the same seed; printed is the mean over
 seeds with Student's 95% interval, and n. Runs that are finished are not made again, so the command
-goes on where it was stopped, and a line that is added to the file costs its own runs only.
+goes on where it was stopped, and a line that is added to the file costs its own runs only. With
+`--finished_only` the lines that are not finished yet are left out.
 
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config import UserError
-from common.evaluation import run_cost
 from common.experiments import forest
 from common.experiments.outcomes import about, commits, outcome_of, spread, systems_by_run
-from common.experiments.stages import Stage, exit_with_status, run
-from common.experiments.sweep_file import POLICY_SCRIPTS, Sweep, Variant, filled_in, read_sweep
+from common.experiments.stages import exit_with_status, run
+from common.experiments.sweep_file import Sweep, Variant, read_sweep
+from common.experiments.sweep_runs import (
+    evaluations,
+    finished_part,
+    folders_of,
+    run_dirs,
+    training,
+    training_minutes,
+)
 from common.report_page import Block, Picture, Section, Table, Text, write_page
 from common.seed_statistics import SeedMean, over_seeds, paired_difference
 from common.terminal import NOT_MEASURED, markdown_table
@@ -49,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sweep = replace(sweep, seeds=arguments.seeds)
     if arguments.output_dir:
         sweep = replace(sweep, output_dir=arguments.output_dir)
+    if arguments.finished_only:
+        sweep = finished_part(sweep)
     # Line by line, each with all seeds: what was made is of use wherever this is stopped.
     for of_seeds in zip(*(training(sweep, seed) for seed in sweep.seeds), strict=True):
         for stage, num_processes in of_seeds:
@@ -57,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for stage in evaluations(sweep, seed):
             run(stage)
     outcomes = {seed: measured(sweep, seed) for seed in sweep.seeds}
+    sweep = replace(sweep, variants=by_detail(sweep.variants))
     found = effects(sweep, outcomes)
     write_results(sweep, outcomes, found)
     print(f"\n{tables_as_text(sweep, outcomes, found)}\n\nreport: {sweep.output_dir}/report.html")
@@ -76,84 +87,11 @@ def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the sweep, a YAML file")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
+    parser.add_argument(
+        "--finished_only", action="store_true", help="leave out the lines that still need runs"
+    )
     parser.add_argument("--output_dir", default="", help="instead of the one in the file")
     return parser.parse_args(argv)
-
-
-# ---- runs ----------------------------------------------------------------------------------------
-
-
-def seed_dir(sweep: Sweep, seed: int) -> Path:
-    """Where the runs of a seed are."""
-    return Path(sweep.output_dir) / f"seed_{seed}"
-
-
-def folders_of(sweep: Sweep, seed: int, variant: Variant | None) -> dict[str, Path]:
-    """The folder of every stage as a variant sees it: its own, where it makes the stage again."""
-    root = seed_dir(sweep, seed)
-    folders = {name: root / "base" / name for name in sweep.base}
-    if variant:
-        for name in (variant.stage, *variant.then):
-            folders[name] = root / variant.slug / name
-    return folders
-
-
-def training(sweep: Sweep, seed: int) -> Iterator[tuple[Stage, int]]:
-    """Every training run of a seed and its number of processes, the base chain first."""
-    base = folders_of(sweep, seed, None)
-    for name in sweep.base:
-        yield training_stage(sweep, seed, name, base), 1
-    for variant in sweep.variants:
-        folders = folders_of(sweep, seed, variant)
-        stage = training_stage(sweep, seed, variant.stage, folders)
-        flags = {**stage.flags, **filled_in(variant.flags, folders)}
-        patch = Path(variant.patch) if variant.patch else None
-        yield replace(stage, flags=flags, patch=patch), variant.num_processes
-        for name in variant.then:
-            yield training_stage(sweep, seed, name, folders), 1
-
-
-def training_stage(sweep: Sweep, seed: int, name: str, folders: Mapping[str, Path]) -> Stage:
-    """A stage of the base chain, on top of the stages in the given folders."""
-    base = sweep.base[name]
-    flags = {"seed": seed, **filled_in(base.flags, folders)}
-    return Stage(base.script, folders[name], Path(base.config), flags)
-
-
-def evaluations(sweep: Sweep, seed: int) -> Iterator[Stage]:
-    """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
-    evaluation = sweep.evaluation
-    base = folders_of(sweep, seed, None)
-    policies = [str(run_dir / "model") for run_dir in judged(sweep, seed, policies=True)]
-    models = [str(run_dir / "model") for run_dir in judged(sweep, seed, policies=False)]
-    common = {"seed": seed, **filled_in(evaluation.flags, base)}
-    config, root = Path(evaluation.config), seed_dir(sweep, seed) / "evaluation"
-    if policies:
-        judge = [str(base[evaluation.judge] / "model")] if evaluation.judge else []
-        judges = {
-            "policies": policies,
-            "ref_model_name_or_path": str(base[evaluation.reference] / "model"),
-            "reward_models": judge,
-        }
-        flags = {**common, **filled_in(evaluation.policy_flags, base), **judges}
-        yield Stage("evaluate.py", root / "policies", config, flags)
-    if models:
-        flags = {"policies": [], "reward_models": models, "reward_funcs": []}
-        yield Stage("evaluate.py", root / "reward_models", config, {**common, **flags})
-
-
-def judged(sweep: Sweep, seed: int, *, policies: bool) -> list[Path]:
-    """The folders of the runs that are judged, of policies or of reward models, base first."""
-
-    def is_wanted(name: str) -> bool:
-        return (sweep.base[name].script in POLICY_SCRIPTS) == policies
-
-    base = folders_of(sweep, seed, None)
-    found = [base[name] for name, stage in sweep.base.items() if stage.outcomes and is_wanted(name)]
-    for variant in sweep.variants:
-        if is_wanted(variant.judged):
-            found.append(folders_of(sweep, seed, variant)[variant.judged])
-    return found
 
 
 # ---- outcomes ------------------------------------------------------------------------------------
@@ -208,6 +146,12 @@ def effects(
     return found
 
 
+def by_detail(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants with those of a detail next to each other."""
+    details = list(dict.fromkeys(variant.detail for variant in variants))
+    return sorted(variants, key=lambda variant: details.index(variant.detail))
+
+
 # ---- results -------------------------------------------------------------------------------------
 
 
@@ -259,16 +203,6 @@ def facts(sweep: Sweep) -> dict[str, str]:
         "commits of the runs": ", ".join(commit[:16] for commit in commits(run_dirs(sweep))),
         "training": f"{training_minutes(sweep):.0f} minutes in all",
     }
-
-
-def training_minutes(sweep: Sweep) -> float:
-    """Minutes of all training runs, as they recorded them."""
-    return sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs(sweep))
-
-
-def run_dirs(sweep: Sweep) -> list[Path]:
-    """The folders of all training runs."""
-    return [stage.output_dir for seed in sweep.seeds for stage, _ in training(sweep, seed)]
 
 
 def panels(sweep: Sweep, found: Sequence[Effect]) -> list[forest.Panel]:
