@@ -61,10 +61,15 @@ def summary(results: Results) -> str:
             ", ".join(number.format(turn[f"{judge}_change"]["mean"]) for turn in turns)
             for judge, number in (("gold", "{:+.3f}"), ("proxy", "{:+.2f}"))
         )
-        lines.append(
-            f"- **{TITLES[method]}**: gold fell while the proxy rose in {both} of {len(turns)} "
-            f"seeds (from the best setting to the last one gold {gold}, proxy {proxy})."
-        )
+        seeds = f"of {len(turns)} seeds"
+        if all(turn["peak"] == turn["last"] for turn in turns):
+            line = f"gold was best at the last setting in {len(turns)} {seeds}: nothing turned."
+        else:
+            line = (
+                f"gold fell while the proxy rose in {both} {seeds} (from the best setting to the "
+                f"last one gold {gold}, proxy {proxy})."
+            )
+        lines.append(f"- **{TITLES[method]}**: {line}")
     how = "A change counts if its 95% interval lies apart from 0."
     return "\n".join(lines) + f"\n\n{how}"
 

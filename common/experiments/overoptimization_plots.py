@@ -17,7 +17,7 @@ TITLES = {
 }
 SETTINGS = {"best_of_n": "n", "rejection": "n", "dpo": "beta", "grpo": "step"}
 COLOUR_OF = dict(zip(TITLES, COLOURS, strict=False))
-DPI = 120  # 960 points wide: legible at 800, and a small file
+DPI = 110  # 880 points wide: legible at 800, and a small file
 NEAREST = 0.05  # nats; what is nearer to the SFT policy has no place on a logarithmic axis
 SEED: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.35}
 MEAN: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "markersize": 3.5}
