@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from common.paired_statistics import MIN_PROMPTS
 from common.statistics import cluster_numbers, percentile_interval, resamples
 
 Floats = NDArray[np.float64]
@@ -52,10 +53,13 @@ def length_controlled(
 
     Returns:
         None where all differences are the same and not 0: nothing then tells length from quality.
-        The scale s is that of all comparisons in every resample.
+        None too where all verdicts are alike, or there are fewer than `MIN_PROMPTS` clusters: every
+        resample would say the same. The scale s is that of all comparisons in every resample.
     """
     wins, differences = np.asarray(verdicts, float), np.asarray(length_differences, float)
-    if differences.min() == differences.max() != 0:
+    if differences.min() == differences.max() != 0 or wins.min() == wins.max():
+        return None
+    if len(set(clusters)) < MIN_PROMPTS:
         return None
     spread = differences.std() or 1.0
     covariate = np.tanh(differences / spread)

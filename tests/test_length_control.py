@@ -76,16 +76,22 @@ def test_lengths_that_tell_all_verdicts_apart_leave_it_finite(sign):
     assert 0 <= found.low <= found.win_rate <= found.high <= 1
 
 
-def test_who_always_wins_does_so_at_equal_length():
-    found = length_controlled(np.ones(30), np.arange(30.0), range(30))
-    assert (found.win_rate, found.low, found.high) == pytest.approx((1, 1, 1), abs=1e-6)
-    assert length_controlled(np.zeros(30), np.arange(30.0), range(30)).win_rate < 1e-6
+def test_who_always_wins_has_no_win_rate_at_equal_length():
+    """Every resample says so too: an interval of width 0 would promise what nobody knows."""
+    for verdict in (0.0, 0.5, 1.0):
+        assert length_controlled(np.full(30, verdict), np.arange(30.0), range(30)) is None
+
+
+def test_few_prompts_have_no_interval():
+    wins, differences = simulate(np.random.default_rng(4), 90)
+    assert length_controlled(wins, differences, [i % 9 for i in range(90)]) is None
+    assert length_controlled(wins, differences, [i % 10 for i in range(90)]) is not None
 
 
 def test_where_lengths_do_not_differ_nothing_is_corrected():
-    wins = np.array([1.0, 1.0, 0.0, 0.5])
-    assert length_controlled(wins, np.zeros(4), range(4)).win_rate == pytest.approx(2.5 / 4)
-    assert length_controlled(wins, np.full(4, 3.0), range(4)) is None  # nor can be
+    wins = np.array([1.0, 1.0, 0.0, 0.5] * 3)
+    assert length_controlled(wins, np.zeros(12), range(12)).win_rate == pytest.approx(2.5 / 4)
+    assert length_controlled(wins, np.full(12, 3.0), range(12)) is None  # nor can be
 
 
 def test_swapping_the_systems_swaps_the_win_rate():

@@ -3,7 +3,8 @@
 A finished run is marked by `finished.json` in its folder. The mark holds what made the run: the
 script, its flags, and for each file or earlier run that they name a digest of it. So the same
 command does nothing, a changed one is made again, and so is all that was built on it. A run that
-did not finish is started again, and resumes as the script itself does.
+did not finish is started again, and resumes as the script itself does: `started.json` holds what
+made its checkpoints, and those of anything else are not gone on with.
 
 Not collective: a driver is one process, which starts the processes of a run and waits for them.
 """
@@ -26,8 +27,9 @@ Config = TypeVar("Config")
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
-MARK = "finished.json"
+MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
+TRAINING = ("train_sft", "train_reward", "train_dpo", "train_grpo")  # which keep checkpoints
 LONGEST_PATH = 1024  # characters
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.
@@ -78,7 +80,11 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     (stage.output_dir / MARK).unlink(missing_ok=True)
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
     result_before = written_at(stage)
-    status, last_lines = show(command(stage, num_processes), stage.output_dir / LOG)
+    words = command(stage, num_processes)
+    if read_mark(stage.output_dir, BEGUN) != made_by and Path(stage.script).stem in TRAINING:
+        words.append("--resume_from_checkpoint=none")
+    write_mark(stage.output_dir, made_by, BEGUN)
+    status, last_lines = show(words, stage.output_dir / LOG)
     refusals = [line for line in last_lines if line.startswith("error: ")]
     if status != 0 and refusals:
         raise UserError(f"{stage.script} for {stage.output_dir}: {refusals[0][len('error: ') :]}")
@@ -218,20 +224,20 @@ def digest(path: Path) -> str:
     return str(describe(path)["sha256"])
 
 
-def read_mark(output_dir: Path) -> dict[str, Any] | None:
-    """What made the finished run in a folder, None where there is none."""
-    file = output_dir / MARK
+def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
+    """What made the finished (or the begun) run in a folder, None where there is none."""
+    file = output_dir / name
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 
 
-def write_mark(output_dir: Path, made_by: Mapping[str, Any]) -> None:
-    """Mark a run as finished; a mark is whole or not there."""
-    partial = output_dir / (MARK + ".partial")
+def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -> None:
+    """Mark a run as finished (or as begun); a mark is whole or not there."""
+    partial = output_dir / (name + ".partial")
     partial.write_text(json.dumps(made_by, indent=1) + "\n", encoding="utf-8")
-    partial.replace(output_dir / MARK)
+    partial.replace(output_dir / name)
 
 
 # ---- drivers -------------------------------------------------------------------------------------

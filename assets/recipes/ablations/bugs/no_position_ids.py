@@ -4,9 +4,11 @@ TRL 1.16 passes ids and attention mask only, and GPT-2 then numbers all columns.
 real tokens, as `generate` does. It acts in the padded layout: `--layout padded`.
 """
 
+from types import SimpleNamespace
+
 import torch
 
-from common import padding
+from common import decoding, padding
 
 
 def every_column(mask: torch.Tensor) -> torch.Tensor:
@@ -14,4 +16,6 @@ def every_column(mask: torch.Tensor) -> torch.Tensor:
     return torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape).contiguous()
 
 
+# The sampler keeps the true ones.
+decoding.padding = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
 padding.position_ids = every_column
