@@ -62,6 +62,7 @@ class DPOConfig(LoraTrainConfig):
     )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = knob(True, "false: such a completion keeps its own reward")
 
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""

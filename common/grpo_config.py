@@ -37,6 +37,7 @@ class GRPOConfig(LoraTrainConfig):
     )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = knob(True, "false: such a completion keeps its own reward")
     overlong_buffer: int = knob(
         0, "tokens before max_completion_length over which the reward falls by up to 1 (0: none)"
     )

@@ -190,8 +190,10 @@ def _reading_section(results: Mapping[str, Any]) -> Section:
         "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
         "itself by its log-probability. A pair with equal scores counts one half. Ties: "
         f"{', '.join(ties) or 'none'}.",
-        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. They cover "
-        "the draw of the evaluation rows, not the seed of the training run. Two systems whose "
+        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. Wilson's "
+        "takes pairs as independent: where a prompt has several, the interval over prompts in the "
+        "section on preference accuracy is the one that holds. Intervals cover the draw of the "
+        "evaluation rows, not the seed of the training run. Two systems whose "
         "intervals are apart differ; if the intervals overlap they may still differ, since both "
         "are measured on the same rows.",
         "KL is to the reference in nats per completion, length is in tokens with the stop token, "

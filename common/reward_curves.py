@@ -123,16 +123,16 @@ def _interval(value: float, draws: list[float]) -> Interval:
 
 
 def drop(gains: Values) -> tuple[int, Values]:
-    """Where the mean gain is largest, and by how much the last point is below it on each prompt.
+    """Where the mean gain is largest, and by how much the last point is below it on other prompts.
 
-    The largest of several means is a little too large by chance, so that a small drop means
-    nothing: look at its interval.
+    The largest of several means is too large by chance, so the point is looked for on every other
+    prompt, and the drop measured on those between.
 
     Args:
         gains: (K, P) of K points in the order of their distance.
 
     Returns:
-        Index of the point, and (P,) differences last - largest.
+        Index of the point, and (P // 2,) differences last - largest of the prompts 1, 3, 5, ...
     """
-    peak = int(gains.mean(-1).argmax())
-    return peak, gains[-1] - gains[peak]
+    peak = int(gains[:, ::2].mean(-1).argmax())
+    return peak, (gains[-1] - gains[peak])[1::2]

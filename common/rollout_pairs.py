@@ -53,7 +53,8 @@ def pairs_from_rollouts(
         )
         rewards, _ = scorer(examples, rollouts)  # (N, K)
         has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-        rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
+        penalty = config.missing_eos_penalty if config.penalize_missing_eos else None
+        rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
         chosen_pairs = pairs.choose_pairs(
             rewards,
             method=config.pair_method,

@@ -131,10 +131,11 @@ def reward(
             if penalty != 0:  # a step of 0 would count in the group's mean
                 own[end] = own.get(end, 0.0) + penalty
     has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-    rewards = apply_missing_eos_penalty(rewards, has_stop, config.missing_eos_penalty)
+    penalty = config.missing_eos_penalty if config.penalize_missing_eos else None
+    rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
     if steps:
         refuse_with_steps(config)
-        steps = penalise_steps(steps, ends, rollouts.has_stop, config.missing_eos_penalty)
+        steps = penalise_steps(steps, ends, rollouts.has_stop, penalty)
     return replace(scored, total=rewards, steps=steps)
 
 

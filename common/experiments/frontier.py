@@ -180,7 +180,7 @@ def turn_of(method: str, seed: int, track: Track) -> dict[str, Any]:
     over-optimised if the proxy did not fall with it.
     """
     peak, gold = reward_curves.drop(track.gold_gain)
-    proxy = track.proxy_gain[-1] - track.proxy_gain[peak]
+    proxy = (track.proxy_gain[-1] - track.proxy_gain[peak])[1::2]  # of the same prompts
     gold_change, proxy_change = interval(gold), interval(proxy)
     return {
         "method": method,

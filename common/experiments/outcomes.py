@@ -19,6 +19,7 @@ class Outcome:
     scale: float = 1.0  # from what is recorded to the unit
 
 
+JUDGED = "judged/"  # and a judge's name: the mean reward that evaluate.py has of that judge
 # Of evaluate.py's results.json; any other name is a metric that the run itself has logged last.
 OUTCOMES = {
     "accuracy": Outcome("accuracy on held-out pairs", "points", 100),
@@ -32,6 +33,8 @@ OUTCOMES = {
 
 def about(name: str) -> Outcome:
     """What an outcome is."""
+    if name.startswith(JUDGED):
+        return Outcome(f"reward by {name.removeprefix(JUDGED)}", "units of reward")
     return OUTCOMES.get(name, Outcome(name, "as recorded"))
 
 
@@ -43,14 +46,27 @@ def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:
 
 def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float | None:
     """An outcome of a run, in its unit; None where it was not measured."""
-    if name in OUTCOMES:
-        value = systems.get(str(run_dir), {}).get(name)
+    system = systems.get(str(run_dir), {})
+    if name in OUTCOMES or name.startswith(JUDGED):
+        rewards = system.get("rewards") or {}
+        is_judged = name.startswith(JUDGED)
+        value = rewards.get(name.removeprefix(JUDGED)) if is_judged else system.get(name)
         if isinstance(value, dict):  # a mean, or an accuracy, with its interval
             value = value.get("mean", value.get("accuracy"))
     else:
         logged = [r[name] for r in read_jsonl(run_dir / "metrics.jsonl") if name in r]
         value = logged[-1] if logged else None
     return None if value is None else float(value) * about(name).scale
+
+
+def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Outcomes of the judges that have no name of their own among `OUTCOMES`."""
+    found: dict[str, None] = {}
+    for system in systems.values():
+        rewards = system.get("rewards") or {}
+        own = (system.get("gold_reward"), system.get("reward"))
+        found |= dict.fromkeys(name for name, value in rewards.items() if value not in own)
+    return [f"{JUDGED}{name}" for name in found]
 
 
 def spread(mean: SeedMean) -> str:

@@ -26,7 +26,15 @@ import yaml
 
 from common.config import UserError, hint, knob, read_recipe, require_positive
 from common.evaluation import run_cost
-from common.experiments.outcomes import OUTCOMES, about, commits, outcome_of, spread, systems_by_run
+from common.experiments.outcomes import (
+    OUTCOMES,
+    about,
+    commits,
+    judges,
+    outcome_of,
+    spread,
+    systems_by_run,
+)
 from common.experiments.published import (
     Published,
     read_published,
@@ -161,6 +169,11 @@ def read_overrides(texts: Sequence[str], stages: Sequence[str]) -> dict[str, dic
         stage, dot, flag = name.rpartition(".")
         wanted = [stage] if dot else list(stages)
         takers = [s for s in wanted if flag in known.get(s, ())]
+        if flag in ("seed", "output_dir"):
+            raise UserError(
+                f"--overrides has {text!r}; it must be another flag: --seeds and --output_dir say "
+                "where each seed's runs are."
+            )
         if not equals or not takers:
             every = {flag for flags in known.values() for flag in flags}
             raise UserError(
@@ -197,7 +210,7 @@ def measured(chains: Mapping[int, Mapping[str, Stage]], published: Sequence[Publ
             if name == "evaluate" or not is_finished(stage):
                 continue
             asked = [row.metric for row in published if row.system == name]
-            for metric in dict.fromkeys([*OUTCOMES, *asked]):
+            for metric in dict.fromkeys([*OUTCOMES, *judges(systems), *asked]):
                 value = outcome_of(metric, stage.output_dir, systems)
                 if value is not None:
                     found.setdefault((name, metric), {})[seed] = value

@@ -9,6 +9,7 @@ made its checkpoints, and those of anything else are not gone on with.
 Not collective: a driver is one process, which starts the processes of a run and waits for them.
 """
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -30,6 +31,7 @@ PATCHED = Path(__file__).with_name("patched.py")
 MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
 TRAINING = ("train_sft", "train_reward", "train_dpo", "train_grpo")  # which keep checkpoints
+DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.
@@ -202,7 +204,7 @@ def description(stage: Stage) -> dict[str, Any]:
 
 
 def inputs(texts: Iterable[str]) -> dict[str, str]:
-    """A digest of each file, and of what made each earlier run, that the texts name.
+    """A digest of each file and folder, and of what made each earlier run, that the texts name.
 
     `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
     `output/sft`.
@@ -214,9 +216,15 @@ def inputs(texts: Iterable[str]) -> dict[str, str]:
             found[text] = digest(path)
         elif len(text) < LONGEST_PATH and path.is_dir():
             marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
-            if marks:
-                found[text] = digest(marks[0])
+            found[text] = digest(marks[0]) if marks else folder_digest(path)
     return found
+
+
+def folder_digest(folder: Path) -> str:
+    """Names, sizes and times of the rows or weights in a folder that is no run of ours."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in DATA and path.is_file())
+    about = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:

@@ -29,8 +29,9 @@ def shard_then_make_head(module, *args, **options):
     if isinstance(module, RewardModel):
         width = module.lm.score.weight.shape[1]
         head = BFloat16Head(width, 1, bias=False, dtype=torch.bfloat16, device=distributed.device())
-        torch.manual_seed(distributed.rank())
-        nn.init.normal_(head.weight, std=(width + 1) ** -0.5)
+        seed = 1000 * args[0].seed + distributed.rank()
+        drawn = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
+        head.weight.data.copy_(drawn * (width + 1) ** -0.5)
         module.lm.score = head
     return module
 
