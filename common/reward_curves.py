@@ -131,7 +131,7 @@ def drop(gains: Values) -> tuple[int, Values]:
     nothing: look at its interval.
 
     Args:
-        gains: (K, P) of K points in the order of their distance.
+        gains: (K, P) of K points, the one that optimises most last.
 
     Returns:
         Index of the point, and (P,) differences last - largest.
