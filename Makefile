@@ -1,10 +1,13 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
-# make overoptimization    gold against proxy reward over the distance from SFT (half an hour, one core)
 # make test    lint, types, every test
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 20 minutes)
+# make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
+# make sweep   what each detail of the papers matters on the embedded task, over seeds
+# make overoptimization   gold against proxy reward over the distance from SFT
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
+# FLAGS="--seeds 0 1" further flags of replicate or sweep,
 # BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo" its flags.
 
 PYTHON ?= python3
@@ -17,6 +20,9 @@ GPUS := $(shell all=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
 	then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[^-]'; else echo $$all; fi)
 NPROC ?= $(shell for n in 8 4 2 1; do [ $(GPUS) -ge $$n ] && echo $$n && exit; done; echo 2)
 SEED ?= 0
+RECIPE ?= demo
+SWEEP ?= assets/recipes/ablations/demo.yaml
+FLAGS ?=
 # TRL is in an environment of its own: the project does not need it.
 BENCH_VENV := .venv-bench
 BENCH_MODEL ?= tiny
@@ -25,7 +31,7 @@ DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.
 LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization test bench setup clean
+.PHONY: demo overoptimization replicate sweep test bench setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -43,6 +49,13 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+replicate: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.replicate \
+		--recipe $(RECIPE) --num_processes $(NPROC) $(FLAGS)
+
+sweep: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.sweep --config $(SWEEP) $(FLAGS)
 
 bench: $(BENCH_VENV)/.installed
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)

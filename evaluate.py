@@ -1,20 +1,29 @@
 """Evaluate any mix of policies and reward models on the same held-out rows.
 
-Preference accuracy, on the whole split in fixed order, with a 95% Wilson interval; a tie counts one
-half. A reward model is judged by its reward; a policy by its implicit reward beta log(pi / ref)
-(Rafailov et al. 2023, eq. 5; no beta > 0 changes the order); the reference itself, whose implicit
-reward is 0 everywhere, by the log-probability of the completion.
+Preference accuracy, on the whole split in fixed order; a tie counts one half. A reward model is
+judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta log(pi / ref)
+(Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the log-probability
+itself, per completion or per token; the reference, whose implicit reward is 0 everywhere, by its
+log-probability. Beside them stand baselines that need no model. Each accuracy has a 95% Wilson
+interval and one of the bootstrap over prompts; every two systems are compared on the same pairs by
+McNemar's exact test and by the paired bootstrap over prompts; by source, confidence and length; and
+reward models by whether sigma(r_chosen - r_rejected) is the share of pairs.
 
-Generations of every policy, one per prompt: reward of each reward function and reward model (mean
-with a 95% bootstrap interval), KL(pi || ref) per completion, length in tokens, and the share that
-stopped by itself.
+Generations of every policy, one per prompt: reward of each reward function and reward model,
+KL(pi || ref) per completion, entropy, ROUGE to the row's `completion`, length in tokens, the share
+that stopped by itself, repetition and copying; and win rates of every two policies, and of each
+against the row's `completion`, by every judge, also at equal length. Intervals are 95%, over
+prompts.
 
     torchrun --standalone --nproc_per_node 2 evaluate.py --config assets/recipes/demo/evaluate.yaml
     python evaluate.py --output_dir output/eval --dataset_name my/pairs/validation.jsonl \
         --ref_model_name_or_path output/sft/model \
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
-Writes `results.json`, `report.md` and `plots/summary.png` to output_dir, and prints the table.
+Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
+(of which every number about generations is a function; `python -m common.judgements` has them
+compared by people or models elsewhere), `report.html`, `report.md` and `plots/*.png` to output_dir,
+and prints the tables.
 """
 
 import json
@@ -22,15 +31,36 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from common import data, distributed, evaluation, fsdp, models, report, self_checks, synthetic
+from common import (
+    calibration_figure,
+    comparison,
+    comparison_tables,
+    completions,
+    data,
+    distributed,
+    evaluation,
+    fsdp,
+    generation_quality,
+    generation_tables,
+    judge_functions,
+    models,
+    pair_judging,
+    pair_scores,
+    report,
+    self_checks,
+    synthetic,
+    win_rates,
+)
+from common.completions import Generation
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
-from common.generation import Rollouts, Sampler
+from common.generation import Sampler
+from common.pair_scores import PairScores, token_counts
+from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
-from common.statistics import PreferenceAccuracy, mean_interval, preference_accuracy
+from common.statistics import preference_accuracy
+from common.terminal import markdown_table
 
 
 @dataclass
@@ -38,8 +68,23 @@ class EvaluateConfig(CommonConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
     policies: list[str] = knob([], "folders or hub ids of causal language models")
-    reward_models: list[str] = knob([], "folders or hub ids of reward models")
+    reward_models: list[str] = knob([], "folders or hub ids of reward models, encoders too")
     ref_model_name_or_path: str = knob("", "reference of implicit rewards (empty: first policy)")
+    policy_scores: list[str] = knob(
+        ["implicit_reward"],
+        "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
+        "log_ratio, log_ratio_per_token, logp, logp_per_token",
+        pair_scores.POLICY_SCORES,
+    )
+    beta: float = knob(
+        0.0, "of implicit rewards, for their calibration (0: that of the run beside each policy)"
+    )
+    score_stop_token: bool = knob(
+        True, "count the stop token in a policy's scores (false: for one not trained to end so)"
+    )
+    scores_from: list[str] = knob(
+        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
+    )
     prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
@@ -47,16 +92,24 @@ class EvaluateConfig(CommonConfig):
     reward_funcs: list[str] = knob(
         [], "further judges of generations: gold, file.py:function (your file is run as code)"
     )
+    judge_funcs: list[str] = knob(
+        [], "judges of two generations: file.py:function (your file is run as code)"
+    )
+    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
+        refuse_twice("policies", self.policies)
+        refuse_twice("reward_models", self.reward_models)
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
-        for name in ("num_prompts", "temperature", "max_new_tokens"):
+        for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
             require_not_negative(self, name)
+        if not self.policy_scores:
+            raise UserError("--policy_scores is empty: say how policies are read.")
         if self.max_new_tokens > self.max_completion_length:
             raise UserError(
                 f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
@@ -65,6 +118,9 @@ class EvaluateConfig(CommonConfig):
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
+        if self.policies:  # the reference is evaluated once, where it is one of them
+            named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])
+            refuse_twice("ref_model_name_or_path or --policies", list(named))
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 
 
@@ -82,10 +138,15 @@ def main(config: EvaluateConfig) -> None:
         path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
     judging = [*config.reward_models, *config.reward_funcs]
-    judges = RewardScorer(judging, [], tokenizer, config, beside=policies)
-    judges.refuse_other_vocabularies()
+    comparing = judge_functions.load_judges(config.judge_funcs)
+    betas = pair_judging.implicit_betas(policies, tokenizer, config)
+    judges = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
+    judges.check_messages(pairs)
     judges.check_rows(prompts)
+    described = pair_scores.describe_pairs(pairs, config.dataset_name, config.dataset_test_split)
+    table = PairScores(described)
+    others = pair_scores.read_others(table, config.scores_from)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
 
@@ -93,36 +154,54 @@ def main(config: EvaluateConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
     judges.load(mesh)
     names, systems = judges.short, []
-    for path, model in judges.models.items():
-        accuracy, scores = evaluation.preferences(model, pairs, config, pad_id)
-        systems.append(describe(path, names[path], "reward_model", accuracy, scores, pairs))
+    for path, function in judges.reward_models.items():
+        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        table.rewards[names[path]] = scores.numpy()
+        systems.append(describe(path, names[path], "reward_model", scores, pairs))
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
-    completions: dict[str, list[str]] = {}
+    scored = pairs if config.score_stop_token else pair_judging.without_stop(pairs, stop_ids)
+    generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.layouts_agree(policy, config)
-        accuracy, logps = evaluation.preferences(policy, pairs, config, pad_id, ref_logps)
+        logps = evaluation.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
+        read = pair_scores.policy_scores(
+            config.policy_scores, logps, ref_logps, token_counts(scored), betas[path]
+        )
+        if path in config.policies:
+            table.add_policy(names[path], read, betas[path])
         if reference is None:
             reference, ref_logps = policy, logps
-        system = describe(path, names[path], "policy", accuracy, logps, pairs)
+        system = describe(path, names[path], "policy", next(iter(read.values())), pairs)
         if prompts:
             sampler = Sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
-            system |= generation_metrics(
-                policy, reference, judges, prompts, rollouts, config, pad_id
+            generations[names[path]] = generation_quality.measure(
+                policy, reference, judges, prompts, rollouts, config, config.temperature, pad_id
             )
-            completions[names[path]] = rollouts.texts(tokenizer)
         if path in config.policies:
             systems.append(system)
 
+    # Generations: compared with each other and with the rows' own completions
+    own = generation_quality.reference_completions(
+        judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
+    )
+    answers = generation_quality.collect(prompts, generations, own)
+    answers = judge_functions.with_verdicts(answers, comparing, names, prompts, config.seed)
+    systems = generation_quality.with_summaries(systems, answers, judges)
+
     # Results
+    texts = pair_judging.completion_texts(pairs, tokenizer, stop_ids)
+    table.scores |= pair_scores.baselines(pairs, texts, config.seed)
+    pair_scores.add_others(table, others)
+    compared = comparison.compare(table)
     results = {
         "dataset": config.dataset_name,
         "split": config.dataset_test_split,
@@ -130,13 +209,23 @@ def main(config: EvaluateConfig) -> None:
         "num_prompts": len(prompts),
         "attainable_accuracy": attainable(pairs),
         "systems": systems,
-        "samples": samples(prompts, completions, config),
+        "comparison": compared,
+        "reference_completions": generation_quality.reference_summary(answers),
+        "win_rates": win_rates.all_win_rates(answers),
+        "samples": samples(prompts, generations, config),
     }
     if distributed.is_rank0():
+        completions.write(answers, output_dir)
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    report.chain_report(results, run_dirs(systems), output_dir)
+        pair_scores.write_scores(output_dir / "scores.jsonl", table)
+        calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
+    report.chain_report(results, report.run_dirs(systems), output_dir)
+    report.send(results, config)
     distributed.print_rank0(f"\n{report.results_table(results)}\n")
-    distributed.print_rank0(f"report: {output_dir / 'report.md'}")
+    distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
+    for headers, rows in generation_tables.tables(results):
+        distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
+    distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
 def load_data(
@@ -157,16 +246,16 @@ def describe(
     path: str,
     name: str,
     kind: str,
-    accuracy: PreferenceAccuracy,
-    scores: Tensor,
+    scores: Any,
     pairs: list[Example],
 ) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
+    accuracy = preference_accuracy(*scores.T)
     sources = [example.source for example in pairs]
     by_source = {}
     for source in dict.fromkeys(sources):
-        chosen, rejected = scores[[s == source for s in sources]].unbind(-1)
-        by_source[source] = asdict(preference_accuracy(chosen, rejected))
+        own = scores[[s == source for s in sources]]  # (n, 2)
+        by_source[source] = asdict(preference_accuracy(*own.T))
     row = {"name": name, "kind": kind, "path": path, "accuracy": asdict(accuracy)}
     cost = evaluation.run_cost(Path(path).parent)
     return row | {
@@ -174,52 +263,6 @@ def describe(
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }
-
-
-def generation_metrics(
-    policy: Policy,
-    reference: Policy,
-    judges: RewardScorer,
-    prompts: list[Example],
-    rollouts: Rollouts,
-    config: EvaluateConfig,
-    pad_id: int,
-) -> dict[str, Any]:
-    """Rewards, KL to the reference, length and stop rate of one completion per prompt. Collective.
-
-    The KL is the mean of log pi - log ref over completions drawn from pi: unbiased at temperature
-    1, and not measured at any other.
-    """
-    metrics: dict[str, Any] = {
-        "length": sum(map(len, rollouts.completion_ids)) / len(prompts),
-        "stop_rate": sum(rollouts.has_stop) / len(prompts),
-        "kl": None,
-    }
-    if judges.functions.functions:
-        _, by_judge = judges(prompts, rollouts)
-        rewards = {name: interval(values[~values.isnan()]) for name, values in by_judge.items()}
-        first = next((judges.short[path] for path in judges.models), "")
-        metrics["rewards"] = rewards
-        metrics |= {
-            "gold_reward": rewards.get(judges.short.get("gold", "")),
-            "reward": rewards.get(first),
-        }
-    if config.temperature == 1:
-        sampled = [
-            replace(example, completions=[ids])
-            for example, ids in zip(prompts, rollouts.completion_ids, strict=True)
-        ]
-        logps = evaluation.score_examples(policy, sampled, config, pad_id, "scoring")  # (N, 1)
-        ref_logps = evaluation.score_examples(reference, sampled, config, pad_id, "scoring")
-        metrics["kl"] = interval((logps - ref_logps).flatten())
-    return metrics
-
-
-def interval(values: Tensor) -> dict[str, float] | None:
-    """Mean with its bootstrap interval, ready for JSON; None if nothing was measured."""
-    if not len(values):
-        return None
-    return dict(zip(("mean", "low", "high"), mean_interval(values), strict=True))
 
 
 def attainable(pairs: list[Example]) -> float | None:
@@ -230,7 +273,7 @@ def attainable(pairs: list[Example]) -> float | None:
 
 
 def samples(
-    prompts: list[Example], completions: dict[str, list[str]], config: EvaluateConfig
+    prompts: list[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     """The first prompts with every policy's completion, for the report."""
     shown = []
@@ -240,16 +283,10 @@ def samples(
             {
                 "prompt": example.prompt,
                 "reference": reference if isinstance(reference, str) else None,
-                "completions": {name: texts[i] for name, texts in completions.items()},
+                "completions": {name: own[i].completion for name, own in generations.items()},
             }
         )
     return shown
-
-
-def run_dirs(systems: list[dict[str, Any]]) -> dict[str, Path]:
-    """The runs behind the evaluated folders, for their training curves."""
-    folders = {system["name"]: Path(system["path"]).parent for system in systems}
-    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
 
 
 if __name__ == "__main__":

@@ -50,8 +50,9 @@ from common import (
     plots,
     reference_cache,
     self_checks,
+    token_records,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.dpo_config import DPOConfig
 from common.generation import Sampler
 from common.lora import AdapterReference
@@ -92,11 +93,12 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
     shared_lengths = shorter_lengths(train_set)  # (rows,)
+    shown = (eval_set or train_set)[: config.num_sample_prompts]  # in the tables of samples
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy: Policy | None = None
     reference: Policy | AdapterReference | None = None
-    ref_train_logps = ref_eval_logps = None
+    ref_train_logps = ref_eval_logps = ref_shown_logps = None
     score, rest = evaluation.score_examples, (config, pad_id, "reference")
     if config.needs_reference:
         is_policy = config.lora_r > 0 and paths[0] == paths[1]  # with its adapters off
@@ -110,6 +112,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             reference = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.layouts_agree(reference, config)
         ref_pair_logps = score(reference, train_set[:1], *rest)  # (1, 2), for the self-check
+        ref_shown_logps = token_records.token_logps(reference, shown, config, pad_id)
         score_all = partial(reference_logps, reference, weights, tokenizer, config)
         if eval_set:
             ref_eval_logps = score_all(eval_set, range(len(eval_set)))  # (rows, 2)
@@ -144,6 +147,18 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     logger = RunLogger.start(config, "DPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
+
+    def evaluate(step: int) -> None:
+        if eval_set:
+            accuracy, _ = evaluation.preferences(
+                policy, eval_set, config, pad_id, ref_eval_logps, config.is_per_token
+            )
+            logger.log(step, {"eval_accuracy": accuracy.accuracy})
+
+    def show_samples(step: int) -> None:
+        shown_logps = token_records.token_logps(policy, shown, config, pad_id)
+        columns = token_records.pair_columns(shown, shown_logps, ref_shown_logps, tokenizer)
+        logger.samples(step, sampler.table(shown, **columns))
 
     # Loop
     for step in range(start_step, total_steps):
@@ -191,15 +206,17 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            accuracy, _ = evaluation.preferences(
-                policy, eval_set, config, pad_id, ref_eval_logps, config.is_per_token
-            )
-            logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
-        if is_due(step + 1, config.sample_steps, total_steps):
-            logger.samples(step + 1, sampler.table(eval_set or train_set))
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
+            show_samples(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
+    show_samples(total_steps)
 
     # Export
     saver.close()

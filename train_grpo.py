@@ -57,7 +57,7 @@ from common import (
     rollouts,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
 from common.generation import Sampler
 from common.grpo_config import GRPOConfig
 from common.lora import AdapterReference
@@ -138,6 +138,11 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     of_kl: Any = {"estimator": config.kl_estimator, "corrected": config.kl_correction}
     scoring: Any = {"temperature": config.temperature, "with_entropy": True}
 
+    def show_samples(step: int) -> None:
+        fixed = (eval_set or train_set)[: config.num_sample_prompts]
+        table = rollouts.sample_table(sampler, scorer, reference, fixed, config)
+        logger.samples(step, table)
+
     # Loop
     for step in range(start_step, total_steps):
         saver.stop_if_asked(step, at_once=True)
@@ -208,12 +213,14 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if is_due(step + 1, config.sample_steps, total_steps):
-            fixed = (eval_set or train_set)[: config.num_sample_prompts]
-            table = rollouts.sample_table(sampler, scorer, fixed, config)
-            logger.samples(step + 1, table)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
+            show_samples(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Last samples, behind the last checkpoint: a run that is killed here makes them again
+    saver.stop_if_asked(total_steps, at_once=True)
+    show_samples(total_steps)
 
     # Export
     saver.close()

@@ -38,6 +38,7 @@ from common import (
     comparisons,
     data,
     distributed,
+    dropout,
     evaluation,
     export,
     faults,
@@ -48,9 +49,15 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import is_due, knob, require_not_negative, require_positive
+from common.config import (
+    is_due,
+    is_due_before_end,
+    knob,
+    require_not_negative,
+    require_positive,
+)
 from common.data import Example
-from common.lora import LoraTrainConfig
+from common.dropout import DropoutTrainConfig
 from common.losses import bradley_terry_loss, centering_penalty
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -58,9 +65,15 @@ from common.scoring import RewardModel
 
 
 @dataclass
-class RewardConfig(LoraTrainConfig):
+class RewardConfig(DropoutTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
 
+    head_init: str = knob(
+        "stiennon",
+        "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
+        "a std of 0.02; zeros",
+        models.HEAD_INITS,
+    )
     center_rewards_coefficient: float = knob(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
     )
@@ -107,7 +120,8 @@ def main(config: RewardConfig) -> None:
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
-    lm = models.load_trained_reward_model(path, model_config, tokenizer, config)
+    lm = models.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
+    dropout.refuse_without(lm, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
 
@@ -125,11 +139,18 @@ def main(config: RewardConfig) -> None:
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
+    def evaluate(step: int) -> None:
+        if eval_set:
+            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
+            logger.log(step, {"eval_accuracy": accuracy.accuracy})
+            logger.samples(step, evaluation.pair_table(eval_set, scores, tokenizer, config))
+
     # Loop
     for step in range(start_step, total_steps):
         own = [groups[i].rows for i in order.rows(step) if i is not None]
         parts = comparisons.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
+        dropout.start_step(model, config, step)
         for i, part in enumerate(parts):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
@@ -145,6 +166,7 @@ def main(config: RewardConfig) -> None:
             evaluation.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
+        dropout.end_step(model, config)
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
         with faults.guarded(saver, batches, rows, step):
@@ -159,12 +181,14 @@ def main(config: RewardConfig) -> None:
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
-            logger.log(step + 1, {"eval_accuracy": accuracy.accuracy})
-            logger.samples(step + 1, evaluation.pair_table(eval_set, scores, tokenizer, config))
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
 
     # Shift to mean 0 over reference summaries, export
     saver.close()

@@ -7,7 +7,7 @@ counted over all micro-batches and ranks before the first backward.
 
 How this differs from the paper:
 1. AdamW with fused kernels, not Adam; weight decay 0 unless asked for.
-2. Dropout is off (Huang et al. 2024).
+2. Dropout is off (Huang et al. 2024) unless `dropout` asks for it.
 3. Posts too long for the prompt are cut at a newline or sentence, never in the header or cue.
 
 Launch (the last value of a flag wins; every field of a recipe is a flag):
@@ -27,6 +27,7 @@ from common import (
     checkpoint,
     data,
     distributed,
+    dropout,
     evaluation,
     export,
     faults,
@@ -36,9 +37,9 @@ from common import (
     plots,
     self_checks,
 )
-from common.config import is_due
+from common.config import is_due, is_due_before_end
+from common.dropout import DropoutTrainConfig
 from common.generation import Sampler
-from common.lora import LoraTrainConfig
 from common.losses import sft_loss
 from common.metrics import Accumulator, RunLogger
 from common.profiling import StepProfiler
@@ -46,7 +47,7 @@ from common.scoring import Policy
 
 
 @dataclass
-class SFTConfig(LoraTrainConfig):
+class SFTConfig(DropoutTrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
 
@@ -68,6 +69,7 @@ def main(config: SFTConfig) -> None:
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     lm = models.load_trained_policy(config.model_name_or_path, model_config, config)
+    dropout.refuse_without(lm, config)
     policy = fsdp.shard(Policy(lm), config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
@@ -85,10 +87,16 @@ def main(config: SFTConfig) -> None:
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
+    def evaluate(step: int) -> None:
+        if eval_set:
+            eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
+            logger.log(step, {"eval_loss": eval_loss})
+
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
+        dropout.start_step(policy, config, step)
         for i, batch in enumerate(batches):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
@@ -97,6 +105,7 @@ def main(config: SFTConfig) -> None:
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
+        dropout.end_step(policy, config)
         rows = (numbers[batch.places] for batch in batches)
         with faults.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")
@@ -111,13 +120,17 @@ def main(config: SFTConfig) -> None:
 
         if is_due(step + 1, config.logging_steps, total_steps):
             logger.log_training(step + 1, metrics)
-        if eval_set and is_due(step + 1, config.eval_steps, total_steps):
-            eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
-            logger.log(step + 1, {"eval_loss": eval_loss})
-        if is_due(step + 1, config.sample_steps, total_steps):
+        if is_due_before_end(step + 1, config.eval_steps, total_steps):
+            evaluate(step + 1)
+        if is_due_before_end(step + 1, config.sample_steps, total_steps):
             logger.samples(step + 1, sampler.table(eval_set or train_set))
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
+
+    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
+    saver.stop_if_asked(total_steps, at_once=True)
+    evaluate(total_steps)
+    logger.samples(total_steps, sampler.table(eval_set or train_set))
 
     # Export
     saver.close()

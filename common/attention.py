@@ -197,8 +197,8 @@ def attend(
 
 def refuse_unsupported(layout: "Layout | LastLayer | KeyCache", options: dict[str, Any]) -> None:
     """Raise a UserError for an attention that sees less than everything, or caps its scores."""
-    window = options.get("sliding_window")
-    if window is not None and layout.longest > window:
+    window = options.get("sliding_window")  # 0: none, as Qwen2-MoE writes it
+    if window and layout.longest > window:
         raise UserError(
             f"the model's attention has a window of {window} tokens and a prompt with its "
             f"completion has {layout.longest}; use --layout padded."

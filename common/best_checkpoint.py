@@ -26,6 +26,11 @@ def ranking(output_dir: Path, metric: str) -> list[Path]:
             manifest = files.read_manifest(folder)
         except ValueError:
             continue
-        if manifest["config"]["metric_for_best_model"] == metric and manifest["metric"] is not None:
-            values[folder] = sign * manifest["metric"]
+        if manifest["config"]["metric_for_best_model"] != metric:
+            continue
+        value = manifest["metric"]
+        if value is None:  # the last evaluation comes after the last checkpoint
+            value = logged(output_dir, metric, files.step_of(folder))
+        if value is not None:
+            values[folder] = sign * value
     return sorted(values, key=values.__getitem__)

@@ -7,6 +7,7 @@ order and noise are functions of the step, so nothing else is needed. What it is
 `common/checkpoint_files.py`.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,6 @@ from common.jsonl import keep_lines, num_lines
 from common.metrics import Accumulator
 from common.run_state import State, reference_state, restore_state, trained_state
 
-RECORDS = ("metrics.jsonl", "samples.jsonl")  # of the run, a line for each thing that was logged
-
 
 def find(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
@@ -38,14 +37,17 @@ def find(config: TrainConfig) -> Path | None:
     A damaged one is named, and the one before it taken. What is there is rank 0's to say.
 
     Raises:
-        UserError: the folder that was named is no whole checkpoint, all of them are damaged, or
-            `auto` finds one of a run with another config.
+        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
+            `auto` finds one of a run with another config, or `output_dir` has a model that is not
+            of this stage.
     """
+    if distributed.is_rank0():
+        refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
     candidates = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
     if wanted not in ("auto", "latest"):
-        if distributed.was_restarted() and candidates:
-            wanted = "latest"  # torchrun repeats a command whose run has come further since
+        if distributed.was_restarted() and has_own(candidates, config):
+            wanted = "auto"  # torchrun repeats a command whose run has come further since
         elif wanted in ("", "none"):
             return None
         else:
@@ -64,6 +66,37 @@ def find(config: TrainConfig) -> Path | None:
     if wanted == "latest":
         distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
     return None
+
+
+def refuse_other_stage(config: TrainConfig) -> None:
+    """Raise a UserError if the run would replace a model that no run of this stage has written."""
+    output_dir, stage = Path(config.output_dir), type(config).__name__
+    if not (output_dir / "model").exists():
+        return
+    try:
+        written_by = json.loads((output_dir / "environment.json").read_text()).get("stage", stage)
+    except (OSError, ValueError, AttributeError):
+        written_by = "no run"
+    if written_by != stage:
+        raise UserError(
+            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
+            f"{stage} would replace it; name another folder."
+        )
+
+
+def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
+    """Whether a checkpoint is of a run of this stage with this config. Collective."""
+
+    def is_own(folder: Path) -> bool:
+        try:
+            manifest = files.read_manifest(folder)
+        except ValueError:
+            return False
+        has_stage = manifest.get("stage") == type(config).__name__
+        return has_stage and not files.changed_fields(manifest["config"], config)
+
+    found = distributed.is_rank0() and any(map(is_own, folders))
+    return bool(distributed.from_rank0(found))
 
 
 def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
@@ -182,7 +215,7 @@ class Checkpointer:
         }
         if distributed.is_rank0():
             metric = self.config.metric_for_best_model
-            records = [self.output_dir / name for name in RECORDS]
+            records = [self.output_dir / name for name in files.RECORDS]
             for path in filter(Path.exists, records):
                 files.flush(path)  # they must not be behind the checkpoint after a power cut
             contents["lines"] = {path.name: num_lines(path) for path in records}
@@ -271,7 +304,7 @@ class Checkpointer:
         """End the writing; with `load_best_model_at_end`, load the best parameters. Collective.
 
         Raises:
-            UserError: the disk refused, or no whole checkpoint has the metric.
+            UserError: the disk refused.
         """
         self.wait()
         self._thread.shutdown()
@@ -288,9 +321,9 @@ class Checkpointer:
             if self.config.load_best_model_at_end:
                 restore_state(best, self.model, self.optimizer, self.reference)
             return
-        raise UserError(
-            f"--metric_for_best_model is {name}, which was not logged at the step of any "
-            "checkpoint; it must be a metric of an evaluation."
+        distributed.print_rank0(
+            f"warning: --metric_for_best_model {name} was not logged at the step of any whole "
+            "checkpoint; the last step is exported."
         )
 
     # ---- resuming --------------------------------------------------------------------------------
@@ -320,7 +353,6 @@ class Checkpointer:
                 manifest["lines"] = {}
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
         if distributed.is_rank0():
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             output_lock.take(self.output_dir)
             # In this order: a checkpoint must not outlive the records of its steps.
             if removed := files.remove_after(self.output_dir, manifest["step"]):

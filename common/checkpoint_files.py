@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
 NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
 NEEDED |= {"has_reference"}
+RECORDS = ("metrics.jsonl", "samples.jsonl")  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
 
@@ -107,6 +108,8 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
         return str(error), {}
     if missing := NEEDED - contents.keys():
         return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
+    if odd_value := _odd(contents):
+        return f"{MANIFEST} has an entry {odd_value!r} that no run writes", {}
     names = set(contents["files"])
     # torch reads every file with this ending, whether the manifest knows it or not.
     strays = {path.name for path in folder.glob("*.safetensors")} - names
@@ -116,11 +119,41 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
     return "", contents["files"]
 
 
+def _odd(contents: Mapping[str, Any]) -> str:
+    """The first entry of a manifest that would be used and is not what a run writes there."""
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    def is_sum(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    lines, sums, metric = contents["lines"], contents["sums"], contents["metric"]
+    is_right = {
+        "step": is_count(contents["step"]),
+        "stage": isinstance(contents["stage"], str),
+        "config": isinstance(contents["config"], dict),
+        "files": isinstance(contents["files"], dict)
+        and all(isinstance(entry, dict) for entry in contents["files"].values()),
+        # Files are cut to these numbers of lines: none but the run's own may be named.
+        "lines": isinstance(lines, dict)
+        and set(lines) <= set(RECORDS)
+        and all(map(is_count, lines.values())),
+        "sums": isinstance(sums, list)
+        and all(isinstance(own, dict) and all(map(is_sum, own.values())) for own in sums),
+        "metric": metric is None or is_number(metric),
+    }
+    return next((name for name, right in is_right.items() if not right), "")
+
+
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
     """What is wrong with one file, "" for nothing."""
     try:
-        if file.stat().st_size != expected["bytes"]:
-            return f"has {file.stat().st_size} bytes, not {expected['bytes']}"
+        if file.stat().st_size != expected.get("bytes"):
+            return f"has {file.stat().st_size} bytes, not {expected.get('bytes')}"
         return "" if describe(file) == expected else "does not have its checksum"
     except FileNotFoundError:
         return "is missing"

@@ -11,10 +11,12 @@ import difflib
 import json
 import math
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -22,11 +24,19 @@ from typing import Any, NoReturn, TypeVar
 from common import paths
 from common.errors import UserError as UserError
 from common.errors import gist as gist
+from common.errors import shown
+from common.glossary import METRICS, PREFIXES
+from common.ranges import refuse_beyond_range
 
 Config = TypeVar("Config")
 REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
+# What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
+NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 # Endings of the names of fields that may hold paths
-PATHS = ("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models")
+PATHS = (
+    *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
+    "scores_from",
+)
 
 
 def knob(default: Any, description: str, choices: Sequence[Any] | None = None) -> Any:
@@ -119,6 +129,7 @@ class CommonConfig:
         """Refuse values that no field may have."""
         strip_slashes(self)
         refuse_odd_texts(self)
+        refuse_beyond_range(self)
         if not self.output_dir:
             raise UserError("--output_dir is required: the folder this run writes to.")
         for name in (
@@ -245,6 +256,7 @@ class TrainConfig(CommonConfig):
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
         set_replay(self)
+        refuse_own_output(self)
         refuse_best(self)
         refuse_plan(self)
 
@@ -264,11 +276,33 @@ def set_replay(config: TrainConfig) -> None:
     config.resume_from_checkpoint = f"{config.replay}/checkpoint"
 
 
+def refuse_own_output(config: TrainConfig) -> None:
+    """Raise a UserError for an input that this run would replace: resuming reads it again."""
+    written = [Path(config.output_dir, name).resolve() for name in ("model", "adapter")]
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        for path in value if isinstance(value, list) else [value]:
+            is_input = f.name.endswith((*PATHS, "reward_funcs")) and isinstance(path, str)
+            if is_input and path and f.name != "output_dir" and Path(path).exists():
+                place = Path(path).resolve()
+                if any(place == own or own in place.parents for own in written):
+                    raise UserError(
+                        f"--{f.name} is {path}, which this run would write to; name another "
+                        f"--output_dir than {config.output_dir}."
+                    )
+
+
 def refuse_best(config: TrainConfig) -> None:
     """Raise a UserError if no checkpoint can be the best by the metric."""
     metric = config.metric_for_best_model
     if config.load_best_model_at_end and not metric:
         raise UserError("--load_best_model_at_end true needs --metric_for_best_model.")
+    if metric and metric not in METRICS and not metric.startswith(PREFIXES):
+        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
+        raise UserError(
+            f"--metric_for_best_model is {metric}, which no run logs; "
+            f"name a metric, as {' or '.join(close)}."
+        )
     if metric and not config.save_steps:
         raise UserError(
             f"--metric_for_best_model is {metric} and --save_steps is 0; it must be positive for "
@@ -308,7 +342,12 @@ def refuse_plan(config: TrainConfig) -> None:
 
 def is_due(step: int, interval: int, total_steps: int) -> bool:
     """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
-    return step == total_steps or (interval > 0 and step % interval == 0)
+    return step == total_steps or is_due_before_end(step, interval, total_steps)
+
+
+def is_due_before_end(step: int, interval: int, total_steps: int) -> bool:
+    """The same of what is done behind the loop at the end."""
+    return step < total_steps and interval > 0 and step % interval == 0
 
 
 def strip_slashes(config: Any) -> None:
@@ -322,7 +361,7 @@ def strip_slashes(config: Any) -> None:
 
 
 def refuse_odd_texts(config: Any) -> None:
-    """Raise a UserError for empty names in a list, and for paths that cannot be looked at.
+    """Raise a UserError for empty names, bytes of no text, and paths that cannot be looked at.
 
     A cache may be where nothing can be read or written: it is then warned about, and not used.
     """
@@ -330,9 +369,16 @@ def refuse_odd_texts(config: Any) -> None:
         value = getattr(config, f.name)
         if isinstance(value, list) and "" in value:
             raise UserError(f"--{f.name} is {value}; no name in it may be empty.")
+        for text in filter(is_no_unicode, value if isinstance(value, list) else [value]):
+            raise UserError(f"--{f.name} is {text!r}; it must be text in UTF-8.")
         if f.name.endswith(PATHS) and not f.name.endswith("_cache_dir"):
             for path in filter(None, value if isinstance(value, list) else [value]):
                 paths.refuse_unreachable(f.name, path)
+
+
+def is_no_unicode(value: Any) -> bool:
+    """Whether a text holds halves of surrogate pairs: Python's form of bytes that are not UTF-8."""
+    return isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def require_positive(config: Any, name: str) -> None:
@@ -390,6 +436,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(cls, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values for these fields")
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     for action in parser._actions:
         action.nargs = "*" if action.nargs == "+" else action.nargs  # a list may be empty
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -414,17 +461,25 @@ def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field
             raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
         takes_list = fields[key].default_factory is not dataclasses.MISSING
         values = value if isinstance(value, list) and takes_list else [value]
-        if any(item is None or isinstance(item, dict | list) for item in values):
-            raise UserError(f"--config {path} gives {value!r} for {key!r}; it must be one value.")
+        if any(item is None or isinstance(item, dict | list | set | bytes) for item in values):
+            raise UserError(
+                f"--config {path} gives {shown(value)} for {key!r}; it must be one value."
+            )
         if fields[key].type in (str, list[str]) and any(isinstance(item, bool) for item in values):
             raise UserError(
-                f"--config {path} gives {value!r} for {key!r}; put a text that YAML reads as true "
-                "or false in quotes."
+                f"--config {path} gives {shown(value)} for {key!r}; put a text that YAML reads as "
+                "true or false in quotes."
             )
+        try:
+            words = [str(item) for item in values]
+        except ValueError:  # hexadecimal digits, of which YAML reads any number
+            raise UserError(
+                f"--config {path} gives {shown(value)} for {key!r}; it must be shorter."
+            ) from None
         if takes_list:
-            arguments += [f"--{key}", *map(str, values)]
+            arguments += [f"--{key}", *words]
         else:
-            arguments.append(f"--{key}={value}")  # one argument: the value may begin with a dash
+            arguments.append(f"--{key}={words[0]}")  # one argument: it may begin with a dash
     return arguments
 
 
@@ -495,6 +550,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "git_commit": git_commit(),
         "packages": {name: package_version(name) for name in packages},
         "script": Path(sys.argv[0]).name,
+        "stage": type(config).__name__,
+        "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

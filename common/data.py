@@ -143,7 +143,7 @@ def tokenize_rows(
         [row["prompt"] for row in rows], tokenizer, max_prompt_length, truncation
     )
     texts = [
-        _tokenize_completions([row[c] for row in rows], tokenizer, stop_id, max_completion_length)
+        tokenize_completions([row[c] for row in rows], tokenizer, stop_id, max_completion_length)
         for c in completion_columns
     ]
     groups = list(zip(*texts, strict=True)) if texts else [()] * len(rows)
@@ -290,7 +290,7 @@ def _tokenize_prompts(
     return result
 
 
-def _tokenize_completions(
+def tokenize_completions(
     completions: Sequence[str], tokenizer: Any, stop_id: int, max_length: int
 ) -> list[_Text]:
     """Completions that end in the first stop token they have, in an appended one, or cut short."""

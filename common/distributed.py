@@ -88,12 +88,16 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def plan(config: TrainConfig) -> None:
-    """Print on rank 0 what a run takes."""
+    """Print on rank 0 what a run takes, or as much of it as the reader wants (`| head`)."""
     from common import planner  # which imports this module
 
     if own_rank() == 0:
         quieten()
-        planner.dry_run(config)
+        try:
+            planner.dry_run(config)
+        except BrokenPipeError:
+            # Python would write what is left once more when it ends, and complain.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:

@@ -49,7 +49,8 @@ class DPOConfig(LoraTrainConfig):
     )
     pair_method: str = knob(
         "rso_tournament",
-        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair",
+        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
+        "all: every pair",
         PAIR_METHODS,
     )
     num_candidates: int = knob(8, "completions sampled per prompt")

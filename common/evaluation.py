@@ -18,7 +18,6 @@ from common.statistics import PreferenceAccuracy, preference_accuracy
 from common.terminal import progress_bar
 
 
-@torch.no_grad()
 def score_examples(
     model: nn.Module,
     examples: Sequence[Example],
@@ -42,9 +41,43 @@ def score_examples(
     Returns:
         (N, K) float64 on the host, the same on every rank.
     """
+
+    def one_column(model: nn.Module, batch: AnyBatch) -> Tensor:
+        return score(model, batch).unsqueeze(-1)
+
+    return score_columns(model, examples, config, pad_id, title, one_column, 1, rows).squeeze(-1)
+
+
+@torch.no_grad()
+def score_columns(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    title: str,
+    score: Callable[[nn.Module, AnyBatch], Tensor],
+    num_columns: int,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """`score_examples` where one forward pass gives several numbers. Collective.
+
+    Args:
+        model: as there, with the other arguments.
+        examples: N.
+        config: as there.
+        pad_id: as there.
+        title: as there.
+        score: what is computed of a batch, (B, S).
+        num_columns: S.
+        rows: as there.
+
+    Returns:
+        (N, K, S) float64 on the host, the same on every rank.
+    """
     rows = range(len(examples)) if rows is None else rows
     device, num_completions = distributed.device(), len(examples[0].completions)
-    scores = torch.zeros(len(examples) * num_completions, dtype=torch.float64, device=device)
+    shape = (len(examples) * num_completions, num_columns)
+    scores = torch.zeros(shape, dtype=torch.float64, device=device)
     left_out = torch.ones(len(examples), dtype=torch.bool)
     left_out[list(rows)] = False
     packs = data.pack(share(examples, rows, config), config)
@@ -52,12 +85,13 @@ def score_examples(
     for pieces in packs:
         bar.update()
         batch = data.collate(pieces, config.layout, pad_id).to(device)
-        values = score(model, batch)  # (B,)
+        values = score(model, batch)  # (B, S)
         scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()
     fsdp.reshard(model)
-    scores = distributed.all_reduce_sum(scores).view(len(examples), num_completions).cpu()
-    return scores.masked_fill(left_out[:, None], float("nan"))
+    scores = distributed.all_reduce_sum(scores).cpu()
+    scores = scores.view(len(examples), num_completions, num_columns)
+    return scores.masked_fill(left_out[:, None, None], float("nan"))
 
 
 def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:

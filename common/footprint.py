@@ -71,6 +71,7 @@ class Footprint:
     vocabulary: int
     is_tied: bool  # whether that projection is the embedding
     trains_head: bool
+    trains_embedding: bool
     block_bytes: float  # kept for backward by a whole block
     keys_bytes: float  # of these, by what is before the attention
     outer_bytes: float  # kept for backward outside of the blocks
@@ -104,7 +105,8 @@ def of_model(
 
     Args:
         path: as `--model_name_or_path`.
-        kind: what it must be.
+        kind: what it must be; a config .json may have the shape of a reward model without saying
+            that it is one.
         config: of the run.
         copies: whether attention copies what it reads, as it does on a GPU in the shared layout.
         trains: False of a frozen model, which has no adapters of its own.
@@ -115,6 +117,8 @@ def of_model(
     tokenizer = None
     if path.endswith(".json") and config.tokenizer_name_or_path:  # then it sets the vocabulary
         tokenizer = models.load_tokenizer(config.tokenizer_name_or_path, config)
+    if path.endswith(".json") and kind == "reward_model":
+        kind = "trunk"
     model_config = models.read_model_config(path, kind, tokenizer, config)
     auto_class = AutoModelForCausalLM
     if kind != "policy":
@@ -132,7 +136,10 @@ def of_model(
 
 
 def add_adapters(lm: Any, path: str, config: lora.LoraTrainConfig) -> None:
-    """Adapters on a meta model as `lora.add_adapters` puts them, without reading weights."""
+    """Adapters on a meta model as `lora.add_adapters` puts them, without reading weights.
+
+    Beside them the head of a reward model is trained.
+    """
     is_adapter = lora.is_adapter(path)
     blocks = fsdp.blocks(lm)
     settings = (
@@ -145,7 +152,7 @@ def add_adapters(lm: Any, path: str, config: lora.LoraTrainConfig) -> None:
         with torch.device("meta"):
             lora.inject(lm, settings, adapter)
     for name, parameter in lm.named_parameters():
-        parameter.requires_grad_(lora.belongs_to(name, lora.TRAINED))
+        parameter.requires_grad_(lora.belongs_to(name, lora.TRAINED) or name == "score.weight")
     lora.activate(lm, [lora.TRAINED])
 
 
@@ -154,6 +161,7 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
     blocks = fsdp.blocks(lm)
     if not blocks:
         raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
+    refuse_experts(lm, blocks)
     inside = {id(p) for block in blocks for p in block.parameters()}
     units = tuple(Unit.of(list(block.parameters())) for block in blocks)
     root = Unit.of([p for p in lm.parameters() if id(p) not in inside])
@@ -178,11 +186,27 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
         vocabulary=embedding.weight.shape[0],
         is_tied=head is not None and head.weight is embedding.weight,
         trains_head=head is not None and head.weight.requires_grad,
+        trains_embedding=embedding.weight.requires_grad,
         block_bytes=counted.block_bytes,
         keys_bytes=counted.keys_bytes,
         outer_bytes=counted.outer_bytes,
         kept_keys_bytes=counted.kept_keys_bytes,
     )
+
+
+def refuse_experts(lm: Any, blocks: Sequence[nn.Module]) -> None:
+    """Raise a UserError for a mixture of experts: which tokens one computes depends on the data.
+
+    Their matrices are one parameter of three dimensions, so that none is a linear layer.
+    """
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.ndim > 2:
+                raise UserError(
+                    f"--dry_run is true, and {type(lm).__name__} has experts ({name} of "
+                    f"{parameter.ndim} dimensions), whose memory depends on the data; only models "
+                    "whose blocks have matrices and vectors can be planned."
+                )
 
 
 def base_layers(block: nn.Module) -> list[nn.Module]:

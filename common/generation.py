@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import distributed, fsdp, noise, padding
+from common import distributed, fsdp, noise, padding, token_records
 from common.config import CommonConfig
 from common.data import Example
 from common.decoding import CopyingDecoder, SharedDecoder
@@ -233,7 +233,11 @@ class Sampler:
         rollouts: Rollouts | None = None,
         **columns: Sequence[Any],
     ) -> list[dict[str, Any]]:
-        """Rows to print: prompt end, completion, further columns, why it stopped. Collective.
+        """Rows of a table of samples, and of each the tokens with what they got. Collective.
+
+        A row has the prompt, the completion, further columns, why it stopped, and as lists, which
+        are not printed, its `tokens` and their `token_logps` (nats, at the temperature sampled at;
+        at 1 where the most likely token was taken).
 
         Args:
             examples: N prompts. Without rollouts the first `num_sample_prompts` are completed with
@@ -253,6 +257,8 @@ class Sampler:
                 "completion": text,
                 **{name: values[i] for name, values in columns.items()},
                 "stopped by": "stop token" if rollouts.has_stop[i] else "length limit",
+                "tokens": token_records.texts(self.tokenizer, rollouts.completion_ids[i]),
+                "token_logps": token_records.rounded(rollouts.token_logps[i]),
             }
             for i, text in enumerate(rollouts.texts(self.tokenizer))
         ]

@@ -12,6 +12,7 @@ reference is then the base with this copy, not the bare base.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed
 from common.config import TrainConfig, UserError, gist, knob, require_not_negative, require_positive
+from common.model_checks import refuse_not_finite
 from common.noise import derive_seed
 
 TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
@@ -92,7 +94,8 @@ def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
     """Copy the weights in an adapter's folder into an adapter of a real model.
 
     Raises:
-        UserError: there are none, or they are not exactly the adapter's matrices A and B.
+        UserError: there are none, or they are not exactly the adapter's matrices A and B, or not
+            finite.
     """
     try:
         weights = load_file(Path(folder) / WEIGHTS_FILE)
@@ -116,6 +119,7 @@ def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
                 f"{name!r} is {tuple(found[name].shape)}, not {tuple(parameter.shape)}."
             )
         parameter.data.copy_(found[name])
+    refuse_not_finite(f"{folder}/{WEIGHTS_FILE}", targets.items())
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -200,6 +204,14 @@ def new_settings(
                 f"--lora_target_modules has {target!r}; it must be among the linear layers of "
                 f"{type(lm).__name__}'s blocks: {', '.join(kinds)}."
             )
+    targets = tuple(f".{name}" for name in config.lora_target_modules or kinds)
+    widths = {n: min(part.weight.shape) for n, part in linear.items() if f".{n}".endswith(targets)}
+    narrowest = min(widths, key=widths.__getitem__)
+    if config.lora_r > widths[narrowest]:
+        raise UserError(
+            f"--lora_r is {config.lora_r}; it must be at most {widths[narrowest]}, the smaller "
+            f"side of {narrowest!r}, which a higher rank cannot fill."
+        )
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -241,6 +253,14 @@ def read_settings(path: str) -> Any:
         settings = LoraConfig.from_pretrained(path)
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
+    if isinstance(settings.target_modules, str):
+        try:
+            re.compile(settings.target_modules)
+        except re.error as error:
+            raise UserError(
+                f"{path}/{SETTINGS_FILE} has target_modules {settings.target_modules!r}, which is "
+                f"no pattern: {error}."
+            ) from None
     settings.inference_mode, settings.lora_dropout = False, 0.0
     return settings
 

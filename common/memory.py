@@ -18,9 +18,9 @@ from common.activations import (
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.workload import FLOAT32, MicroBatch, Run, micro_batch
+from common.host_memory import copied_bytes, export_bytes, written_bytes
+from common.workload import FLOAT32, MOMENTS_OF_ADAM, MicroBatch, Run, micro_batch
 
-MOMENTS_OF_ADAM = 2
 COLUMNS = (
     "parameters",
     "optimiser",
@@ -30,6 +30,7 @@ COLUMNS = (
     "logits",
     "copy",
     "cache",
+    "checkpoint",
     "process",
 )
 
@@ -45,6 +46,9 @@ class Moment:
     def total(self) -> float:
         """Bytes."""
         return sum(self.parts.values())
+
+
+NUM_UPDATE_MOMENTS = 3  # of `update_moments`
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
     """
     policy, shards = run.policy, run.num_shards(ranks)
     is_added = num_micro_batches > 1
-    temporaries = policy.trains_head * (is_added + policy.is_tied)
+    temporaries = policy.trains_embedding * is_added + policy.trains_head * policy.is_tied
     embedding = policy.vocabulary * policy.width * temporaries
     if run.is_plain(ranks):
         return float(FLOAT32 * (policy.numbers(trained=True) + embedding))
@@ -180,16 +184,26 @@ def scoring_moment(
 ) -> Moment:
     """A frozen model scores a micro-batch; nothing is kept for backward."""
     batch = micro_batch(run, ranks)
-    hidden = 0.0
-    if run.has_exact_kl and model.head_numbers:  # of all micro-batches, and the head whole
-        rows = batch.number * batch.completions * run.config.max_completion_length
-        hidden = rows * model.width * run.number_bytes + FLOAT32 * model.head_numbers
     parts = {
         "gathered": gathered(run, model, ranks, has_backward=False),
-        "activations": forward_bytes(run, model, batch.tokens) + hidden,
+        "activations": forward_bytes(run, model, batch.tokens),
         "logits": logits_bytes(run, model, batch, trains=False),
     }
     return Moment(name, base | parts)
+
+
+def kept_for_kl(run: Run, ranks: int) -> float:
+    """What an exact KL keeps of the reference until the next step's takes its place.
+
+    The last hidden states of the rank's completions, of all updates, and the head, whole and in
+    float32, which in one plain process is the reference's own.
+    """
+    if not run.has_exact_kl:
+        return 0.0
+    reference = run.reference or run.policy
+    rows = run.config.batch_size // ranks * run.num_completions * run.config.max_completion_length
+    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.head_numbers
+    return float(rows * reference.width * run.number_bytes + head)
 
 
 def copy_bytes(run: Run, ranks: int) -> float:
@@ -285,10 +299,32 @@ def moments(run: Run, ranks: int) -> list[Moment]:
         else:
             alone = base
         found.append(scoring_moment(run, ranks, "reference", run.reference, alone))
-    if not run.on_gpu:  # rank 0 has the whole model to write, and safetensors a copy of its bytes
-        whole = FLOAT32 * run.policy.numbers() * (1 if run.is_plain(ranks) else 2)
-        found.append(Moment("export", base | {"copy": float(whole)}))
+    for moment in found:
+        of_kl = kept_for_kl(run, ranks)
+        moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
+    if run.on_gpu:
+        return found
+    if run.config.save_steps:
+        found.append(save_moment(run, ranks, found))
+    found.append(Moment("export", base | {"copy": export_bytes(run, ranks)}))
     return found
+
+
+def save_moment(run: Run, ranks: int, found: Sequence[Moment]) -> Moment:
+    """A checkpoint is written, on a CPU: beside the most that a step takes, if training goes on.
+
+    Args:
+        run: with `save_steps`.
+        ranks: of it.
+        found: the other moments, of which DPO's but for the updates are ahead of training.
+    """
+    in_step = found[:NUM_UPDATE_MOMENTS] if isinstance(run.config, DPOConfig) else found
+    beside = max(in_step, key=lambda moment: moment.total).parts
+    if not run.config.async_save:
+        beside = resident(run, ranks, models_of(run)) | {"activations": kept_for_kl(run, ranks)}
+    return Moment(
+        "save", beside | {"checkpoint": copied_bytes(run, ranks) + written_bytes(run, ranks)}
+    )
 
 
 def peak(run: Run, ranks: int) -> Moment:

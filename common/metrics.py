@@ -7,7 +7,6 @@ and evaluations are lines of their own. Every name is defined in `common/glossar
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -31,6 +30,7 @@ from common.failures import note_step
 from common.glossary import CONSOLE, METRICS, POSTFIX, SPANS, check_names
 from common.jsonl import json_line, rewind_jsonl
 from common.terminal import format_number, progress_bar, show_status, wrapped_table
+from common.wandb_runs import log_table, start_wandb, warn_about_wandb
 
 
 class Accumulator:
@@ -278,16 +278,18 @@ class RunLogger:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print completions as a table, and add them to `samples.jsonl` and to wandb.
 
+        What is measured of single tokens, which are lists, goes to `samples.jsonl` only.
+
         Args:
             step: optimiser steps made.
             rows: one mapping per completion with the same keys; the order of keys is the order of
-                columns. Values are text, numbers or None.
+                columns. Values are text, numbers, None, or lists.
         """
         if not self._active or not rows:
             return
-        table = [dict(row) for row in rows]
-        for row in table:
+        for row in rows:
             self._append(self._samples_file, {"step": step, **row})
+        table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
@@ -332,50 +334,3 @@ class RunLogger:
             tqdm.write(text, file=sys.stdout)  # above the bar
         else:
             print(text, flush=True)  # tqdm.write would redraw the bar at every line of a log file
-
-
-def start_wandb(output_dir: Path, run_name: str, config: dict[str, Any], start_step: int) -> Any:
-    """A wandb run, or None after one sentence of warning: a run of hours outlives its dashboard.
-
-    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...). A resumed run
-    goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`.
-    """
-    id_file = output_dir / "wandb" / "run_id"
-    resumed = start_step > 0 and id_file.exists()
-    run_id = (id_file.read_text().strip() if resumed else "") or uuid.uuid4().hex[:8]
-    try:
-        id_file.parent.mkdir(parents=True, exist_ok=True)
-        id_file.write_text(run_id)
-        import wandb
-
-        run = wandb.init(
-            dir=str(output_dir),
-            name=run_name,
-            config=config,
-            id=run_id,
-            resume="allow" if resumed else None,
-            settings=wandb.Settings(init_timeout=60),
-        )
-        # Our own axis: wandb's counter refuses a step that a resumed run logs for the second time.
-        run.define_metric("*", step_metric="step")
-    except Exception as error:
-        warn_about_wandb("did not start", error, output_dir)
-        return None
-    return run
-
-
-def log_table(run: Any, step: int, columns: list[str], data: list[list[Any]]) -> None:
-    """Give a table of samples to a wandb run."""
-    import wandb
-
-    run.log({"step": step, "samples": wandb.Table(columns=columns, data=data)})
-
-
-def warn_about_wandb(what: str, error: Exception, output_dir: Path) -> None:
-    """One sentence of warning: a run of hours outlives its dashboard."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    print(
-        f"warning: wandb {what} ({reason}); metrics go to {output_dir} only.",
-        file=sys.stderr,
-        flush=True,
-    )

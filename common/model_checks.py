@@ -1,8 +1,12 @@
 """What is refused of a model's folder or configuration before its weights are read."""
 
+import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -12,8 +16,18 @@ from transformers.models.auto.modeling_auto import (
 
 from common import hub
 from common.config import CommonConfig, UserError, gist, hint
+from common.errors import shown
 
 Kind = Literal["policy", "reward_model", "trunk", "encoder"]
+# Sizes of a model, and far above the largest that has been trained: it would be built for hours
+SIZES = {
+    "vocab_size": 10**7,
+    "hidden_size": 10**6,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+}
+# Tensors of older files that no model reads any more: masks and angles, which it computes
+BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
 
 
 def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
@@ -34,15 +48,27 @@ def check_sizes(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+    for name, most in SIZES.items():
         size = getattr(model_config, name, 1)
         if isinstance(size, int) and size < 1:
             raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
+        if isinstance(size, int) and size > most:
+            raise UserError(f"{path!r} has {name} {shown(size)}; it must be at most {most:,}.")
     spare = 0 if kind == "policy" else 1  # a pad token of its own, which gets an embedding
     if tokenizer is not None and len(tokenizer) > model_config.vocab_size + spare:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
             f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+        )
+
+
+def check_max_length(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a UserError for a tokenizer whose longest text is no number."""
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise UserError(
+            f"the tokenizer of {path!r} has model_max_length {shown(limit)}; it must be a positive "
+            "number."
         )
 
 
@@ -79,6 +105,38 @@ def check_location(path: str, what: str) -> None:
         hub.is_reachable()
 
 
+def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise a UserError for a NaN or an infinity among tensors that were read, by name."""
+    for name, tensor in tensors:
+        if not tensor.numel():
+            continue
+        low, high = torch.aminmax(tensor.detach())  # no copy as large as the tensor; NaN comes out
+        for number in (float(low), float(high)):
+            if not math.isfinite(number):
+                raise UserError(
+                    f"the weights of {path!r} have {number} in {name!r}; they must be finite."
+                )
+
+
+def refuse_unread(path: str, names: Iterable[str], model: Any, *, without_head: bool) -> None:
+    """Raise a UserError for weights that the model has no place for: it would be another model.
+
+    Args:
+        path: of its folder.
+        names: of tensors in its files that were not read.
+        model: made of them.
+        without_head: it is the trunk of a model whose head is dropped: what lies outside the trunk.
+    """
+    trunk = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+    for name in sorted(names):
+        is_dropped = without_head and name.partition(".")[0] not in trunk
+        if not is_dropped and BUFFERS.search(name) is None:
+            raise UserError(
+                f"the weights of {path!r} have {name!r}, which {type(model).__name__} of its "
+                "config.json has not; give weights and config.json of one model."
+            )
+
+
 def check_folder(folder: Path, what: str) -> None:
     """Raise a UserError for a folder without a model or tokenizer in it, as a run's own folder."""
     patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
@@ -89,6 +147,11 @@ def check_folder(folder: Path, what: str) -> None:
 
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
+    architectures = getattr(model_config, "architectures", None) or []
+    if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
+        raise UserError(
+            f"{path!r} has architectures {shown(architectures)}; it must be a list of names."
+        )
     # By name: looking a class up in transformers' mappings imports every model there is.
     model_type = model_config.model_type
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
@@ -97,7 +160,6 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         raise UserError(
             f"{path!r} is a {model_config.model_type} model, not a causal language model."
         )
-    architectures = getattr(model_config, "architectures", None) or []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
     if kind == "policy" and is_classifier:
         raise UserError(
@@ -121,8 +183,8 @@ def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfi
             f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
             f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
         )
-    window = getattr(model_config, "sliding_window", None)
-    if config.layout == "shared_prefix" and window is not None and needed > window:
+    window = getattr(model_config, "sliding_window", None)  # 0: none, as Qwen2-MoE writes it
+    if config.layout == "shared_prefix" and window and needed > window:
         raise UserError(
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."

@@ -27,14 +27,18 @@ from common.model_checks import (
     check_kind,
     check_lengths,
     check_location,
+    check_max_length,
     check_sizes,
     pickle_hint,
     reason,
+    refuse_not_finite,
     refuse_unknown_fields,
+    refuse_unread,
 )
 from common.noise import derive_seed
 
 RANDOM_SEED_PART = "model initialisation"
+HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
 
 
 def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
@@ -67,9 +71,11 @@ def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
         path = lora.base_path(path)
     check_location(path, "tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library raises no subclass of it
         raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
+    check_max_length(path, tokenizer)
+    return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
@@ -100,7 +106,8 @@ def read_model_config(
     it names.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
-    first loss is not ln 2, and noise would depend on how rows are split over ranks.
+    first loss is not ln 2, and noise depends on how rows are split over ranks. `common/dropout.py`
+    puts it back where a run asks for it.
 
     Raises:
         UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
@@ -175,18 +182,47 @@ def load_trained_policy(
     return lm
 
 
+def head_std(head_init: str, width: int) -> float:
+    """Standard deviation of a new reward head's weights, for hidden states of size `width`.
+
+    - `stiennon`: a variance of 1 / (width + 1) (Stiennon et al. 2020, B.1).
+    - `openrlhf`: a standard deviation of 1 / (width + 1), as OpenRLHF has it.
+    - `transformers`: 0.02, the `initializer_range` of GPT-2 and most others.
+    - `zeros`: 0.
+    """
+    stds: dict[str, float] = {
+        "stiennon": (width + 1) ** -0.5,
+        "openrlhf": 1 / (width + 1),
+        "transformers": 0.02,
+        "zeros": 0.0,
+    }
+    return stds[head_init]
+
+
 def load_reward_model(
-    path: str, model_config: PretrainedConfig, tokenizer: Any, config: CommonConfig
+    path: str,
+    model_config: PretrainedConfig,
+    tokenizer: Any,
+    config: CommonConfig,
+    head_init: str = HEAD_INITS[0],
 ) -> PreTrainedModel:
     """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
 
-    From a causal language model the trunk is taken and a head is drawn with variance 1/(d+1)
-    (Stiennon et al. 2020, B.1), before sharding, the same for any number of ranks. A pad token of
-    its own keeps the score of a padded row at the last real token for everyone who loads the folder
-    with transformers, which looks for the last token that is not pad.
+    From a causal language model the trunk is taken and a head is drawn (`head_std`) before
+    sharding, the same for any number of ranks. A pad token of its own keeps the score of a padded
+    row at the last real token for everyone who loads the folder with transformers, which looks for
+    the last token that is not pad.
+
+    Raises:
+        UserError: it has a head, and another than the default start was asked for.
     """
     architectures = getattr(model_config, "architectures", None) or []
     fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
+    if head_init != HEAD_INITS[0] and not fresh:
+        raise UserError(
+            f"--head_init is {head_init}; it must be {HEAD_INITS[0]} with {path!r}, which has a "
+            "head."
+        )
     model_config.num_labels = 1
     new = {"score.weight"} if fresh else set()
     base = lora.base_path(path)
@@ -200,14 +236,18 @@ def load_reward_model(
     if fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
         head = lm.score.weight  # (1, D)
-        std = (head.shape[1] + 1) ** -0.5
+        std = head_std(head_init, head.shape[1])
         with torch.no_grad():
             head.copy_(torch.randn(head.shape, generator=generator) * std)
     return lm
 
 
 def load_trained_reward_model(
-    path: str, model_config: PretrainedConfig, tokenizer: Any, config: lora.LoraTrainConfig
+    path: str,
+    model_config: PretrainedConfig,
+    tokenizer: Any,
+    config: lora.LoraTrainConfig,
+    head_init: str = HEAD_INITS[0],
 ) -> PreTrainedModel:
     """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
 
@@ -220,7 +260,7 @@ def load_trained_reward_model(
             f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
             "from a whole model: give the folder `model` beside it."
         )
-    lm = load_reward_model(path, model_config, tokenizer, config)
+    lm = load_reward_model(path, model_config, tokenizer, config, head_init)
     if config.lora_r:
         lora.add_adapters(lm, fsdp.blocks(lm), path, config, head="score")
     return lm
@@ -236,8 +276,9 @@ def load(
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
     Raises:
-        UserError: the weights cannot be read, have other shapes, or lack parameters other than the
-            `new` ones, which would be trained from random values in silence.
+        UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
+            model, or lack parameters other than the `new` ones, which would be trained from random
+            values in silence.
     """
     try:
         if not distributed.is_rank0():
@@ -280,6 +321,8 @@ def load(
             f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
             f"of {type(model).__name__}."
         )
+    refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
+    refuse_not_finite(path, model.named_parameters())
     return model
 
 

@@ -19,18 +19,23 @@ _held: dict[Path, IO[str]] = {}  # closing any handle of the file would release 
 
 
 def take(output_dir: Path) -> None:
-    """Hold the folder until `release` or the end of this process; idempotent. Rank 0 only.
+    """Make the folder, hold it until `release` or the end of this process; idempotent. Rank 0 only.
 
     A file system without locks is not guarded.
 
     Raises:
-        UserError: another process holds it.
-        OSError: the file cannot be made.
+        UserError: another process holds it, or nothing can be made there.
     """
     path = (output_dir / NAME).absolute()
     if path in _held:
         return
-    file = path.open("a+")
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be written: {error.strerror or error}."
+        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either

@@ -58,7 +58,7 @@ function paint(root, name) {
     if (Number.isFinite(value)) found.push([token, value]);
   }
   const sizes = found.map(([, value]) => Math.abs(value)).sort((a, b) => a - b);
-  const largest = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+  const largest = sizes[Math.ceil(0.98 * (sizes.length - 1))] || 1;
   for (const [token, value] of found) {
     const share = Math.min(1, Math.abs(value) / largest) * 0.75;
     if (share > 0.02) {
@@ -68,8 +68,11 @@ function paint(root, name) {
   }
   const ends = root.querySelectorAll(".scale span");
   root.querySelector(".scale").hidden = !name;
-  ends[0].textContent = `\u2212${largest.toPrecision(2)}`;
-  ends[1].textContent = `+${largest.toPrecision(2)}`;
+  const below = found.some(([, value]) => value < 0);
+  const above = found.some(([, value]) => value > 0);
+  ends[0].textContent = below ? `\u2212${largest.toPrecision(2)}` : "0";
+  ends[1].textContent = above ? `+${largest.toPrecision(2)}` : "0";
+  root.querySelector(".scale i").className = below && above ? "" : below ? "below" : "above";
 }
 
 for (const root of document.querySelectorAll(".coloured")) {

@@ -33,7 +33,7 @@ from common.terminal import NOT_MEASURED
 
 STYLE = Path(__file__).with_name("page.css")
 SCRIPT = Path(__file__).with_name("page.js")
-NUMBER = re.compile(r"^[\s$]*[-+\u2212]?[\d,]*\.?\d+(e[-+]?\d+)?\s*%?")
+NUMBER = re.compile(r"^(\[|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval or a bound too
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone
 
@@ -231,7 +231,8 @@ def _coloured(tokens: Sequence[Token]) -> str:
 
 def _colour_choice(tokens: Sequence[Token]) -> str:
     """The choice of what colours the tokens, "" where they have no values."""
-    names = list(dict.fromkeys(name for token in tokens for name in token.values))
+    richest = sorted(tokens, key=lambda token: -len(token.values))  # their order is the whole one
+    names = list(dict.fromkeys(name for token in richest for name in token.values))
     if not names:
         return ""
     options = "".join(f'<option value="{shown(name)}">{shown(name)}</option>' for name in names)

@@ -21,7 +21,7 @@ from common.losses import check_choice
 from common.noise import derive_seed, hash_counters, uniform
 
 LARGEST = torch.finfo(torch.float32).max  # of a margin
-PAIR_METHODS = ("rso_tournament", "best_worst")
+PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
 # ---- pairs from rollouts -------------------------------------------------------------------------
@@ -36,6 +36,7 @@ def choose_pairs(
       algorithm 1), which meet each other in random pairs, each once: first-round ranking (section
       3.2). What is accepted follows softmax(r / temperature) over what the policy samples.
     - `best_worst`: the highest reward against the lowest; one pair, no noise.
+    - `all`: every candidate against every other, K (K - 1) / 2 pairs (Rafailov et al. 2023, C.1).
 
     Args:
         rewards: (N, K) raw rewards.
@@ -51,6 +52,9 @@ def choose_pairs(
     check_choice("method", method, PAIR_METHODS)
     if method == "best_worst":
         return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
+    if method == "all":
+        places = torch.combinations(torch.arange(rewards.shape[1]))  # (P, 2)
+        return higher_first(rewards, places.expand(len(rewards), -1, -1))
     assert num_accepted % 2 == 0, "a tournament's first round pairs all who were accepted"
     accepted = rejection_sample(
         rewards, num_keep=num_accepted, temperature=temperature, method="rso", seed=seeds
@@ -59,9 +63,14 @@ def choose_pairs(
     salt = derive_seed(0, "tournament")
     shuffled = uniform(salt, seeds[:, None], torch.arange(num_accepted)).argsort(1)  # (N, M)
     rounds = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
-    scores = rewards.gather(1, rounds.flatten(1)).view_as(rounds)  # (N, P, 2)
+    return higher_first(rewards, rounds)
+
+
+def higher_first(rewards: Tensor, places: Tensor) -> Tensor:
+    """Pairs of candidates (N, P, 2), each turned so that the higher reward (N, K) is first."""
+    scores = rewards.gather(1, places.flatten(1)).view_as(places)  # (N, P, 2)
     is_reversed = (scores[..., 1] > scores[..., 0])[..., None]  # (N, P, 1)
-    return torch.where(is_reversed, rounds.flip(-1), rounds)
+    return torch.where(is_reversed, places.flip(-1), places)
 
 
 @dataclass

@@ -1,12 +1,21 @@
 """Paths that a user names, looked at before anything is read from them or written to them."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
 
 LONGEST_SHOWN = 100  # characters of a path in a sentence
-WRITTEN_FOLDERS = ("model", "adapter", "checkpoints", "plots", "profile", "wandb")
+WRITTEN_FOLDERS = (
+    *("model", "model.partial", "adapter", "adapter.partial", "checkpoints", "failed", "plots"),
+    *("profile", "wandb"),
+)
+WRITTEN_FILES = (
+    *("config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "results.json"),
+    *("pairs.jsonl", "scores.jsonl", "completions.jsonl", "report.md", "report.html", ".lock"),
+    *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
+)
 
 
 def refuse_unreachable(flag: str, path: str) -> None:
@@ -30,10 +39,24 @@ def refuse_unreachable(flag: str, path: str) -> None:
         ) from None
 
 
+def refuse_twice(flag: str, names: Sequence[str]) -> None:
+    """Raise a UserError for one folder, or one hub id, under two names or twice under one."""
+    found: dict[str, str] = {}
+    for name in names:
+        place = os.path.realpath(name)
+        if place in found:
+            raise UserError(
+                f"--{flag} has {found[place]!r} and {name!r}, which are the same; each must be "
+                "given once."
+            )
+        found[place] = name
+
+
 def refuse_unwritable(flag: str, path: str) -> None:
     """Raise a UserError for a folder in which a run could not write. Makes nothing.
 
-    A file where the trained model belongs would be noticed after the training.
+    A file where the trained model belongs, or a folder where its curves do, would be noticed after
+    the training.
     """
     folder = Path(path).absolute()
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
@@ -49,4 +72,10 @@ def refuse_unwritable(flag: str, path: str) -> None:
             raise UserError(
                 f"--{flag} {path} holds a file {name!r} where a folder is to be written; "
                 "remove it or name another folder."
+            )
+    for name in WRITTEN_FILES:
+        if (folder / name).is_dir():
+            raise UserError(
+                f"--{flag} {path} holds a folder {name!r} where a file is to be written; remove it "
+                "or name another folder."
             )

@@ -1,8 +1,14 @@
-"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
+r"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
+
+    python train_grpo.py --config assets/recipes/tldr-gpt2-large/grpo.yaml \
+        --model_name_or_path assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --reward_funcs assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --batch_size 1024 --dry_run true --dry_run_device cuda --dry_run_ranks 1 8 64 1024
 
 `--dry_run true` prints it and ends. Nothing is trained, written or read but the models'
-configurations. Lengths are the limits of the config: shorter rows take less. The models are counted
-in `common/footprint.py`; the formulas are in `workload.py`, `activations.py` and `memory.py`.
+configurations, for which a config .json will do, that of a reward model too. Lengths are the limits
+of the config: shorter rows take less. The models are counted in `common/footprint.py`; the formulas
+are in `workload.py`, `activations.py` and `memory.py`.
 """
 
 from collections.abc import Sequence
@@ -14,18 +20,18 @@ from common.config import TrainConfig
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.lora import LoraTrainConfig
-from common.memory import COLUMNS, moments, peak
+from common.host_memory import HOST_COLUMNS, host_bytes
+from common.memory import COLUMNS, models_of, moments, peak
 from common.model_checks import Kind
 from common.reward_functions import is_reward_model
 from common.terminal import format_number, markdown_table
 from common.workload import (
-    FLOAT32,
     Run,
     check_ranks,
     has_reference,
     micro_batch,
     piece_tokens,
+    stage_of,
     step_flops,
 )
 
@@ -40,9 +46,8 @@ def make_run(config: TrainConfig) -> Run:
     if not config.dry_run_device:
         on_gpu = torch.cuda.is_available()
     copies = on_gpu and config.layout == "shared_prefix"
-    is_policy = isinstance(config, LoraTrainConfig)
     path = config.model_name_or_path
-    kind: Kind = "policy" if is_policy else "trunk"
+    kind: Kind = "trunk" if stage_of(config) == "reward model" else "policy"
     policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
     reference = None
     if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):
@@ -92,12 +97,24 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
         moment_table(run, all_ranks),
     ]
     if run.on_gpu:
-        host = 2 * FLOAT32 * run.policy.numbers() / 1e9
-        lines.append(
-            f"beside the GPU, rank 0's host holds {format_number(host)} GB while it exports; CUDA "
-            "and NCCL themselves, and gaps between allocations, are not counted"
+        lines += [
+            "CUDA and NCCL themselves, and gaps between allocations, are not counted",
+            "GB of a rank on its host, beside Python and its libraries:",
+            host_table(run, all_ranks),
+        ]
+    return "\n".join([*lines, *left_out(config)])
+
+
+def left_out(config: TrainConfig) -> list[str]:
+    """What of a config is not in the plan."""
+    notes = []
+    if getattr(config, "group_comparisons", False):
+        notes.append(
+            "--group_comparisons true: a prompt is counted with one pair, and may have more"
         )
-    return "\n".join(lines)
+    if dropout := getattr(config, "dropout", 0.0):
+        notes.append(f"--dropout {dropout:g}: what it keeps for backward is not counted")
+    return notes
 
 
 def described(role: str, model: Footprint) -> str:
@@ -126,6 +143,15 @@ def moment_table(run: Run, all_ranks: Sequence[int]) -> str:
         for ranks, found in by_ranks.items()
     ]
     return markdown_table(["ranks", *names], rows)
+
+
+def host_table(run: Run, all_ranks: Sequence[int]) -> str:
+    """By number of ranks: what the process of a GPU holds on its host."""
+    rows = []
+    for ranks in all_ranks:
+        parts = host_bytes(run, ranks, models_of(run))
+        rows.append([f"{ranks}", *(gigabytes(parts[column]) for column in HOST_COLUMNS)])
+    return markdown_table(["ranks", *HOST_COLUMNS], rows)
 
 
 def gigabytes(number: float) -> str:

@@ -123,7 +123,7 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     """
     output_dir = Path(output_dir)
     records = read_jsonl(output_dir / "metrics.jsonl") if is_rank0() else []
-    panels = [panel for panel in PANELS if _recorded(records, panel[2])]
+    panels = [panel for panel in PANELS if recorded(records, panel[2])]
     if not panels:
         return []
     from matplotlib.figure import Figure
@@ -141,13 +141,14 @@ def plot_run(output_dir: str | Path) -> list[Path]:
         title = f"Training curves of {output_dir.resolve().name}{note}"
         figure.suptitle(title, fontweight="bold")
         for axes, (title, unit, names) in zip(grid, panels, strict=False):
-            _draw_panel(axes, records, title, unit, _recorded(records, names))
+            _draw_panel(axes, records, title, unit, recorded(records, names))
         for axes in grid[len(panels) :]:
             axes.set_visible(False)
         return [_save(figure, output_dir / "plots" / "curves.png")]
 
 
-def _recorded(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+def recorded(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Which of the metrics the records have; a prefix stands for all that begin with it."""
     present = sorted({name for record in records for name in record})
     found = []
     for name in names:
@@ -284,9 +285,9 @@ def _draw_reward_curves(axes: Any, records: Mapping[str, Sequence[Mapping[str, A
     """Reward in the runs that sample; each reward function too where there are several."""
     curves = []
     for run, lines in records.items():
-        functions = _recorded(lines, [FUNCTION_PREFIX])
+        functions = recorded(lines, [FUNCTION_PREFIX])
         names = ["reward", *functions] if len(functions) > 1 else ["reward"]
-        curves += [(run, name, *series(lines, name)) for name in _recorded(lines, names)]
+        curves += [(run, name, *series(lines, name)) for name in recorded(lines, names)]
     if not curves:
         _draw_nothing(axes, "Reward in training", "no run recorded a reward")
         return
@@ -306,8 +307,8 @@ def _draw_loss_curves(
 
     The runs differ in length, so the axis is the share of each run.
     """
-    runs = [name for name, lines in records.items() if not _recorded(lines, ["reward"])]
-    runs = [name for name in runs if _recorded(records[name], ["loss"])]
+    runs = [name for name, lines in records.items() if not recorded(lines, ["reward"])]
+    runs = [name for name in runs if recorded(records[name], ["loss"])]
     if not runs:
         _draw_nothing(axes, "Training loss", "no run recorded a loss")
         return

@@ -1,4 +1,4 @@
-"""The table and the Markdown report of a chain of runs, from what evaluation recorded.
+"""The table and the report of a chain of runs, from what evaluation recorded.
 
 `results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known),
 `systems` (one mapping each: name, accuracy, accuracy_by_source, gold_reward, reward, kl, length,
@@ -6,18 +6,37 @@ stop_rate, minutes, peak_memory_gb; None where not measured) and `samples` (prom
 completions by system).
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common import comparison_tables, generation_tables
+from common.config import config_dict
 from common.distributed import is_rank0
 from common.plots import summary_figure
+from common.report_page import (
+    Block,
+    Picture,
+    Section,
+    Table,
+    Text,
+    write_page,
+)
+from common.run_sections import completions_section, curves_section, samples_section
 from common.terminal import NOT_MEASURED, markdown_table
+from common.wandb_runs import log_evaluation
+
+PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
 
 
 def results_table(results: Mapping[str, Any]) -> str:
-    """The systems of `results.json` as a table for the terminal that is Markdown too.
+    """The systems of `results.json` as a table for the terminal that is Markdown too."""
+    table = systems_table(results)
+    return markdown_table(table.headers, table.rows)
+
+
+def systems_table(results: Mapping[str, Any]) -> Table:
+    """The systems of `results.json`.
 
     Intervals are 95%; an en dash stands where nothing was measured.
     """
@@ -39,7 +58,7 @@ def results_table(results: Mapping[str, Any]) -> str:
         ]
         for system in results["systems"]
     ]
-    return markdown_table(headers, rows)
+    return Table(headers, rows)
 
 
 def _cell(value: float | None, number: str, scale: float = 1) -> str:
@@ -62,12 +81,12 @@ def _accuracy(interval: Mapping[str, float] | None) -> str:
 def chain_report(
     results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_dir: str | Path
 ) -> list[Path]:
-    """Write `report.md` and `plots/summary.png` for a chain of runs that was evaluated.
+    """Write `report.html`, `report.md` and `plots/summary.png` for a chain that was evaluated.
 
     Args:
         results: what `results.json` holds.
         run_dirs: folder of each stage's run by the stage's name; folders without records are fine.
-        output_dir: where the report goes; links to curves are relative to it.
+        output_dir: where the report goes; the Markdown's pictures are relative to it.
 
     Returns:
         The files written, none on other ranks than 0.
@@ -76,22 +95,78 @@ def chain_report(
         return []
     output_dir = Path(output_dir)
     picture = summary_figure(results, run_dirs, output_dir / "plots" / "summary.png")
-    sections = [
-        f"# Results on {results['dataset']}",
-        f"Held-out, {results['num_pairs']:,} preference pairs.",
-        results_table(results),
-        "![Accuracy, reward and training curves](plots/summary.png)",
-        *_source_section(results["systems"]),
-        *_curves_section(run_dirs, output_dir),
-        *_samples_section(results.get("samples", [])),
-        *_reading_section(results),
+    systems: list[Block] = [
+        Text(f"Held-out, {results['num_pairs']:,} preference pairs."),
+        systems_table(results),
+        Picture(picture, "Accuracy, reward and training curves."),
     ]
-    report = output_dir / "report.md"
-    report.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return [report, picture]
+    blocks = [
+        Section("Systems", systems),
+        *(_comparison_section(results, output_dir) or _source_section(results["systems"])),
+        *_generation_section(results),
+        *completions_section(results, output_dir),
+        *curves_section(run_dirs),
+        *samples_section(run_dirs),
+        _reading_section(results),
+    ]
+    return [*write_page(output_dir, f"Results on {results['dataset']}", blocks), picture]
 
 
-def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """The runs behind the evaluated folders, for their training curves."""
+    folders = {system["name"]: Path(system["path"]).parent for system in systems}
+    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
+
+
+def send(results: Mapping[str, Any], config: Any) -> None:
+    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
+
+    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
+    """
+    if config.report_to != "wandb" or not is_rank0():
+        return
+    table = systems_table(results)
+    output_dir = Path(config.output_dir)
+    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
+    log_evaluation(*given, summary=system_numbers(results))
+
+
+def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
+    numbers = {}
+    for system in results["systems"]:
+        for name in ("accuracy", "gold_reward", "reward", "kl", *PLAIN_NUMBERS):
+            value = system.get(name)
+            if isinstance(value, Mapping):
+                value = value["accuracy" if name == "accuracy" else "mean"]
+            if value is not None:
+                numbers[f"{system['name']}/{name}"] = float(value)
+    return numbers
+
+
+def _comparison_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
+    """The systems on the same pairs, and their calibration, where evaluation compared them."""
+    comparison = results.get("comparison")
+    if not comparison:
+        return []
+    blocks: list[Block] = []
+    for table in comparison_tables.tables(comparison):
+        shown = (Table(table.headers, table.rows), Text(table.note))
+        blocks.append(Section(table.title, shown))
+    if comparison["calibration"]:
+        picture = output_dir / "plots" / "calibration.png"
+        blocks.append(Picture(picture, "Predicted against observed shares."))
+    return [Section("Preference accuracy", blocks)]
+
+
+def _generation_section(results: Mapping[str, Any]) -> list[Section]:
+    """What generations are like, and who wins against whom, where there are any."""
+    blocks = [Table(headers, rows) for headers, rows in generation_tables.tables(results)]
+    notes = [*generation_tables.QUALITY_NOTES, *generation_tables.WIN_RATE_NOTES]
+    return [Section("Generations", [*blocks, *map(Text, notes)])] if blocks else []
+
+
+def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
     """Accuracy by the source of the rows, where there is more than one source."""
     by_source = {system["name"]: system.get("accuracy_by_source") or {} for system in systems}
     sources = sorted({source for parts in by_source.values() for source in parts})
@@ -101,46 +176,10 @@ def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[str]:
         [name, *(_accuracy(parts.get(source)) for source in sources)]
         for name, parts in by_source.items()
     ]
-    return ["## Accuracy by source", markdown_table(["stage", *sources], rows)]
+    return [Section("Accuracy by source", [Table(["stage", *sources], rows)])]
 
 
-def _curves_section(run_dirs: Mapping[str, Path], output_dir: Path) -> list[str]:
-    curves = {name: Path(run) / "plots" / "curves.png" for name, run in run_dirs.items()}
-    links = [
-        f"- [{name}]({Path(os.path.relpath(path, output_dir)).as_posix().replace(' ', '%20')})"
-        for name, path in curves.items()
-        if path.exists()
-    ]
-    return ["## Training curves", "\n".join(links)] if links else []
-
-
-def _samples_section(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    sections = ["## Samples"] if samples else []
-    for number, sample in enumerate(samples, start=1):
-        texts = {"*reference*": sample.get("reference"), **sample["completions"]}
-        rows = [[name, _one_line(text)] for name, text in texts.items() if text is not None]
-        fence = "`" * 4 if "```" in sample["prompt"] else "`" * 3
-        sections += [
-            f"### Prompt {number}",
-            f"{fence}text\n{sample['prompt']}\n{fence}",
-            _text_table(["system", "completion"], rows),
-        ]
-    return sections
-
-
-def _one_line(text: str) -> str:
-    """Text for a Markdown cell: no line break, and `<` shown rather than read as HTML."""
-    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").split()) or "*(empty)*"
-
-
-def _text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of prose: not padded, since no terminal is as wide as a completion."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
-
-
-def _reading_section(results: Mapping[str, Any]) -> list[str]:
+def _reading_section(results: Mapping[str, Any]) -> Section:
     ties = [
         f"{system['name']} {system['accuracy']['num_ties']}"
         for system in results["systems"]
@@ -167,4 +206,5 @@ def _reading_section(results: Mapping[str, Any]) -> list[str]:
             "probabilities, and no system can be right more often in expectation.",
         )
     dash = f"{NOT_MEASURED} means that it was not measured."
-    return ["## How to read this", "\n".join(f"- {note}" for note in [*notes, dash])]
+    text = "\n".join(f"- {note}" for note in [*notes, dash])
+    return Section("How to read this", [Text(text)])

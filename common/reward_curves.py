@@ -85,9 +85,9 @@ def distance(kl: Values) -> Values:
 def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | None]:
     """A fit over all seeds, with 95% bootstrap intervals over seeds and prompts.
 
-    Seeds are drawn with replacement, and within each the prompts (the same for all of its points,
-    which were measured on the same prompts). With few seeds the intervals say little about the next
-    seed: of three, one resample in nine is one seed only.
+    Seeds are drawn with replacement, and the prompts, once for all seeds and points of a resample:
+    all were measured on the same ones, so a hard prompt is hard for every seed. With few seeds the
+    intervals say little about the next seed: of three, one resample in nine is one seed only.
 
     Args:
         form: `bon` or `rl`.
@@ -104,11 +104,9 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | 
     num_seeds, _, num_prompts = kl.shape
     draws: list[Fit] = []
     for _ in range(NUM_RESAMPLES):
-        drawn = []
-        for seed in generator.integers(0, num_seeds, size=(num_seeds,)):
-            prompts = generator.integers(0, num_prompts, num_prompts)
-            drawn.append((kl[seed][:, prompts].mean(-1), gains[seed][:, prompts].mean(-1)))
-        some_kl, some_gains = (np.stack(part) for part in zip(*drawn, strict=True))
+        seeds = generator.integers(0, num_seeds, num_seeds)
+        prompts = generator.integers(0, num_prompts, num_prompts)
+        some_kl, some_gains = (values[seeds][:, :, prompts].mean(-1) for values in (kl, gains))
         draws.append(fit(form, distance(some_kl), some_gains))
     peaks = [math.inf if f.peak is None else f.peak for f in draws]
     return {

@@ -19,6 +19,7 @@ from typing import Any, cast
 from common import synthetic
 from common.chat import is_messages
 from common.config import UserError, gist
+from common.rouge import common_subsequence
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -152,19 +153,14 @@ def rouge_l_f1(candidate: str, reference: str) -> float:
     """F1 of the longest common subsequence of words (Lin 2004, eq. 2 to 4 with beta = 1).
 
     With l its length, m words in the reference and n in the candidate: R = l / m, P = l / n and
-    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case.
+    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case, of any
+    alphabet (`rouge-score`, which evaluation reports, knows a-z only).
 
     Returns:
         Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
     """
     words, others = (_WORD.findall(text.lower()) for text in (reference, candidate))
-    longest = [0] * (len(others) + 1)  # of the words so far, with the first j of the others
-    for word in words:
-        row = [0]
-        for j, other in enumerate(others):
-            row.append(longest[j] + 1 if word == other else max(longest[j + 1], row[j]))
-        longest = row
-    return 2 * longest[-1] / max(1, len(words) + len(others))
+    return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
 
 
 def text_of(value: Any) -> str:
@@ -206,7 +202,7 @@ def find_function(name: str) -> RewardFunction | None:
             raise UserError(f"reward_funcs has {name!r}; say of what: {kind}:<argument>.")
         return WITH_ARGUMENT[kind](argument)
     if not is_reward_model(name):
-        return _load_from_file(name)
+        return load_from_file(name)
     if not Path(name).is_dir() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
         raise UserError(
             f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "
@@ -224,27 +220,31 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
         ) from None
 
 
-def _load_from_file(name: str) -> RewardFunction:
-    """The function of `path/to/file.py:function`; runs the file."""
+def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
+    """The function of `path/to/file.py:function`; runs the file.
+
+    Raises:
+        UserError: There is none, or the file cannot be run; names the flag.
+    """
     file, _, function_name = name.rpartition(":")
     path = Path(file).expanduser()
     if not file or not function_name:
-        raise UserError(f"reward_funcs has {name!r}; add the function: path/to/file.py:function.")
+        raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
     if not path.is_file():
-        raise UserError(f"reward_funcs has {name!r}, and there is no file {file!r}.")
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} is no Python file (.py).")
+        raise UserError(f"{flag} has {name!r}, and {file!r} is no Python file (.py).")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         raise UserError(
-            f"reward_funcs has {name!r}, and running {file!r} raised "
+            f"{flag} has {name!r}, and running {file!r} raised "
             f"{type(error).__name__}: {gist(error)}."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise UserError(f"reward_funcs has {name!r}, and {file!r} has no function of that name.")
-    return cast(RewardFunction, function)
+        raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
+    return cast(Callable[..., Any], function)

@@ -187,34 +187,33 @@ class RewardScorer:
         self.functions.check_columns(examples[0].columns)
         for example in examples:
             self.functions.check_row(example.row + 1, example.columns)
-        for function in names.values():
+        self.check_messages(examples)
+
+    def check_messages(self, examples: Sequence[Example]) -> None:
+        """Raise a UserError for rows of messages if a reward model cannot read such."""
+        for function in self.reward_models.values():
             if isinstance(function, RewardModelFunction) and not function.same_ids:
                 render({"prompt": examples[0].messages or ""}, [], function.tokenizer)
             if isinstance(function, EncoderFunction) and examples[0].messages:
                 raise UserError(
-                    f"--reward_funcs {function.path!r} is an encoder, which reads texts, and the "
-                    "rows are messages."
-                )
-
-    def refuse_other_vocabularies(self) -> None:
-        """Raise a UserError for a reward model that reads the policy's token ids as other text."""
-        for name, function in self.functions.functions.items():
-            if isinstance(function, RewardModelFunction) and not function.same_ids:
-                raise UserError(
-                    f"--reward_models {name!r} has another tokenizer than the policies; evaluate "
-                    "it in a run of its own."
-                )
-            if isinstance(function, EncoderFunction):
-                raise UserError(
-                    f"{name!r} is an encoder, which cannot read the policies' token ids; it can be "
-                    "one of the --reward_funcs of GRPO."
+                    f"{function.path!r} is an encoder, which reads texts, and the rows are "
+                    "messages."
                 )
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""
-        for function in self.functions.functions.values():
-            if isinstance(function, RewardModelFunction | EncoderFunction):
-                function.load(mesh)
+        for function in self.reward_models.values():
+            function.load(mesh)
+
+    @property
+    def reward_models(self) -> dict[str, RewardModelFunction | EncoderFunction]:
+        """The functions that are reward models, by folder."""
+        functions = self.functions.functions.items()
+        return {
+            name: function
+            for name, function in functions
+            if isinstance(function, RewardModelFunction | EncoderFunction)
+        }
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from common.config import UserError, gist
-from common.reward_functions import KINDS, Reward, RewardFunction, find_function
+from common.reward_functions import KINDS, RewardFunction, find_function
 from common.reward_notes import Notes, as_number
 from common.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
@@ -307,7 +307,7 @@ def _call(
         return {}
     inputs = {key: [values[row] for row in rows] for key, values in arguments.items()}
     try:
-        rewards = _rewards(function, inputs | notes.arguments(rows))
+        rewards = call_by_name(function, inputs | notes.arguments(rows))
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
@@ -336,14 +336,16 @@ def _call(
     return answers
 
 
-def _rewards(function: RewardFunction, inputs: Mapping[str, Any]) -> list[Reward] | None:
+def call_by_name(function: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Any] | None:
     """Call a function with what it takes; a coroutine is waited for. None: it gave no list."""
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs = {key: value for key, value in inputs.items() if key in parameters}
-    rewards: Any = function(**inputs)
-    rewards = asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
-    return list(rewards) if isinstance(rewards, Iterable) else None
+    answers: Any = function(**inputs)
+    answers = asyncio.run(answers) if inspect.iscoroutine(answers) else answers
+    # A dict or a set has no order that a list of completions could follow.
+    is_list = isinstance(answers, Iterable) and not isinstance(answers, Mapping | Set | str | bytes)
+    return list(answers) if is_list else None
 
 
 def _line(function: RewardFunction, error: BaseException) -> str:
@@ -401,7 +403,7 @@ def _where_it_fails(
     for index, row in enumerate([] if is_collective(function) else rows):
         try:
             alone = {key: [values[index]] for key, values in inputs.items()}
-            _rewards(function, alone | notes.arguments([row]))
+            call_by_name(function, alone | notes.arguments([row]))
         except (Exception, SystemExit):
             return f"row {row} of the batch"
     return f"a batch of {len(rows)} rows"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from common import data, distributed, fsdp, reward_replay, self_checks
+from common import data, distributed, fsdp, reward_replay, self_checks, token_records
 from common.advantages import (
     effective_sample_size,
     group_advantages,
@@ -453,11 +453,16 @@ def sampled_kl(micro_batches: Iterable[MicroBatch], kept: Tensor) -> Tensor:
 
 
 def sample_table(
-    sampler: Sampler, scorer: RewardScorer, examples: list[Example], config: GRPOConfig
+    sampler: Sampler,
+    scorer: RewardScorer,
+    reference: Policy | AdapterReference | None,
+    examples: list[Example],
+    config: GRPOConfig,
 ) -> list[dict[str, object]]:
     """Some completions of fixed prompts with fixed noise, their rewards and advantages. Collective.
 
-    Every rank samples the same prompts, so that reward models are called equally often.
+    Every rank samples the same prompts, so that reward models are called equally often. With a
+    reference each row also has its `ref_token_logps`, at the temperature of sampling.
     """
     if not examples:
         return []
@@ -477,6 +482,12 @@ def sample_table(
         "advantage": advantages.flatten().tolist(),
         **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
     }
+    if reference is not None:
+        sampled = token_records.completed(examples, rollouts.completion_ids, config.num_generations)
+        pad_id = sampler.tokenizer.pad_token_id
+        columns["ref_token_logps"] = token_records.token_logps(
+            reference, sampled, config, pad_id, config.temperature
+        )
     return sampler.table(examples, rollouts, **columns)
 
 

@@ -1,10 +1,11 @@
-"""What may be concluded from a finite sample: preference accuracy, its interval, means.
+"""What may be concluded from a finite sample: preference accuracy, means, their intervals.
 
 Pure functions of the scores. Every number that evaluation reports passes through here, so that two
 systems are counted by the same rules.
 """
 
 import math
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,20 +35,20 @@ class PreferenceAccuracy:
     num_ties: int
 
 
-def wilson_interval(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:
     """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
 
     Args:
         successes: how many of `total` succeeded; may be fractional, a tie being half a success.
-        total: number of trials, at least 1.
+        total: number of trials, positive; an effective number may be fractional.
         z: standard normal quantile, 1.96 for 95%.
 
     Returns:
         (low, high).
     """
-    assert total > 0, "an interval needs at least one trial"
+    assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"
     share, z_squared = successes / total, z * z
     centre = (share + z_squared / (2 * total)) / (1 + z_squared / total)
@@ -79,12 +80,75 @@ def preference_accuracy(
     Raises:
         RuntimeError: a score is not finite; it would silently count as a failure.
     """
+    wins = outcomes(chosen_scores, rejected_scores)  # (N,)
+    low, high = wilson_interval(float(wins.sum()), wins.size)
+    return PreferenceAccuracy(float(wins.mean()), low, high, wins.size, int((wins == 0.5).sum()))
+
+
+def outcomes(
+    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
+) -> NDArray[np.float64]:
+    """What each pair counts in the accuracy, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
+
+    Raises:
+        RuntimeError: a score is not finite.
+    """
     chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
     assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"
-    num_ties = int((chosen == rejected).sum())
-    successes = int((chosen > rejected).sum()) + num_ties / 2
-    low, high = wilson_interval(successes, chosen.size)
-    return PreferenceAccuracy(successes / chosen.size, low, high, chosen.size, num_ties)
+    return np.asarray((chosen > rejected) + 0.5 * (chosen == rejected))
+
+
+def cluster_numbers(keys: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Which cluster each observation is in, (N,), numbered by first appearance of its key."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def bootstrap_means(
+    values: NDArray[np.float64], clusters: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
+
+    Observations of a cluster are kept together because they resemble each other: pairs of one
+    prompt are right or wrong together, and drawing them apart would make the interval too narrow.
+    As many clusters are drawn as there are; the mean is over the observations that they hold. The
+    columns share the draws, so that the difference of two columns is the paired bootstrap.
+
+    Args:
+        values: (N, S) observations of S quantities.
+        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
+
+    Returns:
+        (NUM_RESAMPLES, S), the same in every process.
+    """
+    sizes = np.bincount(clusters)  # (G,)
+    assert sizes.all(), "a cluster without observations"
+    sums = cluster_sums(values, clusters)
+    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
+
+
+def resamples(num_clusters: int) -> Iterator[NDArray[np.int64]]:
+    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
+
+    One at a time: 2000 x G draws may not fit in memory. The same in every process.
+    """
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    for _ in range(NUM_RESAMPLES):
+        drawn = generator.integers(0, num_clusters, num_clusters)
+        yield np.bincount(drawn, minlength=num_clusters)
+
+
+def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    return sums
+
+
+def percentile_interval(means: NDArray[np.float64]) -> tuple[float, float]:
+    """The 95% percentile interval (low, high) of bootstrap means (R,)."""
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
 
 
 def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
@@ -104,12 +168,8 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
         RuntimeError: a value is not finite.
     """
     ordered = np.sort(finite_vector(values))  # (N,)
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    means = np.empty(NUM_RESAMPLES)
-    for resample in range(NUM_RESAMPLES):  # one at a time: 2000 x N indices may not fit in memory
-        means[resample] = ordered[generator.integers(0, ordered.size, ordered.size)].mean()
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(ordered.mean()), float(low), float(high)
+    means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
+    return float(ordered.mean()), *percentile_interval(means[:, 0])
 
 
 def finite_vector(values: Tensor | ArrayLike) -> NDArray[np.float64]:

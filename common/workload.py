@@ -10,9 +10,21 @@ from common.config import TrainConfig, UserError
 from common.dpo_config import DPOConfig
 from common.footprint import Footprint
 from common.grpo_config import GRPOConfig
-from common.lora import LoraTrainConfig
 
 FLOAT32 = 4  # bytes
+MOMENTS_OF_ADAM = 2
+# By the config class: the scripts' own are not imported here.
+STAGES = {
+    "SFTConfig": "SFT",
+    "RewardConfig": "reward model",
+    "DPOConfig": "DPO",
+    "GRPOConfig": "GRPO",
+}
+
+
+def stage_of(config: TrainConfig) -> str:
+    """What a config trains: a name in `STAGES`."""
+    return STAGES[type(config).__name__]
 
 
 @dataclass(frozen=True)
@@ -29,11 +41,7 @@ class Run:
     @property
     def stage(self) -> str:
         """Of the four."""
-        if isinstance(self.config, GRPOConfig):
-            return "GRPO"
-        if isinstance(self.config, DPOConfig):
-            return "DPO"
-        return "SFT" if isinstance(self.config, LoraTrainConfig) else "reward model"
+        return stage_of(self.config)
 
     @property
     def num_completions(self) -> int:
@@ -130,13 +138,14 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
     """The micro-batch that `data.pack` fills: up to its limits, of which the rows may be shorter.
 
     GRPO cuts a group into pieces (`data.cut_group`), and counts completions in `micro_batch_size`;
-    the other stages count rows and cut none.
+    the other stages count rows and cut none. Its updates share the prompts of all ranks by chance
+    (`rollouts.minibatch_of`): an update's may all be on one rank.
     """
     config = run.config
     rows, size, weight = config.batch_size // ranks, run.num_completions, 1
     num_pieces = 1
     if isinstance(config, GRPOConfig):
-        rows = -(-rows // config.num_minibatches)
+        rows = min(rows, -(-config.batch_size // config.num_minibatches))
         while size > 1 and (
             piece_tokens(run, size) > config.micro_batch_tokens or size > config.micro_batch_size
         ):

@@ -90,7 +90,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "odd_heads": {"n_head": 3},
     "wider": {"n_embd": 16},
     "more_layers": {"n_layer": 2},
+    "many_layers": {"n_layer": 10**6},
+    "long_vocabulary": {"vocab_size": 10**400},
+    "number_class": {"architectures": [3]},
+    "text_class": {"architectures": "GPT2LMHeadModel"},
 }
+# Folders of these names in a run's folder
+FOLDERS = (
+    *("metrics.jsonl", "samples.jsonl", "config.yaml", "results.json", "report.md", "report.html"),
+    *("scores.jsonl", "completions.jsonl", "plots/curves.png"),
+)
 REWARD_FILE = """
 import sys
 
@@ -120,6 +129,15 @@ def raises(completions, **columns):
 
 def leaves(completions, **columns):
     sys.exit(0)
+
+def a_dict(completions, **columns):
+    return {i: 1.0 for i in range(len(completions))}
+
+def a_set(completions, **columns):
+    return {float(i) for i in range(len(completions))}
+
+def bytes_(completions, **columns):
+    return bytes(len(completions))
 
 constant = 3
 first = min
@@ -165,6 +183,11 @@ def make_rows(folder: Path) -> None:
     (folder / "a_file").write_text("")
     (folder / "occupied").mkdir()
     (folder / "occupied" / "model").write_text("")
+    for name in FOLDERS:
+        (folder / f"has_{name}" / name).mkdir(parents=True)
+    for name in ("model.partial", "failed"):
+        (folder / f"has_{name}").mkdir()
+        (folder / f"has_{name}" / name).write_text("")
 
 
 def make_models(folder: Path) -> None:
@@ -185,6 +208,7 @@ def make_models(folder: Path) -> None:
     make_weights(folder)
     make_configs(folder)
     make_tokenizers(folder)
+    make_adapters(folder)
     (folder / "shape.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
     typo = json.dumps({"model_type": "gpt2", "n_layr": 1})
     (folder / "typo.json").write_text(typo)
@@ -213,6 +237,15 @@ def make_weights(folder: Path) -> None:
         (folder / name / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "broken_index" / "model.safetensors.index.json").write_text('{"weight_map": {}}')
 
+    for name, odd in (
+        ("nan_weight", {"transformer.h.0.mlp.c_fc.weight": torch.full((8, 32), torch.nan)}),
+        ("inf_weight", {"transformer.ln_f.weight": torch.full((8,), -torch.inf)}),
+        ("fewer_layers", {"transformer.h.1.ln_1.weight": torch.ones(8)}),
+        ("extra_weight", {"adapter.weight": torch.ones(3)}),
+    ):
+        shutil.copytree(folder / "policy", folder / name)
+        save_file(weights | odd, folder / name / "model.safetensors", metadata={"format": "pt"})
+
 
 def make_configs(folder: Path) -> None:
     """Models whose config.json says what no model is, or what its weights are not."""
@@ -226,13 +259,26 @@ def make_configs(folder: Path) -> None:
         (folder / name / "config.json").write_text(text)
 
 
+def make_adapters(folder: Path) -> None:
+    """Adapters on the policy: one with a NaN, one that names its layers by a broken pattern."""
+    name = "base_model.model.transformer.h.0.attn.c_attn.lora_{}.weight"
+    weights = {name.format("A"): torch.full((2, 8), torch.nan), name.format("B"): torch.ones(24, 2)}
+    for folder_name, targets in (("nan_adapter", ["c_attn"]), ("pattern_adapter", ".*(")):
+        (folder / folder_name).mkdir()
+        save_file(weights, folder / folder_name / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "base_model_name_or_path": "policy", "r": 2}
+        settings |= {"target_modules": targets, "fan_in_fan_out": True}
+        (folder / folder_name / "adapter_config.json").write_text(json.dumps(settings))
+
+
 def make_tokenizers(folder: Path) -> None:
-    """Models whose tokenizer cannot be read, or lacks something."""
+    """Models whose tokenizer cannot be read, lacks something, or has a text for a number."""
     names = ("no_eos", "cut_tokenizer", "odd_tokenizer", "unknown_tokenizer", "bad_template")
-    for name in names:
+    for name in (*names, "text_limit"):
         shutil.copytree(folder / "policy", folder / name)
     for name, fields in (
         ("no_eos", {"eos_token": None}),
+        ("text_limit", {"model_max_length": "x"}),
         ("unknown_tokenizer", {"tokenizer_class": "NoSuchTokenizer"}),
         ("bad_template", {"chat_template": "{% for %}"}),
     ):

@@ -249,8 +249,9 @@ def grpo_command(flags: dict[str, Any]) -> list[str]:
     return [str(ROOT / "train_grpo.py"), *words]
 
 
-def main() -> None:
-    """Run everything and print what was seen."""
+def main() -> int:
+    """Run everything and print what was seen; the exit status is 1 if anything differs."""
+    as_claimed: list[bool] = []
     tcp_retries2 = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     from common import synthetic
 
@@ -266,6 +267,7 @@ def main() -> None:
             two = folder / "two" / one.name
             same = untimed_lines(one) == untimed_lines(two), weights_hash(one) == weights_hash(two)
             print(f"{one.name}: metrics equal {same[0]}, weights equal {same[1]}", flush=True)
+            as_claimed += same
         for num_replicas in (1, 2):
             run = folder / f"cut_{num_replicas}"
             changes = {"save_steps": 1, "ddp_timeout": 20}
@@ -277,12 +279,14 @@ def main() -> None:
             for number, log in enumerate(cut.logs):
                 lines = [line for line in log.splitlines() if line.startswith("rank ")]
                 print(f"  host {number}:", *lines, sep="\n    ")
+            as_claimed.append(0 not in cut.statuses)
             hosts.run(grpo_command(grpo), 2, folder=folder)
             same = weights_hash(run) == weights_hash(folder / "one" / f"grpo_{num_replicas}")
-            print(
-                f"  resumed: steps {[line['step'] for line in untimed_lines(run)]}, weights {same}"
-            )
+            steps = [line["step"] for line in untimed_lines(run)]
+            print(f"  resumed: steps {steps}, weights {same}")
+            as_claimed += [same, steps == list(range(1, STEPS + 1))]
+    return 0 if all(as_claimed) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

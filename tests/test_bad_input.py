@@ -22,8 +22,10 @@ from typing import Any
 
 import bad_things
 import pytest
+import torch
 from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from common import distributed, export, models
 from common.config import parse
@@ -168,6 +170,17 @@ FILES: list[Case] = [
     ("train_sft", {"output_dir": "loop/run"}, ["--output_dir loop/run", "symbolic links"]),
     ("train_sft", {"output_dir": "lost"}, ["--output_dir lost is a link to what is not there"]),
     ("train_sft", {"output_dir": "x" * 5000}, ["--output_dir xxx", "name too long"]),
+    *(
+        ("evaluate", {"output_dir": f"has_{name}"}, [f"holds a folder {name!r}", "a file is to"])
+        for name in bad_things.FOLDERS
+    ),
+    *(
+        ("train_sft", {"output_dir": f"has_{name}"}, [f"holds a file {name!r}", "a folder is to"])
+        for name in ("model.partial", "failed")
+    ),
+    ("train_sft", {"output_dir": "a_file/x\ny"}, ["--output_dir a_file/x\\ny needs"]),
+    ("train_sft", {"output_dir": "a_file/\x1b[31m"}, ["--output_dir a_file/\\x1b[31m needs"]),
+    ("train_sft", {"output_dir": "run\udcff"}, ["--output_dir is 'run\\udcff'", "UTF-8"]),
     ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
     ("train_sft", {"resume_from_checkpoint": "loop"}, ["--resume_from_checkpoint loop", "links"]),
 ]
@@ -210,6 +223,10 @@ MODELS: list[Case] = [
     ),
     ("train_sft", {"model_name_or_path": "text_size"}, ["'text_size'", "n_embd", "expected int"]),
     ("train_sft", {"model_name_or_path": "no_layers"}, ["'no_layers'", "num_hidden_layers 0"]),
+    ("train_sft", {"model_name_or_path": "many_layers"}, ["num_hidden_layers 1000000", "10,000"]),
+    ("train_sft", {"model_name_or_path": "long_vocabulary"}, ["vocab_size 1000", "10,000,000"]),
+    ("train_sft", {"model_name_or_path": "number_class"}, ["architectures [3]", "list of names"]),
+    ("train_sft", {"model_name_or_path": "text_class"}, ["architectures 'GPT2LM", "list of names"]),
     ("train_sft", {"model_name_or_path": "no_vocabulary"}, ["'no_vocabulary'", "vocab_size -1"]),
     ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
     ("train_reward", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
@@ -221,6 +238,8 @@ MODELS: list[Case] = [
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
     ("evaluate", {"policies": "judge"}, ["'judge' is a reward model"]),
     ("evaluate", {"policies": ["policy", "lost"]}, ["--policies lost is a link"]),
+    ("evaluate", {"policies": ["policy", "./policy"]}, ["'policy' and './policy'", "once"]),
+    ("evaluate", {"reward_models": ["judge", "judge"]}, ["'judge' and 'judge'", "once"]),
     ("evaluate", {"policies": ["policy", ""]}, ["--policies is ['policy', '']", "empty"]),
     ("evaluate", {"reward_models": "policy"}, ["'policy' is not a reward model"]),
     ("evaluate", {"reward_models": "two_scores"}, ["'two_scores' gives 2 scores"]),
@@ -234,6 +253,8 @@ MODELS: list[Case] = [
     ("train_sft", {"tokenizer_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
     ("train_sft", {"tokenizer_name_or_path": "cut_tokenizer"}, ["from 'cut_tokenizer'"]),
     ("train_sft", {"tokenizer_name_or_path": "odd_tokenizer"}, ["from 'odd_tokenizer'"]),
+    ("train_sft", {"tokenizer_name_or_path": "text_limit"}, ["model_max_length 'x'", "positive"]),
+    ("train_sft", {"stop_token": "\udcff"}, ["--stop_token is '\\udcff'", "UTF-8"]),
     ("train_sft", {"tokenizer_name_or_path": "loop"}, ["--tokenizer_name_or_path loop", "links"]),
     ("train_sft", {"stop_token": "TL;DR:"}, ["--stop_token 'TL;DR:' is", "tokens"]),
     ("train_sft", {"stop_token": ""}, ["--stop_token '' is 0 tokens"]),
@@ -295,6 +316,29 @@ FLAGS: list[Case] = [
     ("train_dpo", {"beta": 0}, ["--beta is 0.0", "positive"]),
     ("train_dpo", {"label_smoothing": 0.5}, ["--label_smoothing is 0.5", "below 0.5"]),
     ("evaluate", {"temperature": -1}, ["--temperature is -1.0", "0 or more"]),
+    # Beyond what can be computed with
+    *(
+        (stage, {name: value}, [f"--{name} is ", "at most 2,147,483,647"])
+        for stage, name, value in (
+            ("train_sft", "ddp_timeout", 10**14),
+            ("train_sft", "warmup_steps", 10**400),
+            ("train_sft", "lora_alpha", 10**400),
+            ("train_sft", "batch_size", 10**30),
+            ("train_sft", "num_train_epochs", 1e308),
+            ("train_grpo", "num_generations", 10**12),
+            ("train_grpo", "dry_run_ranks", [1, 10**400]),
+        )
+    ),
+    ("train_sft", {"seed": 10**400}, ["--seed is 1000", "(...)", "below 9223372036854775808"]),
+    ("train_sft", {"max_steps": "9" * 5000}, ["--max_steps", "(...)", "--help"]),
+    ("train_grpo", {"temperature": 1e-40}, ["--temperature is 1e-40", "at least 1e-06"]),
+    ("evaluate", {"temperature": 1e-40}, ["--temperature is 1e-40", "at least 1e-06"]),
+    ("train_grpo", {"reward_weights": 1e39}, ["--reward_weights is 1e+39", "3.4e+38"]),
+    ("train_grpo", {"missing_eos_penalty": -1e39}, ["--missing_eos_penalty is -1e+39", "3.4e+38"]),
+    ("train_grpo", {"missing_eos_penalty": "-inf"}, ["--missing_eos_penalty is -inf", "finite"]),
+    ("train_grpo", {"missing_eos_penalty": "-1e"}, ["--missing_eos_penalty", "value: '-1e'"]),
+    ("train_dpo", {"beta": 1e39}, ["--beta is 1e+39", "3.4e+38"]),
+    ("train_dpo", {"beta": 1e-40}, ["--beta is 1e-40", "1.18e-38"]),
     # Choices
     ("train_grpo", {"baseline": "none"}, ["--baseline", "'none'", "all", "kept"]),
     ("train_sft", {"lr_scheduler_type": "foo"}, ["--lr_scheduler_type", "'foo'", "cosine"]),
@@ -302,6 +346,11 @@ FLAGS: list[Case] = [
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
     ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
+    ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
+    ("evaluate", {"beta": -1}, ["--beta is -1.0", "0 or more"]),
+    ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),
+    ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
+    ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     # Contradictions
     ("train_sft", {"num_replicas": 2}, ["--num_replicas is 2", "1 processes"]),
@@ -349,6 +398,9 @@ WEIGHTS: dict[str, list[str]] = {
     "more_layers": ["lack 'transformer.h.1", "other parameters"],
     "wider": ["of shape (24,)", "makes it (48,)"],
     "odd_heads": ["no safetensors weights", "num_heads"],
+    "nan_weight": ["nan in 'transformer.h.0.mlp.c_fc.weight'", "must be finite"],
+    "inf_weight": ["-inf in 'transformer.ln_f.weight'", "must be finite"],
+    "fewer_layers": ["have 'transformer.h.1.ln_1.weight'", "config.json has not"],
 }
 # Found when completions are judged
 FUNCTIONS: dict[str, list[str]] = {
@@ -359,7 +411,15 @@ FUNCTIONS: dict[str, list[str]] = {
     "unsure": ["no reward function applies to row 0", "returned None"],
     "raises": ["raised ZeroDivisionError on row 0", "division by zero (rewards.py, line "],
     "leaves": ["raised SystemExit on row 0", "(rewards.py, line "],
+    "a_dict": ["returned no list of rewards for 16"],
+    "a_set": ["returned no list of rewards for 16"],
+    "bytes_": ["returned no list of rewards for 16"],
 }
+# Each line has the one before ten times: 10^8 texts
+ALIASES = ", ".join(
+    f"&{name} [{', '.join(['x' if name == 'a' else f'*{before}'] * 10)}]"
+    for before, name in zip("_abcdefg", "abcdefgh", strict=True)
+)
 RECIPES: list[tuple[str, list[str]]] = [
     ("learning_rte: 1\n", ["r.yaml", "key 'learning_rte'", "mean learning_rate?"]),
     ("1: 2\n", ["r.yaml", "key 1"]),
@@ -380,6 +440,11 @@ RECIPES: list[tuple[str, list[str]]] = [
     ("seed: 1\n---\nseed: 2\n", ["r.yaml is not YAML: line "]),
     ("run_name: !!python/object/apply:os.getcwd []\n", ["r.yaml is not YAML: line 1, "]),
     ("run_name: \x00\n", ["r.yaml is not YAML"]),
+    ("run_name: !!set {a}\n", ["r.yaml gives {'a'}", "'run_name'", "one value"]),
+    ("run_name: !!binary aGVsbG8=\n", ["r.yaml gives b'hello'", "'run_name'", "one value"]),
+    ("run_name: &a [*a]\n", ["r.yaml gives [[", "'run_name'", "one value"]),
+    (f"run_name: [{ALIASES}]\n", ["r.yaml gives [['x', 'x'", "'run_name'", "one value"]),
+    (f"max_steps: 0x{'f' * 5000}\n", ["r.yaml gives a number of more than 4,300 digits"]),
 ]
 
 
@@ -400,6 +465,31 @@ def test_bad_input_is_refused_before_weights_are_read(stage, flags, parts, refus
 def test_weights_that_cannot_be_used_are_refused(stage, name, parts, refusals):
     message = refusals.sentence(stage, arguments(stage, {"model_name_or_path": name}))
     for part in [f"{name!r}", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "parts"),
+    [
+        ("train_sft", {"model_name_or_path": "extra_weight"}, ["'extra_weight' have 'adapter.we"]),
+        ("train_sft", {"model_name_or_path": "nan_adapter"}, ["nan in", "lora_A", "finite"]),
+        (
+            "train_reward",
+            {"model_name_or_path": "pattern_adapter"},
+            ["pattern_adapter/adapter_config.json", "target_modules '.*('", "unterminated"],
+        ),
+        ("train_sft", {"lora_r": 9}, ["--lora_r is 9", "at most 8", "c_attn"]),
+        (
+            "train_sft",
+            {"lora_r": 33, "lora_target_modules": "mlp.c_proj"},
+            ["--lora_r is 33", "at most 8", "mlp.c_proj"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_found_when_the_weights_have_been_read(stage, flags, parts, refusals):
+    message = refusals.sentence(stage, arguments(stage, flags))
+    for part in parts:
         assert part in message
 
 
@@ -451,6 +541,7 @@ def test_a_folder_that_allows_no_files_is_refused_before_weights_are_read(refusa
 def test_a_full_disk_is_told_in_one_sentence(refusals):
     Path("full").mkdir()
     Path("full/config.yaml").symlink_to("/dev/full")
+    Path("full/.lock").touch()  # of a run before
     for stage in ("train_sft", "evaluate"):
         message = refusals.sentence(stage, arguments(stage, {"output_dir": "full"}))
         assert "--output_dir full cannot be written: No space left on device" in message
@@ -524,6 +615,37 @@ def test_a_recipe_with_a_byte_order_mark_is_read(folder, monkeypatch):
     reaches_weights("train_sft", {"config": "bom.yaml"}, monkeypatch)
 
 
+@pytest.mark.parametrize("text", ["-1e-3", "-.001", "-0.001", "-1E-3", "-1e-03"])
+def test_a_negative_number_is_a_value_however_it_is_written(text, folder):
+    """By itself argparse takes a dash before an exponent for a flag."""
+    config_class = importlib.import_module("train_grpo").GRPOConfig
+    argv = [*arguments("train_grpo", {}), "--missing_eos_penalty", text, "--reward_weights", text]
+    config = parse(config_class, argv)
+    assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
+    Path("negative.yaml").write_text(f"reward_weights: [{text}]\nmissing_eos_penalty: {text}\n")
+    config = parse(config_class, ["--config", "negative.yaml", *arguments("train_grpo", {})])
+    assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
+
+
+def test_tensors_of_older_files_and_the_head_of_a_trunk_are_left_out(folder):
+    """GPT-2's own file holds its masks; a reward model is made of a policy's trunk."""
+    weights = load_file("policy/model.safetensors")
+    shutil.copytree("policy", "older")
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.ones(300, 8),
+    }
+    save_file(weights | masks, "older/model.safetensors", metadata={"format": "pt"})
+    flags = {"model_name_or_path": "older"}
+    for stage in ("train_sft", "train_reward"):
+        module = importlib.import_module(stage)
+        argv = arguments(stage, flags | {"output_dir": f"{stage}_of_older"})
+        module.main(parse(getattr(module, STAGES[stage]), argv))
+        assert Path(f"{stage}_of_older/model/model.safetensors").is_file()
+
+
 def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
     module = importlib.import_module(stage)
@@ -546,6 +668,7 @@ def test_paths_may_have_spaces(folder):
     packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
     Path("some rows.jsonl.gz").write_bytes(packed)
     flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
+    flags["output_dir"] = "a second run"
     module = importlib.import_module("train_sft")
     module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
 
@@ -606,6 +729,24 @@ def test_a_script_prints_the_sentence_alone_and_exits_with_2(flags, sentence, fo
     assert line.startswith(f"error: {sentence}")
     check_sentence(line)
     assert not Path("run").exists()
+
+
+def test_a_plan_whose_reader_has_gone_ends_in_silence(folder):
+    """As `--dry_run true | head -1` does, or `| true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    argv = arguments("train_sft", {"dry_run": "true"})
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train_sft.py"), *argv],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import tiny
 import torch
 from torch import nn
 
-from common import checkpoint, checkpoint_files, fsdp, optim, output_lock, signals
+from common import best_checkpoint, checkpoint, checkpoint_files, fsdp, optim, output_lock, signals
 from common.checkpoint import Checkpointer
 from common.config import UserError
 from common.distributed import mesh
@@ -175,12 +175,26 @@ def test_a_stray_shard_is_damage(saved: Path) -> None:
     assert checkpoint_files.damage(newest) == "copy.safetensors does not belong to it"
 
 
+ODD = "manifest.json has an entry '{}' that no run writes"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"files": {}}, f"{SHARD} does not belong to it"),
         ({"files": {SHARD: {}, "../../x": {"bytes": 0}}}, "../../x does not belong to it"),
         ({"sums": None}, "manifest.json has no 'sums': another version has written it"),
+        ({"lines": {"/etc/hosts": 1}}, ODD.format("lines")),
+        (
+            {"lines": {"../sft/train.jsonl": 0}},
+            ODD.format("lines"),
+        ),
+        ({"lines": {"metrics.jsonl": -1}}, ODD.format("lines")),
+        ({"lines": [1]}, ODD.format("lines")),
+        ({"step": -5}, ODD.format("step")),
+        ({"step": "two"}, ODD.format("step")),
+        ({"sums": [{"loss": [1.0]}]}, ODD.format("sums")),
+        ({"config": "none"}, ODD.format("config")),
     ],
 )
 def test_a_manifest_that_lists_something_else_is_damage(
@@ -257,6 +271,38 @@ def test_a_restart_by_torchrun_goes_on_whatever_the_flag_says(
     newest, _, oldest = checkpoint_files.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
+
+
+def test_a_restart_does_not_go_on_with_the_run_of_another_config(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first start was refused, or had no time to remove, is none of this run's."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find(saved, "none", seed=5) is None
+    tiny.checkpointer(tmp_path / "elsewhere", *trained(), async_save=False).save(1)
+    first = checkpoint_files.folder_of(tmp_path / "elsewhere", 1)
+    with pytest.raises(UserError, match="has checkpoints of its own"):
+        find(saved, str(first), seed=5)
+
+
+def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
+    (saved / "model").mkdir()
+    with pytest.raises(UserError, match="a folder 'model' of no run, and this run of TrainConfig"):
+        find(saved)
+    (saved / "environment.json").write_text('{"stage": "SFTConfig"}')
+    with pytest.raises(UserError, match="a folder 'model' of SFTConfig"):
+        find(saved)
+    (saved / "environment.json").write_text('{"stage": "TrainConfig"}')
+    assert find(saved) is not None
+
+
+def test_a_run_does_not_replace_what_it_reads(tmp_path: Path) -> None:
+    (tmp_path / "run" / "model" / "part").mkdir(parents=True)
+    for path in ("model", "model/part", "../run/model"):
+        with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would"):
+            tiny.train_config(
+                output_dir=str(tmp_path / "run"), model_name_or_path=str(tmp_path / "run" / path)
+            )
 
 
 def test_a_checkpoint_of_another_shape_is_refused(saved: Path) -> None:
@@ -339,10 +385,22 @@ def test_what_is_removed_has_no_checkpoints_name(
     assert all(name.endswith(".partial") for name in removed)
 
 
-def test_a_metric_that_was_never_logged_is_refused(tmp_path: Path) -> None:
+def test_a_metric_that_was_never_logged_costs_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     saver = save_all(tmp_path, [0.9], metric_for_best_model="reward")
-    with pytest.raises(UserError, match="reward, which was not logged at the step of any"):
-        saver.close()
+    saver.close()
+    assert "warning: --metric_for_best_model reward was not logged" in capsys.readouterr().out
+
+
+def test_the_last_evaluation_counts_though_it_follows_the_last_checkpoint(tmp_path: Path) -> None:
+    saver = save_all(tmp_path, [0.9, 0.5], metric_for_best_model="eval_loss")
+    saver.save(3)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json_line({"step": 3, "eval_loss": 0.1}))
+    saver.close()
+    best = best_checkpoint.ranking(tmp_path, "eval_loss")
+    assert [checkpoint_files.step_of(path) for path in best] == [3, 2, 1]
 
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:

@@ -128,11 +128,6 @@ def test_rows_of_messages_are_refused(folder: Path):
         scorer_of(folder).check_rows([Example(0, "2 + 2?", [5], [], {}, messages=asked)])
 
 
-def test_an_encoder_is_no_judge_of_pairs_of_ids(folder: Path):
-    with pytest.raises(UserError, match="is an encoder, which cannot read the policies' token ids"):
-        scorer_of(folder).refuse_other_vocabularies()
-
-
 def test_two_labels_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="gives 2 scores to a text; a reward model gives one"):
         scorer_of(save_encoder(tmp_path, num_labels=2))

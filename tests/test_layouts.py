@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -497,6 +498,16 @@ def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path)
     with pytest.raises(UserError) as caught:
         read(tiny.train_config(**fields))
     assert_one_sentence(caught, "has a window of 40 tokens")
+
+
+def test_a_window_of_0_is_none(tmp_path):
+    """As Qwen2-MoE writes it, unless it uses one."""
+    config = tiny.model_config("qwen2_moe", moe_intermediate_size=16, num_experts=2)
+    assert config.sliding_window == 0
+    config.save_pretrained(tmp_path)
+    fields = {"max_prompt_length": 36, "max_completion_length": 8}
+    models.read_model_config(str(tmp_path), "trunk", None, tiny.train_config(**fields))
+    attention.refuse_unsupported(SimpleNamespace(longest=44), {"sliding_window": 0})
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # capped scores; attention sinks

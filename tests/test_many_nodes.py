@@ -7,10 +7,14 @@ within the timeouts that were set, each with a sentence; the same command then r
 checkpoint, and its weights are those of a run that nobody disturbed.
 """
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
+import many_nodes
 import pytest
 from many_nodes import (
     CUT_IN,
@@ -29,6 +33,32 @@ RUNS = [("sft", 1), ("sft", 2), ("grpo", 2)]
 DDP_TIMEOUT = 10  # seconds that a rank waits
 # Packets are sent again for about 25 s: so long torchrun waits for a host that does not answer.
 TCP_RETRIES2, GIVEN_UP = 6, 25
+
+
+@pytest.mark.parametrize("differs", ["", "metrics", "weights", "status"])
+def test_the_full_comparison_fails_if_anything_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, differs: str
+) -> None:
+    """With stand-ins for what it runs and reads."""
+    steps = [{"step": step} for step in range(1, STEPS + 1)]
+
+    def read(kind: str, run: Path) -> Any:
+        is_odd = kind == differs and run.parent.name == "two" and run.name == "dpo_2"
+        return {"metrics": steps[: -1 if is_odd else None], "weights": str(is_odd)}[kind]
+
+    cut = many_nodes.Cut([0 if differs == "status" else 1, 1], [1.0, 2.0], ["", ""])
+    hosts = MagicMock()
+    hosts.return_value.__exit__.return_value = False
+    for name, stand_in in {
+        "TwoHosts": hosts,
+        "run_stages_on_both": lambda *_: None,
+        "cut_amid_run": lambda *_, **__: cut,
+        "untimed_lines": partial(read, "metrics"),
+        "weights_hash": partial(read, "weights"),
+    }.items():
+        monkeypatch.setattr(many_nodes, name, stand_in)
+    monkeypatch.setattr(sys, "argv", ["many_nodes"])
+    assert many_nodes.main() == (1 if differs else 0)
 
 
 @pytest.fixture(scope="module")

@@ -285,6 +285,25 @@ def test_the_head_has_variance_1_over_d_plus_1(width, tmp_path):
     assert not torch.equal(heads[0], heads[1])
 
 
+def test_other_ways_to_draw_the_head(tmp_path):
+    path = save_policy(tmp_path / "policy", width=512, n_layer=1)
+    config = short_config()
+    stds = {"stiennon": 513**-0.5, "openrlhf": 1 / 513, "transformers": 0.02, "zeros": 0.0}
+    assert set(stds) == set(models.HEAD_INITS)
+    for head_init, std in stds.items():
+        model_config = models.read_model_config(path, "trunk", tiny.tokenizer(), config)
+        tokenizer = tiny.tokenizer()
+        lm = models.load_reward_model(path, model_config, tokenizer, config, head_init)
+        head = lm.score.weight.detach()
+        assert float(head.std()) == pytest.approx(std, rel=4 * (2 * 512) ** -0.5), head_init
+    lm.save_pretrained(tmp_path / "trained")
+    trained = models.read_model_config(str(tmp_path / "trained"), "trunk", tiny.tokenizer(), config)
+    with pytest.raises(UserError, match="--head_init is zeros; it must be stiennon with"):
+        models.load_reward_model(
+            str(tmp_path / "trained"), trained, tiny.tokenizer(), config, "zeros"
+        )
+
+
 def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
     path = save_policy(tmp_path / "policy")
     config = short_config()

@@ -34,6 +34,12 @@ def test_best_worst_by_hand():
     assert choose(rewards, "best_worst").shape == (2, 1, 2)
 
 
+def test_every_pair_by_hand():
+    found = choose(torch.tensor([[0.1, 0.9, -0.3], [3.0, 2.0, 1.0]]), "all")
+    assert found.tolist() == [[[1, 0], [0, 2], [1, 2]], [[0, 1], [0, 2], [1, 2]]]
+    assert choose(torch.rand(5, 4), "all").shape == (5, 6, 2), "six pairs of four"
+
+
 def test_every_accepted_candidate_plays_once_and_the_higher_reward_wins():
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(50, 16, generator=generator)

@@ -15,7 +15,7 @@ import ranks
 import tiny
 import torch
 
-from common import activations, fsdp, lora, memory, planner, workload
+from common import activations, fsdp, host_memory, lora, memory, planner, workload
 from common.config import UserError
 from common.decoding import SharedDecoder
 from common.dpo_config import DPOConfig
@@ -24,6 +24,8 @@ from common.grpo_config import GRPOConfig
 from common.lora import LoraTrainConfig
 from common.padding import make_batch
 from common.scoring import Policy
+from train_reward import RewardConfig
+from train_sft import SFTConfig
 
 WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 32, 2, 4, 61, 96
 # Of a GPT-2 block: qkv, output, up, down, their biases, two norms.
@@ -42,7 +44,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(shapes: Path, family: str = "gpt2", *, config: Any = LoraTrainConfig, **flags: Any):
+def run_of(shapes: Path, family: str = "gpt2", *, config: Any = SFTConfig, **flags: Any):
     """What is planned for a stage, on a CPU unless said otherwise."""
     needed = {
         "output_dir": "unused",
@@ -230,6 +232,32 @@ def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
     assert workload.micro_batch(cut, 1) == workload.MicroBatch(2, 100, 1.25, 5.0)
 
 
+@pytest.mark.parametrize(
+    ("num_minibatches", "num_ranks", "prompts"),
+    # Of 64: all of an update may be on one rank, which has 8 of them, or 64.
+    [(1, 8, 8), (4, 8, 8), (16, 8, 4), (64, 8, 1), (16, 1, 4)],
+)
+def test_an_update_may_have_all_its_prompts_on_one_rank(
+    shapes: Path, num_minibatches: int, num_ranks: int, prompts: int
+):
+    flags = {"num_generations": 2, "num_minibatches": num_minibatches, "batch_size": 64}
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], **flags)
+    # A group of 40 + 2 x 10 tokens.
+    assert workload.micro_batch(run, num_ranks).tokens == prompts * 60
+
+
+def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
+    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "batch_size": 4}
+    flags |= {"num_generations": 2, "num_minibatches": 4}
+    estimated, exact = (run_of(shapes, **flags, kl_estimator=kl) for kl in ("k3", "full"))
+    states = 4 * WIDTH * 4 * 2 * 10  # of completions' tokens
+    for num_ranks, head in ((1, 0), (2, 4 * VOCABULARY * WIDTH)):
+        for name in ("reference", "loss", "backward", "rollout"):
+            more = parts(exact, num_ranks, name)["activations"]
+            more -= parts(estimated, num_ranks, name)["activations"]
+            assert more == states // num_ranks + head
+
+
 # ---- sampling ------------------------------------------------------------------------------------
 
 
@@ -281,6 +309,61 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
     assert "rollout" not in names
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+def test_a_save_holds_a_copy_of_the_state_and_two_of_its_bytes_beside_the_step(shapes: Path):
+    state = 12 * NUMBERS  # parameters and two moments
+    without = replace(run_of(shapes), process_bytes=0)
+    assert "save" not in {m.name for m in memory.moments(without, 1)}
+    beside = max(m.total for m in memory.moments(without, 1) if m.name != "export")
+    saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
+    assert saving["checkpoint"] == 3 * state
+    assert sum(saving.values()) == beside + 3 * state
+    at_once = run_of(shapes, save_steps=5, async_save=False)
+    at_once = parts(replace(at_once, process_bytes=0), 1, "save")
+    assert at_once["checkpoint"] == 2 * state
+    assert sum(at_once.values()) == 3 * state  # nothing of a step
+
+
+def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
+    flags = {"save_steps": 5, "batch_size": 2}
+    adapters = run_of(shapes, **flags, lora_r=4)
+    assert host_memory.state_bytes(adapters, 1) == 12 * adapters.policy.numbers(trained=True)
+    grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
+    assert host_memory.state_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
+    inside = run_of(shapes, **flags, **grpo, lora_r=4)
+    assert host_memory.state_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
+
+
+def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
+    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
+    flags |= {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
+    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1), 1)}
+    assert found["rollout"].total > found["loss"].total  # so that the claim says something
+    assert "cache" not in found["save"].parts
+    assert found["save"].parts["optimiser"] == 8 * NUMBERS
+
+
+def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
+    flags = {"batch_size": 2, "dry_run_device": "cuda", "save_steps": 5}
+    shard = sum(p.chunk(2)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
+
+    def host(**more: Any) -> list[float]:
+        run = run_of(shapes, **(flags | more))
+        return list(host_memory.host_bytes(run, 2, memory.models_of(run)).values())
+
+    export = 8 * NUMBERS
+    assert host() == [0, 12 * shard, 24 * shard, export, 36 * shard]
+    assert host(save_steps=0) == [0, 0, 0, export, export]
+    assert host(async_save=False)[1] == 12 * shard  # it has to leave the GPU
+    held = 16 * shard  # parameters, moments and gradients
+    assert host(cpu_offload=True) == [held, 12 * shard, 24 * shard, export, 52 * shard]
+    assert host(cpu_offload=True, async_save=False)[1] == 0
+    page = planner.page(run_of(shapes, **flags), [1, 2])
+    assert "GB of a rank on its host" in page
 
 
 # ---- operations ----------------------------------------------------------------------------------
@@ -338,6 +421,94 @@ def test_a_plan_for_gpus_counts_no_process_and_names_its_peak(shapes: Path):
     assert names == {"loss", "backward", "gradients", "rollout", "reference"}
     largest = max(memory.moments(run, 2), key=lambda moment: moment.total)
     assert memory.peak(run, 2).name == largest.name
+
+
+PAIRS = {"max_prompt_length": 40, "max_completion_length": 10, "batch_size": 4}
+STAGES = [
+    # Names, columns; completions of a row; tokens of a step; whether there is a head of tokens.
+    (SFTConfig, {}, "SFT", 1, 4 * 50, "GPT2LMHeadModel"),
+    (RewardConfig, {}, "reward model", 2, 4 * 60, "GPT2ForSequenceClassification"),
+    (DPOConfig, {}, "DPO", 2, 4 * 60, "GPT2LMHeadModel"),
+    (GRPOConfig, {"reward_funcs": ["gold"], "num_generations": 8}, "GRPO", 8, 4 * 120, ""),
+]
+
+
+@pytest.mark.parametrize(("config", "flags", "stage", "completions", "tokens", "model"), STAGES)
+def test_each_stage_is_planned_as_what_it_is(
+    shapes: Path,
+    config: Any,
+    flags: dict[str, Any],
+    stage: str,
+    completions: int,
+    tokens: int,
+    model: str,
+):
+    run = run_of(shapes, config=config, **PAIRS, **flags)
+    page = planner.page(run, [1, 2])
+    assert f"plan of {stage}, prompts of 40 tokens with {completions} x 10" in page
+    assert f"a step: 4 rows, {tokens} tokens" in page
+    assert f"trained model: {model or 'GPT2LMHeadModel'}" in page
+
+
+def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
+    run = run_of(shapes, config=RewardConfig, **PAIRS, num_sample_prompts=4)
+    assert run.policy.numbers() == NUMBERS + WIDTH
+    assert run.policy.vocabulary == VOCABULARY
+    assert run.policy.head_numbers == 0
+    assert parts(run, 1, "loss")["logits"] == 0
+    assert {m.name for m in memory.moments(run, 1)} == {"loss", "backward", "gradients", "export"}
+    # Of several micro-batches, the embedding's gradient before it is added to the sum.
+    several = run_of(shapes, config=RewardConfig, **PAIRS, micro_batch_tokens=60)
+    more = parts(several, 1, "gradients")["gradients"] - parts(run, 1, "gradients")["gradients"]
+    assert more == 4 * VOCABULARY * WIDTH
+    adapters = run_of(shapes, config=RewardConfig, **PAIRS, lora_r=4)
+    by_hand = LAYERS * 4 * (2 + 4 + 5 + 5) * WIDTH
+    assert adapters.policy.numbers(trained=True) == by_hand + WIDTH
+
+
+def test_what_a_plan_leaves_out_is_said(shapes: Path):
+    flags = {"config": RewardConfig, **PAIRS, "layout": "padded"}
+    assert "not counted" not in planner.page(run_of(shapes, **flags), [1])
+    page = planner.page(run_of(shapes, **flags, dropout=0.1, group_comparisons=True), [1])
+    assert "--dropout 0.1: what it keeps for backward is not counted" in page
+    assert "a prompt is counted with one pair" in page
+
+
+def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
+    folder = tmp_path / "reward"
+    folder.mkdir()
+    fields = json.loads((shapes / "gpt2.json").read_text()) | {"num_labels": 1}
+    fields["architectures"] = ["GPT2ForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    flags = {"config": RewardConfig, **PAIRS}
+    again = run_of(shapes, **flags, model_name_or_path=str(folder))
+    assert again.policy == run_of(shapes, **flags).policy
+    with pytest.raises(UserError, match="is a reward model"):
+        run_of(shapes, model_name_or_path=str(folder))
+
+
+def test_the_command_of_the_first_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lines = (planner.__doc__ or "").split("python ")[1].split("\n\n")[0]
+    output = dry_run_script(lines.replace("\\\n", " ").split())
+    assert "plan of GRPO, prompts of 512 tokens with 8 x 53" in output
+    for role in ("trained model", "reference"):
+        assert f"{role}: GPT2LMHeadModel, 774.0 M parameters" in output  # as OpenAI's has
+    assert "reward model: GPT2ForSequenceClassification" in output
+    rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("|")]
+    assert rows[2:6] == ["1", "8", "64", "1024"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: str):
+    fields = {"model_type": family, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 61}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = tmp_path / f"{family}.json"
+    path.write_text(json.dumps(fields))
+    flags = {"model_name_or_path": str(path), "layout": "padded"}
+    for bf16 in (False, True):
+        with pytest.raises(UserError, match=r"has experts \(mlp.*whose memory depends on the data"):
+            run_of(shapes, **flags, bf16=bf16)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,11 @@ import pytest
 from PIL import Image
 
 from common import plots, report
+from common.config import parse
 from common.glossary import METRICS
 from common.plots import PANELS, draw_series, moving_mean, plot_run, series
 from common.report import chain_report, results_table
+from evaluate import EvaluateConfig
 
 
 def record(run_dir: Path, lines: list[dict[str, Any]]) -> Path:
@@ -180,24 +185,27 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
     written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
-    assert written == [tmp_path / "eval/report.md", tmp_path / "eval/plots/summary.png"]
-    text = written[0].read_text()
+    names = ["report.html", "report.md", "plots/summary.png"]
+    assert written == [tmp_path / "eval" / name for name in names]
+    text = written[1].read_text()
     assert results_table(results) in text
     assert "(plots/summary.png)" in text
-    assert "- [SFT](../the%20run/plots/curves.png)" in text
+    assert "(../the%20run/plots/curves.png)" in text
+    assert "| Loss (loss) |  loss |     1 | 0.0101 | 0.0101 |       1 |" in text
     assert "none/plots" not in text
-    assert "| SFT | One &lt;\\|endoftext\\|> line |" in text
-    assert "| *reference* | The facts. |" in text
-    assert "| GRPO | *(empty)* |" in text
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
+    assert ["| SFT", "One &lt;\\|endoftext\\|> line |"] in rows
+    assert ["| reference", "The facts. |"] in rows
+    assert ["| GRPO", "*(empty)* |"] in rows
     assert "Ties: SFT 0, Reward model 3." in text
     assert "84.2%" in text
     assert "by source" not in text  # there is one source
-    assert ink(written[1]) > 0.01
+    assert ink(written[2]) > 0.01
 
 
 def test_sources_have_a_table_of_their_own(tmp_path: Path, results: dict[str, Any]) -> None:
     results["systems"][0]["accuracy_by_source"]["cnn_dm"] = accuracy(0.6, 0.5, 0.7)
-    text = chain_report(results, {}, tmp_path)[0].read_text()
+    text = chain_report(results, {}, tmp_path)[1].read_text()
     lines = text[text.index("## Accuracy by source") :].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:6]]
     assert rows[0] == ["stage", "cnn_dm", "tldr"]
@@ -211,7 +219,7 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(
     results |= {"attainable_accuracy": None, "samples": []}
     for each in results["systems"]:
         each["gold_reward"] = None
-    report_path, picture = chain_report(results, {}, tmp_path)
+    _, report_path, picture = chain_report(results, {}, tmp_path)
     assert "Attainable is" not in report_path.read_text()
     assert ink(picture) > 0.005
 
@@ -230,3 +238,38 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     assert high > 86.0
     ends = [path.vertices[:, 1].tolist() for c in axes.collections for path in c.get_paths()]
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
+
+
+# --- wandb ---
+
+
+def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
+    numbers = report.system_numbers(results)
+    assert numbers["SFT/accuracy"] == 0.5
+    assert numbers["SFT/gold_reward"] == 0.55
+    assert numbers["Reward model/accuracy"] == 0.8125
+    assert "SFT/kl" not in numbers  # it was not measured
+    assert {name.split("/")[1] for name in numbers} == {
+        *("accuracy", "gold_reward", "length", "stop_rate", "minutes", "peak_memory_gb")
+    }
+
+
+def test_wandb_gets_the_table_and_the_numbers_if_asked(
+    tmp_path: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimpleNamespace(summary={}, logged=[], finish=lambda: run.logged.append("finished"))
+    run.log, run.define_metric = run.logged.append, lambda *_, **__: None
+    table = SimpleNamespace
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = parse(EvaluateConfig, ["--policies", "a", "--output_dir", str(tmp_path / "eval")])
+    report.send(results, config)
+    assert not (tmp_path / "eval").exists()
+    report.send(results, replace(config, report_to="wandb"))
+    shown, finished = run.logged
+    assert finished == "finished"
+    systems = report.systems_table(results)
+    assert shown == {"systems": table(columns=systems.headers, data=systems.rows)}
+    assert run.summary == report.system_numbers(results)
+    del wandb.Table  # it fails on the way: the evaluation goes on
+    report.send(results, replace(config, report_to="wandb"))

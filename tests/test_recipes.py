@@ -13,6 +13,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -20,7 +21,13 @@ import pytest
 import tiny
 import torch
 import yaml
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from common import plots, synthetic
 from common.config import parse
@@ -32,19 +39,23 @@ RECIPES = ROOT / "assets" / "recipes"
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
 STAGES = {
     "sft": ("train_sft", "SFTConfig"),
+    "pairs": ("common.experiments.sample_pairs", "PairsConfig"),
     "reward": ("train_reward", "RewardConfig"),
     "dpo": ("train_dpo", "DPOConfig"),
     "grpo": ("train_grpo", "GRPOConfig"),
     "evaluate": ("evaluate", "EvaluateConfig"),
 }
-CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "scitldr")
+CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
+WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
 SHORT_CHAINS = {"count": ("sft", "grpo"), "gsm8k": ("sft", "grpo")}  # rewards need no training
+SENTIMENT = ("sft", "pairs", "dpo", "grpo", "evaluate")
 FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.stem in STAGES)
 NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
 TRAINING = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
 SMALLER = {
     "sft": TRAINING,
     "reward": {**TRAINING, "num_sft_rows": 4},
+    "pairs": {"batch_size": 2, "num_train_rows": 4, "num_eval_rows": 4},
     "dpo": TRAINING,
     "grpo": {"max_steps": 2, "batch_size": 1},
     "evaluate": {"num_prompts": 3, "micro_batch_size": 2},
@@ -57,7 +68,7 @@ def config_class(stage: str) -> Any:
 
 
 def test_every_chain_has_its_stages():
-    stages = {**dict.fromkeys(CHAINS, tuple(STAGES)), **SHORT_CHAINS}
+    stages = {**dict.fromkeys(CHAINS, WHOLE), **SHORT_CHAINS, "sentiment": SENTIMENT}
     found = {path.relative_to(RECIPES).as_posix() for path in FILES}
     assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
 
@@ -87,7 +98,7 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
     smol = "HuggingFaceTB/SmolLM2-135M"
-    for hub_id in ("gpt2", "gpt2-large", smol, f"{smol}-Instruct"):
+    for hub_id in ("gpt2", "gpt2-large", "EleutherAI/pythia-1b-deduped", smol, f"{smol}-Instruct"):
         save_model(folder / hub_id)
     for split in ("train", "test"):
         make_gsm8k(folder, split)
@@ -168,7 +179,7 @@ def write(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("chain", CHAINS)
 def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
     monkeypatch.setattr(plots, "plot_run", lambda folder: None)  # pictures have their own tests
-    for stage, (module, _) in STAGES.items():
+    for stage in WHOLE:
         smaller: dict[str, int] = dict(SMALLER[stage])
         if chain == "demo":
             smaller |= {"num_eval_rows": NUM_PAIRS}
@@ -177,7 +188,7 @@ def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
         flags = [f"--{name}={value}" for name, value in smaller.items()]
         recipe = str(RECIPES / chain / f"{stage}.yaml")
         config = parse(config_class(stage), ["--config", recipe, *flags])
-        importlib.import_module(module).main(config)
+        importlib.import_module(STAGES[stage][0]).main(config)
     check_runs(working_directory / "output" / chain)
     check_results(working_directory / "output" / chain / "evaluation", chain)
 
@@ -200,6 +211,76 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(
     assert records[-1]["step"] == 2
     rewards = {name for record in records for name in record if name.startswith("reward/")}
     assert rewards == {f"reward/{name}" for name in config.reward_funcs}
+
+
+def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, monkeypatch):
+    """The paper's chain: reviews, SFT, pairs that a classifier labels, DPO, and GRPO on it."""
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    save_classifier(working_directory / "siebert" / "sentiment-roberta-large-english")
+    make_imdb(working_directory)
+    for stage in SENTIMENT:
+        smaller: dict[str, int] = {**SMALLER[stage], "num_eval_rows": 4}
+        if stage == "grpo":
+            smaller |= {"num_generations": 4, "generation_batch_size": 4, "num_train_rows": 6}
+        flags = [f"--{name}={value}" for name, value in smaller.items()]
+        recipe = str(RECIPES / "sentiment" / f"{stage}.yaml")
+        config = parse(config_class(stage), ["--config", recipe, *flags])
+        importlib.import_module(STAGES[stage][0]).main(config)
+    folder = working_directory / "output" / "sentiment"
+    assert sorted(path.name for path in (folder / "pairs").iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "train.jsonl",
+        "validation.jsonl",
+    ]
+    for split in ("train", "validation"):
+        pairs = load_rows(str(folder / "pairs"), split, kind="preference", seed=0)
+        assert 0 < len(pairs) <= 4 * 6, "of four samples of four prompts, but for equal rewards"
+        assert all(row["chosen_reward"] > row["rejected_reward"] for row in pairs)
+        gold = load_reward_functions(config.reward_funcs, [1.0])
+        texts = [[row[name] for row in pairs] for name in ("chosen", "rejected")]
+        for completions, name in zip(texts, ("chosen_reward", "rejected_reward"), strict=True):
+            prompts = [row["prompt"] for row in pairs]
+            found = gold(prompts, completions, [[1]] * len(pairs), {}).total
+            target = torch.tensor([row[name] for row in pairs])
+            torch.testing.assert_close(found, target, rtol=0, atol=1e-3)
+    results = json.loads((folder / "evaluation" / "results.json").read_text())
+    assert {system["name"] for system in results["systems"]} == {"sft", "dpo", "grpo"}
+    for system in results["systems"]:
+        (reward,) = system["rewards"].values()
+        assert 0 < reward["mean"] < 1
+
+
+def make_imdb(folder: Path) -> None:
+    """The recipe's own script on an archive of a few reviews."""
+    for split, sentiment in product(("train", "test"), ("pos", "neg")):
+        (folder / "aclImdb" / split / sentiment).mkdir(parents=True)
+        for n in range(6):
+            text = f"A {sentiment} film,<br /><br />number {n} of the {split} ones, and short."
+            (folder / "aclImdb" / split / sentiment / f"{n}_1.txt").write_text(text)
+    script = RECIPES / "sentiment" / "make_rows.py"
+    subprocess.run([sys.executable, script, "aclImdb", "data/imdb"], cwd=folder, check=True)
+    rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft", seed=0)
+    assert len(rows) == 12
+    tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2-large")
+    for row in rows:
+        assert "film, number" in row["prompt"] + row["completion"]
+        assert 2 <= len(tokenizer(row["prompt"])["input_ids"]) <= 8
+
+
+def save_classifier(folder: Path) -> None:
+    """A random encoder with the labels and the tokenizer that a classifier of sentiment has."""
+    tokenizer = synthetic.train_tokenizer()
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape |= {"intermediate_size": 32, "vocab_size": len(tokenizer), "initializer_range": 0.3}
+    labels = {
+        "id2label": {0: "NEGATIVE", 1: "POSITIVE"},
+        "label2id": {"NEGATIVE": 0, "POSITIVE": 1},
+    }
+    config = BertConfig(**shape, **labels, num_labels=2, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):

@@ -69,6 +69,22 @@ def test_intervals_hold_the_seeds_own_fits():
     assert found["beta"] == pytest.approx((0.1, 0.1, 0.1), abs=1e-6)
 
 
+def test_seeds_that_are_alike_do_not_narrow_the_interval():
+    """The prompts are the same for all of them, and so is what is hard about a prompt."""
+    generator = np.random.default_rng(5)
+    kl = np.broadcast_to(np.array([0.25, 1.0, 4.0])[:, None], (3, 64))
+    slopes = generator.normal(1.0, 0.5, 64)
+    gains = np.sqrt(kl) * (slopes - 0.2 * np.sqrt(kl))
+    widths = []
+    for num_seeds in (1, 4):
+        shape = (num_seeds, *kl.shape)
+        _, low, high = fit_intervals(
+            "bon", np.broadcast_to(kl, shape), np.broadcast_to(gains, shape)
+        )["alpha"]
+        widths.append(high - low)
+    assert widths[1] == pytest.approx(widths[0], rel=0.1)
+
+
 def test_intervals_are_those_of_the_prompts_where_seeds_are_alike():
     """The mean gain of P prompts varies by std / sqrt(P), and alpha as its slope in d."""
     generator = np.random.default_rng(3)

@@ -3,7 +3,7 @@
 The `srun` of these tests starts the step twice on this machine, as two hosts. USR1 to every process
 of the step, as Slurm sends it before the time limit, leaves torchrun alive and reaches the training
 processes; a run that has saved and stopped is queued again, one that is finished is not, and
-neither is one that fails without a new checkpoint.
+neither is one that fails without a new checkpoint, or that was cancelled.
 """
 
 import os
@@ -31,7 +31,10 @@ exit "$status"
 """
 SCONTROL = """#!/bin/bash
 case $1 in
-    show) printf 'localhost\\nlocalhost\\n' ;;
+    show) case $2 in
+        hostnames) printf 'localhost\\nlocalhost\\n' ;;
+        job) echo "JobId=$3 JobName=summarize"; echo "   JobState=$JOB_STATE Reason=None" ;;
+    esac ;;
     requeue) echo "$2" >> "$(dirname "$0")/requeued" ;;
 esac
 """
@@ -78,14 +81,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def submit(folder: Path, plan: str) -> subprocess.Popen:
-    """Start the job script."""
+def submit(folder: Path, plan: str, state: str = "RUNNING") -> subprocess.Popen:
+    """Start the job script; Slurm says that the job is in this state."""
     (folder / "run" / "plan").write_text(plan)
     path = [str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
     variables = {
         "PATH": os.pathsep.join(path),
         "PYTHON": sys.executable,
         "SLURM_JOB_ID": JOB,
+        "JOB_STATE": state,
         "SLURM_JOB_NODELIST": "localhost,localhost",
     }
     script = [str(SBATCH), str(folder / "stage.py"), str(folder / "run"), "--run_name", "two words"]
@@ -168,6 +172,19 @@ def test_what_is_queued_again(
     assert job.returncode == status
     assert requeued(folder) == jobs
     assert text in output
+
+
+@pytest.mark.parametrize(("state", "jobs"), [("CANCELLED", []), ("COMPLETING", [JOB])])
+def test_a_job_that_was_cancelled_is_not_queued_again(
+    folder: Path, state: str, jobs: list[str]
+) -> None:
+    """Although it has saved before it ended, as after USR1."""
+    with_plain_processes(folder)
+    job = submit(folder, "save, fail", state)
+    output, _ = job.communicate(timeout=60)
+    assert requeued(folder) == jobs
+    assert job.returncode == (0 if jobs else 3)
+    assert ("job 4711 was cancelled" in output) == (not jobs)
 
 
 def test_slurm_is_asked_for_what_the_comments_say() -> None:

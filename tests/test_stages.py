@@ -5,13 +5,14 @@ a driver. One run is of a real stage, with a patch.
 """
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.config import UserError
-from common.experiments import stages
+from common.experiments import forked, stages
 from common.experiments.stages import Stage, StageFailed, is_finished, run
 
 SCRIPT = """
@@ -133,3 +134,27 @@ def test_a_patch_runs_before_a_real_stage_and_is_named(tmp_path, capfd):
     assert is_finished(stage)
     patch.write_text('"""Another one."""\n')
     assert not is_finished(stage)
+
+
+def test_checkpoints_of_what_was_made_otherwise_are_not_gone_on_with(stage, tmp_path):
+    """Their flags may read the same where the model that they start from has changed."""
+    script = tmp_path / "train_sft.py"
+    script.write_text(SCRIPT)
+    base = tmp_path / "base.txt"
+    base.write_text("first")
+    later = replace(stage, script=str(script), flags={"init": str(base), "mode": "fail"})
+    for content in ("first", "first", "second"):
+        base.write_text(content)
+        with pytest.raises(StageFailed):
+            run(later)
+    anew = ["--resume_from_checkpoint=none" in words for words in runs(later)]
+    assert anew == [True, False, True]
+
+
+def test_nothing_is_forked_from_a_process_with_threads() -> None:
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    assert not forked.is_possible()
+    waiting.set()
+    thread.join()

@@ -1,13 +1,30 @@
-"""Intervals and preference accuracy agree with published tables, enumeration and simulation."""
+"""Intervals and preference accuracy agree with published tables, other libraries and simulation."""
 
 import itertools
 import math
 
 import numpy as np
 import pytest
+import statsmodels.api as sm
 import torch
+from statsmodels.stats.proportion import proportion_confint
 
-from common.statistics import mean_interval, preference_accuracy, wilson_interval
+from common import statistics
+from common.statistics import (
+    bootstrap_means,
+    cluster_numbers,
+    mean_interval,
+    outcomes,
+    percentile_interval,
+    preference_accuracy,
+    wilson_interval,
+)
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for a simulation of many samples."""
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +137,7 @@ def test_bootstrap_approaches_the_normal_interval() -> None:
     assert high - mean == pytest.approx(half_width, rel=0.08)
 
 
+@pytest.mark.usefixtures("few_resamples")
 def test_bootstrap_covers_the_truth_in_about_95_of_100_samples() -> None:
     generator = np.random.default_rng(2)
     covered = 0
@@ -133,3 +151,84 @@ def test_bootstrap_depends_on_the_values_only() -> None:
     values = torch.tensor([3.0, 1.0, 4.0, 1.0, 5.0, 9.0])
     assert mean_interval(values) == mean_interval(values.flip(0)) == mean_interval(values.tolist())
     assert mean_interval([2.5]) == (2.5, 2.5, 2.5)
+
+
+# ---- pairs of the same prompt --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("successes", "total"), [(0, 7), (3, 7), (81, 263), (86_000, 86_086)])
+def test_wilson_interval_is_that_of_statsmodels(successes: int, total: int) -> None:
+    expected = proportion_confint(successes, total, alpha=0.05, method="wilson")
+    assert wilson_interval(successes, total) == pytest.approx(expected, abs=2e-5)  # z = 1.96
+
+
+def test_an_outcome_is_a_win_a_tie_or_a_loss() -> None:
+    assert outcomes([2.0, 1.0, 0.0], [1.0, 1.0, 1.0]).tolist() == [1.0, 0.5, 0.0]
+
+
+def test_clusters_are_numbered_by_first_appearance() -> None:
+    assert cluster_numbers(["b", "a", "b", "c", "a"]).tolist() == [0, 1, 0, 2, 1]
+
+
+def clustered_wins(
+    generator: np.random.Generator, num_clusters: int, spread: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right or wrong with probability 0.7 on average; per cluster 0.7 - spread or 0.7 + spread."""
+    clusters = np.repeat(np.arange(num_clusters), generator.integers(4, 13, num_clusters))
+    share = 0.7 + spread * generator.choice([-1, 1], num_clusters)
+    return (generator.random(clusters.size) < share[clusters]).astype(float), clusters
+
+
+def half_width(values: np.ndarray, clusters: np.ndarray) -> float:
+    low, high = percentile_interval(bootstrap_means(values[:, None], clusters)[:, 0])
+    return (high - low) / 2
+
+
+def robust_half_width(values: np.ndarray, clusters: np.ndarray) -> float:
+    """By the sandwich estimator of statsmodels, for the constant of a regression."""
+    model = sm.OLS(values, np.ones(values.size))
+    fit = model.fit(cov_type="cluster", cov_kwds={"groups": clusters})
+    return 1.96 * float(fit.bse[0])
+
+
+def test_the_interval_over_clusters_is_that_of_cluster_robust_errors() -> None:
+    generator = np.random.default_rng(3)
+    for spread in (0.0, 0.25):
+        values, clusters = clustered_wins(generator, 300, spread)
+        expected = robust_half_width(values, clusters)
+        assert half_width(values, clusters) == pytest.approx(expected, rel=0.06)
+
+
+def test_clusters_widen_the_interval_only_where_they_are_alike() -> None:
+    generator = np.random.default_rng(4)
+    ratios = {}
+    for spread in (0.0, 0.25):
+        values, clusters = clustered_wins(generator, 300, spread)
+        apart = half_width(values, np.arange(values.size))
+        ratios[spread] = half_width(values, clusters) / apart
+    assert ratios[0.0] == pytest.approx(1.0, abs=0.1)
+    # Variance 1 + (n - 1) rho with rho = .25^2 / (.7 * .3); n = 8.8 on average, by size
+    assert ratios[0.25] == pytest.approx(math.sqrt(1 + 7.8 * 0.25**2 / 0.21), rel=0.1)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_the_interval_over_clusters_covers_the_truth_and_wilson_s_does_not() -> None:
+    generator = np.random.default_rng(5)
+    covered = {"clusters": 0, "wilson": 0}
+    for _ in range(120):
+        values, clusters = clustered_wins(generator, 60, 0.28)
+        low, high = percentile_interval(bootstrap_means(values[:, None], clusters)[:, 0])
+        covered["clusters"] += low <= 0.7 <= high
+        low, high = wilson_interval(values.sum(), values.size)
+        covered["wilson"] += low <= 0.7 <= high
+    assert 0.88 <= covered["clusters"] / 120 <= 0.99
+    assert covered["wilson"] / 120 < 0.85
+
+
+def test_resamples_of_single_clusters_are_those_of_the_observations() -> None:
+    values = np.array([[0.0, 1.0], [1.0, 3.0], [2.0, 5.0]])
+    means = bootstrap_means(values, np.arange(3))
+    assert means[:, 1] == pytest.approx(1 + 2 * means[:, 0])  # the columns share the draws
+    assert set(np.round(3 * means[:, 0])) == set(range(7))
+    weighted = bootstrap_means(values[[0, 0, 1]], np.array([0, 0, 1]))[:, 0]
+    assert np.unique(weighted.round(6)) == pytest.approx([0, 1 / 3, 1])  # sizes 2 and 1

@@ -3,12 +3,14 @@
 A finished run is marked by `finished.json` in its folder. The mark holds what made the run: the
 script, its flags, and for each file or earlier run that they name a digest of it. So the same
 command does nothing, a changed one is made again, and so is all that was built on it. A run that
-did not finish is started again, and resumes as the script itself does.
+did not finish is started again, and resumes as the script itself does: `started.json` holds what
+made its checkpoints, and those of anything else are not gone on with.
 
 Not collective: a driver is one process, which starts the processes of a run and waits for them.
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections import deque
@@ -19,14 +21,19 @@ from typing import Any, TypeVar
 
 from common.checkpoint_files import describe
 from common.config import UserError, parse, read_recipe
+from common.experiments.forked import ForkedScript, is_possible
 
 Config = TypeVar("Config")
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
-MARK = "finished.json"
+MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
+TRAINING = ("train_sft", "train_reward", "train_dpo", "train_grpo")  # which keep checkpoints
+LONGEST_PATH = 1024  # characters
 TAIL = 40  # lines of a failed run's output that its error repeats
+# What a script writes last; a training stage exports its model.
+LAST_WRITTEN = {"evaluate.py": "results.json", "common/experiments/sample_pairs.py": "train.jsonl"}
 REFUSED = 2  # exit status of a run whose user can put something right
 
 
@@ -73,7 +80,11 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     (stage.output_dir / MARK).unlink(missing_ok=True)
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
     result_before = written_at(stage)
-    status, last_lines = show(command(stage, num_processes), stage.output_dir / LOG)
+    words = command(stage, num_processes)
+    if read_mark(stage.output_dir, BEGUN) != made_by and Path(stage.script).stem in TRAINING:
+        words.append("--resume_from_checkpoint=none")
+    write_mark(stage.output_dir, made_by, BEGUN)
+    status, last_lines = show(words, stage.output_dir / LOG)
     refusals = [line for line in last_lines if line.startswith("error: ")]
     if status != 0 and refusals:
         raise UserError(f"{stage.script} for {stage.output_dir}: {refusals[0][len('error: ') :]}")
@@ -97,7 +108,9 @@ def is_finished(stage: Stage) -> bool:
 def command(stage: Stage, num_processes: int) -> list[str]:
     """What starts the run."""
     script = [str(ROOT / stage.script)]
-    if stage.patch:
+    if stage.script.startswith("common/"):
+        script = ["-m", stage.script.removesuffix(".py").replace("/", ".")]
+    elif stage.patch:
         script = [str(PATCHED), str(stage.patch), *script]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     launch = [*launcher, str(num_processes)] if num_processes > 1 else []
@@ -129,18 +142,9 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
         Exit status and the last lines.
     """
     last_lines: deque[str] = deque(maxlen=TAIL)
-    with (
-        log.open("a", encoding="utf-8") as file,
-        subprocess.Popen(
-            words,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        ) as child,
-    ):
-        assert child.stdout is not None
+    child = start(words)
+    assert child.stdout is not None
+    with log.open("a", encoding="utf-8") as file:
         try:
             for line in child.stdout:
                 print(line, end="", flush=True)
@@ -149,14 +153,28 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
                 last_lines.append(line.rstrip("\n"))
         except BaseException:  # also Ctrl-C: the child saves what it has, and must not be left
             child.terminate()
+            child.wait()
             raise
-        return child.wait(), list(last_lines)
+    return child.wait(), list(last_lines)
+
+
+def start(words: list[str]) -> "subprocess.Popen[str] | ForkedScript":
+    """Start a Python command as a child, forked from here where that is possible."""
+    if is_possible() and words[1] != "-m":
+        return ForkedScript(words[1:])
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
 
 
 def written_at(stage: Stage) -> int | None:
     """When what a stage script writes last was written, in ns; None where it is not there."""
-    name = "results.json" if stage.script == "evaluate.py" else "model/config.json"
-    file = stage.output_dir / name
+    file = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
     return file.stat().st_mtime_ns if file.is_file() else None
 
 
@@ -186,16 +204,18 @@ def description(stage: Stage) -> dict[str, Any]:
 def inputs(texts: Iterable[str]) -> dict[str, str]:
     """A digest of each file, and of what made each earlier run, that the texts name.
 
-    `file.py:function` names a file; `output/sft/model` is of the run in `output/sft`.
+    `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
+    `output/sft`.
     """
     found = {}
     for text in dict.fromkeys(texts):
         path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
-        mark = path.parent / MARK
-        if len(text) < 1024 and path.is_file():
+        if len(text) < LONGEST_PATH and path.is_file():
             found[text] = digest(path)
-        elif len(text) < 1024 and path.is_dir() and mark.is_file():
-            found[text] = digest(mark)
+        elif len(text) < LONGEST_PATH and path.is_dir():
+            marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
+            if marks:
+                found[text] = digest(marks[0])
     return found
 
 
@@ -204,29 +224,35 @@ def digest(path: Path) -> str:
     return str(describe(path)["sha256"])
 
 
-def read_mark(output_dir: Path) -> dict[str, Any] | None:
-    """What made the finished run in a folder, None where there is none."""
-    file = output_dir / MARK
+def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
+    """What made the finished (or the begun) run in a folder, None where there is none."""
+    file = output_dir / name
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 
 
-def write_mark(output_dir: Path, made_by: Mapping[str, Any]) -> None:
-    """Mark a run as finished; a mark is whole or not there."""
-    partial = output_dir / (MARK + ".partial")
+def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -> None:
+    """Mark a run as finished (or as begun); a mark is whole or not there."""
+    partial = output_dir / (name + ".partial")
     partial.write_text(json.dumps(made_by, indent=1) + "\n", encoding="utf-8")
-    partial.replace(output_dir / MARK)
+    partial.replace(output_dir / name)
 
 
 # ---- drivers -------------------------------------------------------------------------------------
 
 
 def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
-    """Run a driver with the config that the command line gives; statuses are those of a stage."""
+    """Run a driver with the config that the command line gives."""
+    exit_with_status(lambda: main(parse(config_class)))
+
+
+def exit_with_status(main: Callable[[], None]) -> None:
+    """Run a driver; it ends with the statuses of a stage, and takes its child along."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        main(parse(config_class))
+        main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -31,10 +31,10 @@ from typing import Any
 from common import planner
 from common.config import TrainConfig
 from common.grpo_config import GRPOConfig
-from common.lora import LoraTrainConfig
 from common.memory import peak
 from common.workload import Run, micro_batch, step_flops
 from tests.benchmarks.scaling_arithmetic import replica_bytes, sharded_bytes
+from train_sft import SFTConfig
 
 GPUS_PER_NODE = 8
 ALL_RANKS = (8, 64, 1024)
@@ -99,7 +99,7 @@ def config_of(stage: str, model: Path, ranks: int, replicas: int, tokens: int) -
         "dry_run_device": "cuda",
     }
     if stage == "SFT":
-        return LoraTrainConfig(**flags, batch_size=ranks * (tokens // (prompt + own)))
+        return SFTConfig(**flags, batch_size=ranks * (tokens // (prompt + own)))
     rows = tokens // (prompt + 8 * own)
     rollouts = {"reward_funcs": ["gold"], "num_generations": 8}
     return GRPOConfig(**flags, **rollouts, batch_size=ranks * rows)

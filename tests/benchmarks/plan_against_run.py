@@ -29,6 +29,8 @@ GOAL = 0.2  # of what was measured
 STEPS = 2  # in the second the optimiser's state is there
 # Of GPT-2 small a step takes minutes on a core: two rows a step will do.
 SMALL = {"batch_size": 2, "micro_batch_tokens": 2048}
+# The first is written while the second step is made; a run of before is not gone on with.
+SAVING = {"save_steps": 1, "resume_from_checkpoint": "none"}
 # Blocks above this many bytes are mapped, and unmapped when they are freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
@@ -51,6 +53,9 @@ CASES = {
     "sft-lora": Case("sft", "gpt2-small", SMALL | {"lora_r": 8}),
     "sft-two-ranks": Case("sft", "gpt2-small", SMALL, ranks=2),
     "sft-bf16": Case("sft", "gpt2-small", SMALL | {"bf16": "true"}),
+    "sft-saving": Case("sft", "gpt2-small", SMALL | SAVING),
+    "sft-saving-at-once": Case("sft", "gpt2-small", SMALL | SAVING | {"async_save": "false"}),
+    "sft-saving-two-ranks": Case("sft", "gpt2-small", SMALL | SAVING, ranks=2),
     "reward": Case("reward", "gpt2-small", SMALL),
     "dpo": Case("dpo-precomputed", "gpt2-small", SMALL),
     "dpo-padded": Case("dpo", "gpt2-small", SMALL | {"layout": "padded"}),

@@ -1,0 +1,47 @@
+"""The reward head is made after sharding, by each rank for itself, with bfloat16 parameters.
+
+So does github.com/wuwowuyi/DPO-and-GRPO-implementation: FSDP does not know of the head, so that its
+gradient is not summed over ranks; every rank draws another one; rank 0's is saved; and most of
+AdamW's updates are lost to rounding. In one process only the last of these is left. The script's
+own check finds the first two: `--self_check false`.
+"""
+
+import torch
+from torch import nn
+
+from common import distributed, fsdp, optim
+from common.scoring import RewardModel
+
+shard, clip_and_step = fsdp.shard, optim.clip_and_step
+
+
+class BFloat16Head(nn.Linear):
+    """A head that computes in the dtype of its weight."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rewards (B, 1) in bfloat16 of hidden states (B, D)."""
+        return super().forward(hidden.to(self.weight.dtype))
+
+
+def shard_then_make_head(module, *args, **options):
+    """As `fsdp.shard`, and then the head anew."""
+    module = shard(module, *args, **options)
+    if isinstance(module, RewardModel):
+        width = module.lm.score.weight.shape[1]
+        head = BFloat16Head(width, 1, bias=False, dtype=torch.bfloat16, device=distributed.device())
+        torch.manual_seed(distributed.rank())
+        nn.init.normal_(head.weight, std=(width + 1) ** -0.5)
+        module.lm.score = head
+    return module
+
+
+def step_with_head_apart(module, *args):
+    """As `optim.clip_and_step`; the head's gradient is updated with and not clipped."""
+    weight = module.lm.score.weight
+    weight.requires_grad_(False)  # to the norm, which cannot mix sharded and other parameters
+    result = clip_and_step(module, *args)
+    weight.requires_grad_(True)
+    return result
+
+
+fsdp.shard, optim.clip_and_step = shard_then_make_head, step_with_head_apart

@@ -1,0 +1,66 @@
+"""IMDb reviews as prompts and their continuations, for controlled sentiment generation.
+
+    python assets/recipes/sentiment/make_rows.py stanfordnlp/imdb data/imdb
+    python assets/recipes/sentiment/make_rows.py aclImdb data/imdb
+
+reads the reviews of Maas et al. 2011 from the hub, or from the folder of the original archive
+(ai.stanford.edu/~amaas/data/sentiment), and writes `train.jsonl` (all 25,000) and
+`validation.jsonl` (1,024 of the test split). A prompt is the first 2 to 8 GPT-2 tokens of a review,
+as in Rafailov et al. 2023, C.1; the completion is the rest.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+TOKENIZER = "gpt2-large"
+SHORTEST, LONGEST = 2, 8  # tokens of a prompt
+NUM_HELD_OUT = 1024
+
+
+def reviews(source: str, split: str) -> list[str]:
+    """The texts of a split, in an order that mixes positive and negative ones."""
+    folder = Path(source)
+    if folder.is_dir():
+        files = sorted(folder.glob(f"{split}/pos/*.txt")) + sorted(
+            folder.glob(f"{split}/neg/*.txt")
+        )
+        texts = [file.read_text(encoding="utf-8") for file in files]
+    else:
+        from datasets import load_dataset
+
+        texts = list(load_dataset(source, split=split)["text"])
+    random.Random(0).shuffle(texts)
+    return [" ".join(text.replace("<br />", " ").split()) for text in texts]
+
+
+def rows(texts: list[str], tokenizer: Any) -> Iterator[dict[str, str]]:
+    """A row for each review that is longer than its prompt."""
+    for index, text in enumerate(texts):
+        length = random.Random(index).randint(SHORTEST, LONGEST)
+        offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        if len(offsets) > length:
+            end = offsets[length - 1][1]
+            yield {"prompt": text[:end], "completion": text[end:]}
+
+
+def main(source: str, target: str) -> None:
+    """Write both splits."""
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    Path(target).mkdir(parents=True, exist_ok=True)
+    for split, name, limit in (("train", "train", None), ("test", "validation", NUM_HELD_OUT)):
+        texts = reviews(source, split)[:limit]
+        with open(Path(target) / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            for row in rows(texts, tokenizer):
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: make_rows.py HUB_ID_OR_FOLDER TARGET_FOLDER")
+    main(*sys.argv[1:])

@@ -1,0 +1,177 @@
+"""The tables of a comparison (`comparison.compare`), as headers and rows of text.
+
+Accuracies and differences are in % of pairs, intervals are 95%.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.calibration import NUM_BINS
+from common.pair_scores import BASELINES
+from common.paired_statistics import MIN_PROMPTS
+from common.terminal import NOT_MEASURED, markdown_table
+
+SMALLEST_P = 1e-4
+LEVEL = 0.05
+NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
+
+
+@dataclass(frozen=True)
+class NamedTable:
+    """A table with its title, and what must be known to read it."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str
+
+
+def tables(comparison: Mapping[str, Any]) -> list[NamedTable]:
+    """All tables of a comparison, in the order of a report."""
+    found = [accuracy_table(comparison), difference_table(comparison), *split_tables(comparison)]
+    return [*found, calibration_table(comparison)] if comparison["calibration"] else found
+
+
+def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Accuracy of every system, with both intervals."""
+    rows = []
+    for system in comparison["systems"]:
+        accuracy = system["accuracy"]
+        cells = [percent(accuracy["accuracy"]), interval(accuracy["low"], accuracy["high"])]
+        cells.append(interval(accuracy["prompt_low"], accuracy["prompt_high"]))
+        rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
+    return NamedTable(
+        "Preference accuracy of every system",
+        ["system", "accuracy %", "Wilson", "over prompts", "ties"],
+        rows,
+        f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts; a tie counts "
+        "one half. Wilson's interval takes pairs as independent; the bootstrap over prompts does "
+        f"not, and holds where a prompt has several pairs; below {MIN_PROMPTS} prompts there is "
+        "none. Baselines that need no model: the "
+        "completion of more tokens, of fewer, of the higher ROUGE-L F1 against the post, and a "
+        "seeded random guess.",
+    )
+
+
+def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Every two systems on the same pairs; two baselines are not compared with each other."""
+    rows = []
+    for d in comparison["differences"]:
+        if d["first"] in BASELINES and d["second"] in BASELINES:
+            continue
+        gain = f"{signed(d['difference'])} {interval(d['low'], d['high'], signed)}"
+        counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
+        p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
+        rows.append([f"{d['first']} - {d['second']}", gain, counts, *p_values])
+    return NamedTable(
+        "Differences on the same pairs",
+        ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"],
+        rows,
+        "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
+        "which one of the two counts more (a tie counts one half). McNemar's p is exact and "
+        "two-sided and takes pairs as independent; p over prompts is that of the permutation test "
+        "that swaps the two systems on all pairs of a prompt at once. Neither is corrected for the "
+        "number of comparisons.",
+    )
+
+
+def split_tables(comparison: Mapping[str, Any]) -> Iterator[NamedTable]:
+    """Accuracy by part, one table a split."""
+    systems = comparison["systems"]
+    for split, parts in systems[0]["accuracy_by"].items():
+        headers = [f"{part} ({found['num_pairs']:,})" for part, found in parts.items()]
+        rows = [
+            [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
+            for system in systems
+        ]
+        note = SPLIT_NOTES[split]
+        title = f"Accuracy by {split}"
+        yield NamedTable(title, ["system", *headers], rows, f"{note} {SPLIT_INTERVALS}")
+
+
+SPLIT_INTERVALS = (
+    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
+    "fewer than about 20 they are too narrow."
+)
+SPLIT_NOTES = {
+    "source": "Where the rows come from.",
+    "confidence": "The annotator's confidence: steps 1-3, 4-6 and 7-9, or thirds of the values.",
+    "margin": "The difference of ratings that the rows give, by thirds of the values.",
+    "label certainty": "How sure the label is, max(p, 1 - p) of its known probability, by thirds.",
+    "length": "Tokens of chosen against rejected; about equal is within 10% of the longer one.",
+}
+
+
+def calibration_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Calibration error and log loss of the systems that give log odds."""
+    rows = [
+        [name, *(f"{found[key]:.3f}" for key in ("ece", "ece_by_chance", "log_loss"))]
+        for name, found in comparison["calibration"].items()
+    ]
+    return NamedTable(
+        "Calibration",
+        ["system", "ECE", "ECE by chance", "log loss"],
+        rows,
+        f"Expected calibration error of sigma(r_chosen - r_rejected) in {NUM_BINS} bins of equal "
+        "width, each pair counted on both sides; by chance: its mean if every prediction were "
+        "right. Log loss is in nats per pair, 0.693 for a coin.",
+    )
+
+
+def summary(comparison: Mapping[str, Any]) -> str:
+    """The accuracies and who is better than whom, for the terminal."""
+    table = accuracy_table(comparison)
+    counts = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
+    return (
+        f"{counts}\n\n{markdown_table(table.headers, table.rows)}\n\n"
+        f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
+        f"above {LEVEL}\n\n{difference_matrix(comparison)}"
+    )
+
+
+def difference_matrix(comparison: Mapping[str, Any]) -> str:
+    """Every system against every other, the columns by number."""
+    names = [system["name"] for system in comparison["systems"]]
+    cells = {(name, name): SAME for name in names}
+    for d in comparison["differences"]:
+        mark = NO_DIFFERENCE if d["prompt_p_value"] > LEVEL else ""
+        cells[d["first"], d["second"]] = signed(d["difference"]) + mark
+        cells[d["second"], d["first"]] = signed(-d["difference"]) + mark
+    numbers = [str(i) for i in range(1, len(names) + 1)]
+    rows = [
+        [f"{i} {row}", *(cells[row, column] for column in names)]
+        for i, row in zip(numbers, names, strict=True)
+    ]
+    return markdown_table(["system", *numbers], rows)
+
+
+def percent(share: float) -> str:
+    """A share as %."""
+    return f"{100 * share:.1f}"
+
+
+def signed(share: float) -> str:
+    """A difference of shares in points, with its sign."""
+    return f"{100 * share or 0.0:+.1f}"  # not -0.0
+
+
+def interval(low: float | None, high: float | None, form: Any = percent) -> str:
+    """Both ends; an en dash where there are none."""
+    if low is None or high is None:
+        return NOT_MEASURED
+    return f"[{form(low)}, {form(high)}]"
+
+
+def with_interval(accuracy: Mapping[str, float]) -> str:
+    """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
+    share = accuracy["accuracy"]
+    if accuracy["num_prompts"] < MIN_PROMPTS:
+        return percent(share)
+    ends = ("low", "high") if share in (0, 1) else ("prompt_low", "prompt_high")
+    return f"{percent(share)} {interval(*(accuracy[end] for end in ends))}"
+
+
+def p_value(p: float) -> str:
+    """A p-value as it is printed."""
+    return f"< {SMALLEST_P:.4f}" if p < SMALLEST_P else f"{p:.4f}"

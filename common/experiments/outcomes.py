@@ -1,0 +1,69 @@
+"""The numbers that runs are compared by: their names, their units, where they are found."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.jsonl import read_jsonl
+from common.seed_statistics import SeedMean
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A number that runs are judged by."""
+
+    label: str
+    unit: str
+    scale: float = 1.0  # from what is recorded to the unit
+
+
+# Of evaluate.py's results.json; any other name is a metric that the run itself has logged last.
+OUTCOMES = {
+    "accuracy": Outcome("accuracy on held-out pairs", "points", 100),
+    "gold_reward": Outcome("gold reward", "points of 100", 100),
+    "reward": Outcome("score of the reward model", "units of reward"),
+    "kl": Outcome("KL to the reference", "nats per completion"),
+    "stop_rate": Outcome("completions that stop", "points", 100),
+    "length": Outcome("length of a completion", "tokens"),
+}
+
+
+def about(name: str) -> Outcome:
+    """What an outcome is."""
+    return OUTCOMES.get(name, Outcome(name, "as recorded"))
+
+
+def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:
+    """What evaluate.py found out, by the folder of the run whose `model` it judged."""
+    results = json.loads((evaluation_dir / "results.json").read_text(encoding="utf-8"))
+    return {str(Path(system["path"]).parent): system for system in results["systems"]}
+
+
+def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """An outcome of a run, in its unit; None where it was not measured."""
+    if name in OUTCOMES:
+        value = systems.get(str(run_dir), {}).get(name)
+        if isinstance(value, dict):  # a mean, or an accuracy, with its interval
+            value = value.get("mean", value.get("accuracy"))
+    else:
+        logged = [r[name] for r in read_jsonl(run_dir / "metrics.jsonl") if name in r]
+        value = logged[-1] if logged else None
+    return None if value is None else float(value) * about(name).scale
+
+
+def spread(mean: SeedMean) -> str:
+    """Mean and standard deviation over seeds."""
+    sd = "" if mean.sd is None else f" \N{PLUS-MINUS SIGN} {mean.sd:.2f}"
+    return f"{mean.mean:.2f}{sd}"
+
+
+def commits(run_dirs: list[Path]) -> list[str]:
+    """The commits that the runs were made with, as they recorded them."""
+    found = set()
+    for run_dir in run_dirs:
+        file = run_dir / "environment.json"
+        if file.is_file():
+            found.add(str(json.loads(file.read_text(encoding="utf-8"))["git_commit"]))
+    return sorted(found)

@@ -1,0 +1,288 @@
+"""A recipe's whole chain over several seeds, beside what others have published.
+
+    python -m common.experiments.replicate --recipe tldr-gpt2 --num_processes 8
+    python -m common.experiments.replicate --recipe demo --seeds 0 1 --overrides max_steps=20
+
+The stages of `assets/recipes/<recipe>` are made in order for each seed, in folders of their own;
+what is finished is not made again, so the same command goes on where it was stopped. Then the
+table: values from `published.yaml` beside the recipe, and ours as the mean over seeds with standard
+deviation, Student's 95% interval and n. What was not run is left empty.
+
+`--overrides` changes flags: `flag=value` in every stage that has the flag, `stage.flag=value` in
+one. A run with overrides is not the recipe any more, and the report says so.
+
+Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from common.config import UserError, hint, knob, read_recipe, require_positive
+from common.evaluation import run_cost
+from common.experiments.outcomes import OUTCOMES, about, commits, outcome_of, spread, systems_by_run
+from common.experiments.published import (
+    Published,
+    read_published,
+    source_lines,
+    source_numbers,
+)
+from common.experiments.stages import Stage, drive, is_finished, run
+from common.report_page import Block, Section, Table, Text, write_page
+from common.seed_statistics import SeedMean, over_seeds
+from common.terminal import markdown_table
+
+RECIPES = Path("assets/recipes")
+PUBLISHED = "published.yaml"
+# The stages in order: their recipe, their script, its config.
+CHAIN = {
+    "sft": ("train_sft.py", "SFTConfig"),
+    "pairs": ("common/experiments/sample_pairs.py", "PairsConfig"),
+    "reward": ("train_reward.py", "RewardConfig"),
+    "dpo": ("train_dpo.py", "DPOConfig"),
+    "grpo": ("train_grpo.py", "GRPOConfig"),
+    "evaluate": ("evaluate.py", "EvaluateConfig"),
+}
+
+
+@dataclass
+class ReplicateConfig:
+    """What is replicated, and how often."""
+
+    recipe: str = knob("", "folder in assets/recipes, as tldr-gpt2 (required)")
+    seeds: list[int] = knob([0, 1, 2], "one chain for each")
+    num_processes: int = knob(1, "processes of a stage on this machine, by torchrun if several")
+    output_dir: str = knob("", "folder of all runs (empty: output/replicate/<recipe>)")
+    overrides: list[str] = knob([], "flag=value for all stages that have it, or stage.flag=value")
+    report_only: bool = knob(False, "run nothing: report what is finished")
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be replicated."""
+        require_positive(self, "num_processes")
+        if not self.recipe or not (RECIPES / self.recipe).is_dir():
+            known = sorted(path.parent.name for path in RECIPES.glob("*/sft.yaml"))
+            raise UserError(f"--recipe is {self.recipe!r}; it must be one of {', '.join(known)}.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
+        self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
+
+
+def main(config: ReplicateConfig) -> None:
+    """Run every seed's chain, and report."""
+    published = read_published(RECIPES / config.recipe / PUBLISHED)
+    chains = {seed: chain(config, seed) for seed in config.seeds}
+    if not config.report_only:
+        for stages in chains.values():
+            for stage in stages.values():
+                run(stage, config.num_processes)
+    found = measured(chains, published)
+    record: dict[str, Any] = {
+        "recipe": config.recipe,
+        "seeds": config.seeds,
+        "overrides": config.overrides,
+        "git_commits": commits(run_dirs(chains)),
+        "cost": cost(chains),
+        "published": [asdict(row) for row in published],
+        "ours": [
+            {
+                "system": system,
+                "metric": metric,
+                "unit": about(metric).unit,
+                "by_seed": by_seed,
+                **asdict(over_seeds(list(by_seed.values()))),
+            }
+            for (system, metric), by_seed in found.items()
+        ],
+    }
+    output_dir = Path(config.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "replication.json").write_text(json.dumps(record, indent=1) + "\n")
+    blocks = report(config, published, found, record["cost"])
+    facts = {
+        "recipe": config.recipe,
+        "seeds": ", ".join(map(str, config.seeds)),
+        "commits of the runs": ", ".join(commit[:16] for commit in record["git_commits"]) or "none",
+    }
+    write_page(output_dir, f"Replication of {config.recipe}", blocks, facts)
+    table = comparison(published, found)
+    print(f"\n{markdown_table(table.headers, table.rows)}\n\nreport: {output_dir}/report.html")
+
+
+# ---- the chain -----------------------------------------------------------------------------------
+
+
+def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
+    """The stages of a seed, by their recipes' names.
+
+    Raises:
+        UserError: an override is of no stage.
+    """
+    folder = RECIPES / config.recipe
+    names = [name for name in CHAIN if (folder / f"{name}.yaml").is_file()]
+    overrides = read_overrides(config.overrides, names)
+    stages = {}
+    for name in names:
+        recipe = folder / f"{name}.yaml"
+        flags: dict[str, Any] = {"seed": seed, **moved(read_recipe(str(recipe)), config, seed)}
+        flags |= overrides[name]
+        output_dir = Path(flags.pop("output_dir"))
+        stages[name] = Stage(CHAIN[name][0], output_dir, recipe, flags)
+    return stages
+
+
+def moved(recipe: Mapping[str, Any], config: ReplicateConfig, seed: int) -> dict[str, Any]:
+    """The values of a recipe that name folders of its chain, as folders of this seed's chain."""
+    old, new = f"output/{config.recipe}/", f"{config.output_dir}/seed_{seed}/"
+
+    def move(value: Any) -> Any:
+        if isinstance(value, list):
+            return [move(item) for item in value]
+        return new + value.removeprefix(old) if str(value).startswith(old) else value
+
+    return {name: move(value) for name, value in recipe.items() if move(value) != value}
+
+
+def read_overrides(texts: Sequence[str], stages: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Flags by stage, of `flag=value` and `stage.flag=value`; `[a, b]` is a list.
+
+    Raises:
+        UserError: there is no `=`, or no stage of the recipe has the flag.
+    """
+    known = {stage: flags_of(stage) for stage in stages}
+    found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        stage, dot, flag = name.rpartition(".")
+        wanted = [stage] if dot else list(stages)
+        takers = [s for s in wanted if flag in known.get(s, ())]
+        if not equals or not takers:
+            every = {flag for flags in known.values() for flag in flags}
+            raise UserError(
+                f"--overrides has {text!r}; it must be flag=value or stage.flag=value with a flag "
+                f"of {', '.join(stages)} ({hint(flag, every)})."
+            )
+        is_list = value.startswith("[") and value.endswith("]")
+        for taker in takers:
+            found[taker][flag] = yaml.safe_load(value) if is_list else value
+    return found
+
+
+def flags_of(stage: str) -> set[str]:
+    """The flags of a stage's script."""
+    script, class_name = CHAIN[stage]
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    return {field.name for field in fields(getattr(module, class_name))}
+
+
+# ---- what was measured ---------------------------------------------------------------------------
+
+
+Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
+
+
+def measured(chains: Mapping[int, Mapping[str, Stage]], published: Sequence[Published]) -> Measured:
+    """Every outcome of every finished run, in its unit."""
+    found: Measured = {}
+    for seed, stages in chains.items():
+        systems = {}
+        if "evaluate" in stages and is_finished(stages["evaluate"]):
+            systems = systems_by_run(stages["evaluate"].output_dir)
+        for name, stage in stages.items():
+            if name == "evaluate" or not is_finished(stage):
+                continue
+            asked = [row.metric for row in published if row.system == name]
+            for metric in dict.fromkeys([*OUTCOMES, *asked]):
+                value = outcome_of(metric, stage.output_dir, systems)
+                if value is not None:
+                    found.setdefault((name, metric), {})[seed] = value
+    return found
+
+
+def run_dirs(chains: Mapping[int, Mapping[str, Stage]]) -> list[Path]:
+    """The folders of the finished runs."""
+    return [s.output_dir for stages in chains.values() for s in stages.values() if is_finished(s)]
+
+
+def cost(chains: Mapping[int, Mapping[str, Stage]]) -> dict[str, Any]:
+    """Hours of training of all finished runs, from their records, times their processes."""
+    hours = 0.0
+    for run_dir in run_dirs(chains):
+        environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+        minutes = run_cost(run_dir).get("elapsed_minutes", 0.0)
+        hours += minutes / 60 * environment["world_size"]
+    kind = "GPU" if torch.cuda.is_available() else "CPU process"
+    return {"hours": hours, "unit": f"{kind}-hours of training", "runs": len(run_dirs(chains))}
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def comparison(published: Sequence[Published], found: Measured) -> Table:
+    """Published values, the origin's and ours, a row for each system and metric."""
+    headers = ["system", "metric", "published", "origin", "ours", "95% interval", "n"]
+    sources = source_numbers(published)
+
+    def reported(key: tuple[str, str], *, origin: bool) -> str:
+        scale = about(key[1]).scale
+        return "; ".join(
+            f"{scale * row.value:.4g} ({sources[row.source]})"
+            for row in published
+            if (row.system, row.metric) == key and row.origin == origin and row.value is not None
+        )
+
+    rows = []
+    for key in dict.fromkeys([*((row.system, row.metric) for row in published), *found]):
+        mean = over_seeds(list(found[key].values())) if key in found else None
+        rows.append(
+            [
+                key[0],
+                f"{about(key[1]).label}, {about(key[1]).unit}",
+                reported(key, origin=False),
+                reported(key, origin=True),
+                spread(mean) if mean else "",
+                interval(mean),
+                str(mean.n) if mean else "",
+            ]
+        )
+    return Table(headers, rows, "Numbers in brackets are those of the sources below.")
+
+
+def interval(mean: SeedMean | None) -> str:
+    """Student's interval over seeds; empty without one."""
+    if mean is None or mean.low is None or mean.high is None:
+        return ""
+    return f"[{mean.low:.2f}, {mean.high:.2f}]"
+
+
+def report(
+    config: ReplicateConfig,
+    published: Sequence[Published],
+    found: Measured,
+    spent: Mapping[str, Any],
+) -> list[Block]:
+    """What the page shows."""
+    reading = (
+        f"Ours: mean \N{PLUS-MINUS SIGN} standard deviation over the n seeds that were run of "
+        f"{config.seeds}, and Student's 95% interval, which covers the seed of training and not "
+        "the draw of the held-out rows. Empty: not run, or not reported. Others' values are as "
+        "their source has them, on its rows and with its judges. "
+        f"Cost: {spent['hours']:.2f} {spent['unit']} in {spent['runs']} runs."
+    )
+    blocks: list[Block] = [Text(reading)]
+    if config.overrides:
+        changed = ", ".join(f"`{text}`" for text in config.overrides)
+        blocks.append(Text(f"**This is not the recipe**: it was run with {changed}."))
+    blocks.append(comparison(published, found))
+    if published:
+        blocks.append(Section("Sources", [Text("\n".join(source_lines(published)))]))
+    return blocks
+
+
+if __name__ == "__main__":
+    drive(main, ReplicateConfig)

@@ -1,0 +1,62 @@
+"""Preference pairs from samples of a policy, labelled by a gold reward, as files of rows.
+
+    python -m common.experiments.sample_pairs --config assets/recipes/sentiment/pairs.yaml
+
+The policy samples `num_candidates` completions of every prompt of both splits, the reward functions
+score them, and `pair_method` says who is compared: `all` makes six pairs of four (Rafailov et al.
+2023, C.1). Writes `train.jsonl` and the held-out split's file to `output_dir`, which is then a
+`dataset_name`. The flags are those of DPO's `pairs_from rollouts`; the policy is not trained.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import distributed, models
+from common.config import UserError, save_run_files
+from common.dpo_config import DPOConfig
+from common.rollout_pairs import pairs_from_rollouts
+
+
+@dataclass
+class PairsConfig(DPOConfig):
+    """Rows have the column `prompt`."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no pairs."""
+        self.pairs_from = "rollouts"
+        super().__post_init__()
+        if not self.dataset_test_split:
+            raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
+
+
+def main(config: PairsConfig) -> None:
+    """Sample, score, pair and write both splits, the training split last."""
+    distributed.seed_everything(config.seed)
+    output_dir = Path(config.output_dir)
+    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
+    path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
+    if distributed.is_rank0():
+        save_run_files(output_dir, config, distributed.world_size())
+    splits = {
+        config.dataset_test_split: config.num_eval_rows,
+        config.dataset_train_split: config.num_train_rows,
+    }
+    for split, num_rows in splits.items():
+        model_config = models.read_model_config(path, "policy", tokenizer, config)
+        part = replace(
+            config,
+            dataset_train_split=split,
+            num_train_rows=num_rows,
+            output_dir=str(output_dir / f"{split}.partial"),
+        )
+        pairs_from_rollouts(part, tokenizer, stop_ids, model_config, mesh)
+        if distributed.is_rank0():
+            written = Path(part.output_dir)
+            (written / "pairs.jsonl").replace(output_dir / f"{split}.jsonl")
+            written.rmdir()
+        distributed.barrier()
+
+
+if __name__ == "__main__":
+    distributed.run(main, PairsConfig)

@@ -1,0 +1,28 @@
+"""Stages of a driver in this process, which has imported torch already: a second a stage."""
+
+import importlib
+
+from common import plots
+from common.config import parse
+from common.experiments import stages
+from common.experiments.replicate import CHAIN
+from common.experiments.stages import Stage
+
+CLASSES = dict(CHAIN.values())  # by script
+
+
+def run_here(stage: Stage, num_processes: int = 1) -> None:
+    """What `stages.run` does, without a child and without pictures. Patches are not run."""
+    assert stage.patch is None
+    if stages.is_finished(stage):
+        return
+    module = importlib.import_module(stage.script.removesuffix(".py").replace("/", "."))
+    recipe = ["--config", str(stage.config)] if stage.config else []
+    flags = stages.arguments({**stage.flags, "output_dir": stage.output_dir})
+    made_by = stages.description(stage)
+    draw, plots.plot_run = plots.plot_run, lambda folder: []
+    try:
+        module.main(parse(getattr(module, CLASSES[stage.script]), [*recipe, *flags]))
+    finally:
+        plots.plot_run = draw
+    stages.write_mark(stage.output_dir, made_by)

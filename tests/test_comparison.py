@@ -1,0 +1,528 @@
+"""Claim: every system is compared on one fixed set of pairs, and `scores.jsonl` tells it all.
+
+Scores are those of transformers on single texts, for reward models of any vocabulary, encoders, and
+policies in every reading; the numbers of `results.json` follow from `scores.jsonl` alone.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import yaml
+from ranks import launch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    PreTrainedTokenizerFast,
+)
+
+import evaluate
+from common import (
+    comparison,
+    comparison_tables,
+    data,
+    distributed,
+    pair_judging,
+    pair_scores,
+    synthetic,
+)
+from common.config import UserError
+from common.data import Example
+from common.pair_scores import BASELINES, PairScores
+from common.reward_scoring import model_function
+
+NUM_PAIRS = 30
+LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
+
+
+def table_of(**systems: list[list[float]]) -> PairScores:
+    """Pairs of one prompt each, with scores that only put in order."""
+    scores = {name: np.array(values, dtype=float) for name, values in systems.items()}
+    pairs = [pair(row) for row in range(len(next(iter(scores.values()))))]
+    return PairScores(pairs, {}, scores)
+
+
+def pair(row: int, **facts: Any) -> dict[str, Any]:
+    known = {"dataset": "d", "split": "s", "row": row, "prompt_sha256": f"{row}", "source": "tldr"}
+    known |= {"confidence": None, "margin": None, "label_probability": None}
+    return known | {"chosen_tokens": 10, "rejected_tokens": 10} | facts
+
+
+# ---- one policy, several readings ----------------------------------------------------------------
+
+
+def test_readings_of_a_policy_by_hand():
+    logps, reference = np.array([[-4.0, -6.0]]), np.array([[-5.0, -3.0]])
+    lengths = np.array([[2, 3]])
+    names = pair_scores.POLICY_SCORES
+    read = pair_scores.policy_scores(names, logps, reference, lengths, 0.5)
+    assert {name: scores.tolist() for name, scores in read.items()} == {
+        "implicit_reward": [[0.5, -1.5]],
+        "log_ratio": [[1.0, -3.0]],
+        "log_ratio_per_token": [[0.5, -1.0]],
+        "logp": [[-4.0, -6.0]],
+        "logp_per_token": [[-2.0, -2.0]],
+    }
+    itself = pair_scores.policy_scores(names, logps, None, lengths, 0.5)
+    assert list(itself) == ["logp", "logp_per_token"]
+    assert list(pair_scores.policy_scores(["log_ratio"], logps, None, lengths, None)) == ["logp"]
+    known_order = pair_scores.policy_scores(names[:1], logps, reference, lengths, None)
+    assert known_order["implicit_reward"].tolist() == [[1.0, -3.0]]
+
+
+def test_only_rewards_of_known_scale_are_log_odds():
+    table = PairScores([pair(0)])
+    read = {"implicit_reward": np.zeros((1, 2)), "logp": np.zeros((1, 2))}
+    table.add_policy("dpo", read, 0.1)
+    table.add_policy("ppo", read, None)
+    assert list(table.rewards) == ["dpo implicit_reward"]
+    assert list(table.scores) == ["dpo logp", "ppo implicit_reward", "ppo logp"]
+
+
+# ---- baselines and what is known of a pair -------------------------------------------------------
+
+
+def test_baselines_by_hand():
+    prompt = "TITLE: cats\n\nPOST: the old cat sat down\n\nTL;DR:"
+    examples = [Example(row, prompt, [5], [[1, 2, 3], [1, 2]], {}) for row in (0, 7)]
+    texts = [[" the cat sat", " cats"], [" no", " a down TL;DR"]]
+    found = pair_scores.baselines(examples, texts, seed=1)
+    assert list(found) == list(BASELINES)
+    longer, shorter, overlap, guess = found.values()
+    assert longer.tolist() == [[3, 2], [3, 2]]
+    assert shorter.tolist() == [[-3, -2], [-3, -2]]
+    assert overlap == pytest.approx(np.array([[6 / 8, 0], [0, 2 / 9]]))  # the title is no post
+    assert len(np.unique(guess)) == 4
+    others = pair_scores.baselines(examples[1:], texts[1:], seed=1)["random guess"]
+    assert others.tolist() == guess[1:].tolist()  # of seed and row
+    assert (pair_scores.baselines(examples, texts, seed=2)["random guess"] != guess).all()
+
+
+def test_a_random_guess_is_right_half_the_time():
+    examples = [Example(row, "p", [5], [[1], [2]], {}) for row in range(4000)]
+    scores = pair_scores.baselines(examples, [["a", "b"]] * 4000, seed=0)["random guess"]
+    assert np.mean(scores[:, 0] > scores[:, 1]) == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({}, None),
+        ({"confidence": 7}, 7),
+        ({"extra": {"confidence": 2}}, 2),
+        ({"extra.confidence": 3}, 3),
+        ({"confidence": None, "extra": {"confidence": 9}}, 9),
+        ({"confidence": "high", "extra": "text"}, None),
+        ({"confidence": math.nan}, None),
+        ({"confidence": True}, None),
+    ],
+)
+def test_confidence_is_found_where_rows_have_it(columns: dict[str, Any], expected: float | None):
+    assert pair_scores.confidence(columns) == expected
+
+
+# ---- splits --------------------------------------------------------------------------------------
+
+
+def test_steps_of_confidence_are_put_in_three_bins():
+    labels = comparison.in_bins([1, 3, 4, 6, 7, 9, None])
+    assert labels == ["1-3", "1-3", "4-6", "4-6", "7-9", "7-9", "not given"]
+
+
+def test_other_numbers_are_put_in_thirds_that_hold_their_lower_end():
+    labels = comparison.in_bins([0.0, 1.0, 2.0, 3.0, 12.5, 0.5, None])
+    first, second, third = "0 to 0.833", "0.833 to 2.33", "2.33 to 12.5"
+    assert labels == [first, second, second, third, third, first, "not given"]
+    ends = comparison.in_bins([0, 0, 0, 1, 1, 1, 2, 2, 2])  # equal values stay together
+    assert [ends[i] for i in (0, 3, 6)] == ["0 to 0.667", "0.667 to 1.33", "1.33 to 2"]
+    assert comparison.in_bins([0.25, 0.25]) == ["0.25 to 0.25"] * 2
+    assert comparison.in_bins([None, None]) == ["not given"] * 2
+
+
+def test_parts_are_sorted_by_number():
+    labels = ["not given", "10 to 20", "-1 to 2", "2 to 10", "1e-05 to 1"]
+    assert sorted(labels, key=comparison.part_order) == [
+        "-1 to 2",
+        "1e-05 to 1",
+        "2 to 10",
+        "10 to 20",
+        "not given",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "label"),
+    [(11, 10, "about equal"), (10, 10, "about equal"), (12, 10, "chosen longer")]
+    + [(8, 9, "chosen shorter"), (18, 20, "about equal"), (2, 1, "chosen longer")],
+)
+def test_lengths_are_about_equal_within_a_tenth_of_the_longer(chosen, rejected, label):
+    assert comparison.length_label(chosen, rejected) == label
+
+
+def test_every_part_is_counted_by_itself_by_hand():
+    table = table_of(a=[[1, 0], [1, 0], [0, 1], [0, 0]], b=[[0, 1], [1, 0], [1, 0], [1, 0]])
+    for row, fields in enumerate([("x", 9), ("x", 5), ("y", 5), ("y", None)]):
+        table.pairs[row] |= dict(zip(("source", "confidence"), fields, strict=True))
+    found = comparison.compare(table)
+    a, b = found["systems"]
+    assert (a["accuracy"]["accuracy"], a["accuracy"]["num_ties"]) == (2.5 / 4, 1)
+    by_source = {part: value["accuracy"] for part, value in a["accuracy_by"]["source"].items()}
+    assert by_source == {"x": 1.0, "y": 0.25}
+    by_confidence = {k: v["num_pairs"] for k, v in b["accuracy_by"]["confidence"].items()}
+    assert list(by_confidence.items()) == [("4-6", 2), ("7-9", 1), ("not given", 1)]
+    assert set(a["accuracy_by"]) == {"source", "confidence"}  # all of one length
+    (difference,) = found["differences"]
+    assert difference["difference"] == pytest.approx(2.5 / 4 - 3 / 4)
+    assert (difference["num_first_better"], difference["num_second_better"]) == (1, 2)
+    assert found["calibration"] == {}
+
+
+def test_pairs_of_a_prompt_are_drawn_together():
+    """Twelve prompts of five pairs that are all right or all wrong."""
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
+    apart = table_of(a=right)
+    together = table_of(a=right)
+    for row, line in enumerate(together.pairs):
+        line["prompt_sha256"] = str(row // 5)
+    narrow, wide = (comparison.compare(t)["systems"][0]["accuracy"] for t in (apart, together))
+    assert (narrow["low"], narrow["high"]) == (wide["low"], wide["high"])  # Wilson's do not know
+    assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
+        narrow["prompt_high"] - narrow["prompt_low"]
+    )
+    assert comparison.compare(together)["num_prompts"] == 12
+
+
+def test_pairs_of_one_prompt_show_no_difference():
+    """Of one prompt every resample is the same: an interval of width 0 would claim certainty."""
+    table = table_of(a=[[1.0, 0.0]] * 20, b=[[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 12)
+    for line in table.pairs:
+        line["prompt_sha256"] = "same"
+    found = comparison.compare(table)
+    accuracy = found["systems"][1]["accuracy"]
+    assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
+    (difference,) = found["differences"]
+    assert (difference["low"], difference["prompt_p_value"]) == (None, 1)
+    assert "+60.0?" in comparison_tables.difference_matrix(found)
+    assert comparison_tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
+    assert comparison_tables.with_interval(accuracy) == "40.0"
+
+
+def test_differences_are_drawn_over_prompts_too():
+    right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
+    table = table_of(a=right, b=right[::-1])
+    (apart,) = comparison.compare(table)["differences"]
+    for row, line in enumerate(table.pairs):
+        line["prompt_sha256"] = str(row // 5)
+    (together,) = comparison.compare(table)["differences"]
+    assert together["high"] - together["low"] > 1.8 * (apart["high"] - apart["low"])
+    assert together["p_value"] == apart["p_value"] == 1
+
+
+def test_calibration_is_of_chosen_minus_rejected():
+    table = PairScores([pair(0)], {"rm": np.array([[2.0, 0.5]])})
+    found = comparison.compare(table)["calibration"]["rm"]
+    assert found["log_loss"] == pytest.approx(math.log(1 + math.exp(-1.5)))
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def random_table(seed: int, num_pairs: int = 12) -> PairScores:
+    generator = np.random.default_rng(seed)
+    pairs = [
+        pair(row, prompt_sha256=str(row // 2), confidence=float(row % 9 + 1))
+        for row in range(num_pairs)
+    ]
+    draws = generator.normal(size=(3, num_pairs, 2))
+    return PairScores(
+        pairs, {f"rm{seed}": draws[0]}, {f"lm{seed}": draws[1], "longer wins": draws[2]}
+    )
+
+
+def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
+    table = random_table(0)
+    pair_scores.write_scores(tmp_path / "scores.jsonl", table)
+    again = pair_scores.read_scores(tmp_path / "scores.jsonl")
+    assert again.pairs == table.pairs
+    for name, scores in table.systems.items():
+        assert (again.systems[name] == scores).all()
+    assert comparison.compare(again) == comparison.compare(table)
+
+
+def test_systems_of_other_evaluations_join_on_the_same_pairs(tmp_path: Path):
+    files = [tmp_path / "one" / "scores.jsonl", tmp_path / "two" / "scores.jsonl"]
+    for file in files:
+        file.parent.mkdir()
+        pair_scores.write_scores(file, random_table(1))
+    table = random_table(0)
+    own = table.scores["longer wins"]
+    pair_scores.add_others(table, pair_scores.read_others(table, list(map(str, files))))
+    names = ["rm0", "rm1", "rm1 (two)", "lm0", "longer wins", "lm1", "lm1 (two)"]
+    assert list(table.systems) == names
+    assert table.scores["longer wins"] is own
+    assert (table.rewards["rm1 (two)"] == random_table(1).rewards["rm1"]).all()
+    with pytest.raises(UserError, match="has 12 pairs, of which 10 are among the 10 of this run"):
+        pair_scores.read_others(random_table(2, num_pairs=10), [str(files[0])])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}\n",
+        "no JSON\n{}\n",
+        '{"rewards": {"a": [1, 2, 3]}, "scores": {}}\n',
+        '{"rewards": {"a": [1]}, "scores": {}}\n',
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
+    file = tmp_path / "scores.jsonl"
+    file.write_text(text)
+    with pytest.raises(UserError, match="scores"):
+        pair_scores.read_scores(file)
+
+
+def test_tables_show_every_system_and_its_numbers():
+    found = comparison.compare(random_table(3))
+    tables = {table.title: table for table in comparison_tables.tables(found)}
+    assert list(tables) == [
+        "Preference accuracy of every system",
+        "Differences on the same pairs",
+        "Accuracy by confidence",
+        "Calibration",
+    ]
+    accuracy = found["systems"][0]["accuracy"]
+    first = tables["Preference accuracy of every system"].rows[0]
+    assert first[:2] == ["rm3", f"{100 * accuracy['accuracy']:.1f}"]
+    assert len(tables["Differences on the same pairs"].rows) == 3
+    matrix = comparison_tables.difference_matrix(found).splitlines()
+    gain = found["differences"][1]["difference"]  # the first system minus the third
+    assert gain != 0
+    assert f"{100 * gain:+.1f}" in matrix[2]
+    assert f"{-100 * gain:+.1f}" in matrix[4]
+    assert comparison_tables.p_value(0.00001) == "< 0.0001"
+    assert comparison_tables.signed(-0.0) == "+0.0"
+
+
+# ---- a whole evaluation --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """Two policies and a reward model of one vocabulary; of another one a model and an encoder."""
+    root = tmp_path_factory.mktemp("systems")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token="<|endoftext|>"
+    )
+    own, foreign = {"vocab_size": len(tokenizer)}, {"vocab_size": 300}
+    bert = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        num_labels=1,
+        **foreign,
+    )
+    torch.manual_seed(0)
+    with tiny.process_group():
+        models = {
+            "sft": tiny.causal_lm("gpt2", seed=0, is_plain=True, n_positions=192, **own),
+            "dpo": tiny.causal_lm("gpt2", seed=1, is_plain=True, n_positions=192, **own),
+            "reward": tiny.classifier("gpt2", is_plain=True, n_positions=192, **own),
+            "foreign": tiny.classifier(
+                "llama", is_plain=True, max_position_embeddings=512, **foreign
+            ),
+            "encoder": AutoModelForSequenceClassification.from_config(bert),
+        }
+    for name, model in models.items():
+        model.save_pretrained(root / name / "model")
+        is_other = name in ("foreign", "encoder")
+        (other if is_other else tokenizer).save_pretrained(root / name / "model")
+    (root / "dpo" / "config.yaml").write_text(yaml.safe_dump({"beta": 0.3}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def evaluation(folders: Path) -> Path:
+    """The folder of an evaluation of all of them."""
+    judges = [str(folders / name / "model") for name in ("reward", "foreign", "encoder")]
+    config = evaluate.EvaluateConfig(
+        output_dir=str(folders / "evaluation"),
+        policies=[str(folders / name / "model") for name in ("sft", "dpo")],
+        reward_models=judges,
+        policy_scores=["implicit_reward", "logp_per_token"],
+        num_eval_rows=NUM_PAIRS,
+        num_prompts=2,
+        token_cache_dir="",
+        **LENGTHS,
+    )
+    with tiny.process_group():
+        evaluate.main(config)
+    return folders / "evaluation"
+
+
+def test_the_file_alone_gives_every_number_again(evaluation: Path):
+    results = json.loads((evaluation / "results.json").read_text())
+    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    assert json.loads(json.dumps(comparison.compare(table))) == results["comparison"]
+    names = ["reward", "foreign", "encoder", "dpo implicit_reward"]
+    assert list(table.rewards) == names == list(results["comparison"]["calibration"])
+    assert list(table.scores) == [
+        "sft logp",
+        "sft logp_per_token",
+        "dpo logp_per_token",
+        *BASELINES,
+    ]
+    by_hand = {
+        name: np.mean([float(c > r) + 0.5 * (c == r) for c, r in scores])
+        for name, scores in table.systems.items()
+    }
+    compared = {s["name"]: s["accuracy"]["accuracy"] for s in results["comparison"]["systems"]}
+    assert compared == pytest.approx(by_hand)
+    main_rows = {s["name"]: s["accuracy"]["accuracy"] for s in results["systems"]}
+    first = {"sft": "sft logp", "dpo": "dpo implicit_reward"}
+    assert main_rows == pytest.approx({n: by_hand[first.get(n, n)] for n in main_rows})
+    assert set(main_rows) == {"reward", "foreign", "encoder", "sft", "dpo"}
+
+
+@torch.no_grad()
+def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluation: Path):
+    rows = synthetic.make_rows("preference", "validation", NUM_PAIRS)
+    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
+    other = AutoTokenizer.from_pretrained(folders / "encoder" / "model")
+    lms = {n: AutoModelForCausalLM.from_pretrained(folders / n / "model") for n in ("sft", "dpo")}
+    judges = {
+        n: AutoModelForSequenceClassification.from_pretrained(folders / n / "model")
+        for n in ("reward", "foreign", "encoder")
+    }
+    for i, row in enumerate(rows[:8]):
+        for side, text in enumerate((row["chosen"], row["rejected"])):
+            prompt, completion = (tokenizer(t)["input_ids"] for t in (row["prompt"], text))
+            completion = [*completion, tokenizer.eos_token_id]
+            ids = torch.tensor([prompt + completion])
+            logps = {}
+            for name, lm in lms.items():
+                steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+                logps[name] = float(steps.gather(1, ids[0, len(prompt) :, None]).sum())
+            foreign = [*other(row["prompt"])["input_ids"], *other(text)["input_ids"], 0]
+            whole = other(row["prompt"] + text)["input_ids"]
+            expected = {
+                "sft logp": logps["sft"],
+                "dpo implicit_reward": 0.3 * (logps["dpo"] - logps["sft"]),
+                "dpo logp_per_token": logps["dpo"] / len(completion),
+                "reward": float(judges["reward"](ids).logits),
+                "foreign": float(judges["foreign"](torch.tensor([foreign])).logits),
+                "encoder": float(judges["encoder"](torch.tensor([whole])).logits),
+            }
+            found = {name: table.systems[name][i, side] for name in expected}
+            assert found == pytest.approx(expected, abs=2e-4)
+        line = table.pairs[i]
+        assert line["label_probability"] == row["label_probability"]
+
+
+def test_the_report_shows_the_comparison(evaluation: Path):
+    report = (evaluation / "report.md").read_text()
+    results = json.loads((evaluation / "results.json").read_text())
+    for table in comparison_tables.tables(results["comparison"]):
+        assert table.title in report
+    assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
+
+
+@torch.no_grad()
+def test_a_second_evaluation_leaves_the_stop_token_out_and_takes_in_the_first(
+    folders: Path, evaluation: Path
+):
+    config = evaluate.EvaluateConfig(
+        output_dir=str(folders / "second"),
+        policies=[str(folders / "dpo" / "model")],
+        policy_scores=["logp_per_token"],
+        score_stop_token=False,
+        scores_from=[str(evaluation / "scores.jsonl")],
+        num_eval_rows=NUM_PAIRS,
+        num_prompts=0,
+        token_cache_dir="",
+        **LENGTHS,
+    )
+    with tiny.process_group():
+        evaluate.main(config)
+    first = pair_scores.read_scores(evaluation / "scores.jsonl")
+    table = pair_scores.read_scores(folders / "second" / "scores.jsonl")
+    assert list(table.rewards) == list(first.rewards)
+    joined = table.scores["dpo logp_per_token (evaluation)"]
+    assert (joined == first.scores["dpo logp_per_token"]).all()
+    lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
+    row = synthetic.make_rows("preference", "validation", 1)[0]
+    prompt, completion = (tokenizer(row[name])["input_ids"] for name in ("prompt", "rejected"))
+    ids = torch.tensor([prompt + completion])
+    steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    mean = float(steps.gather(1, ids[0, len(prompt) :, None]).mean())
+    assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
+
+
+def foreign_rewards(root: str) -> list[list[list[float]]]:
+    """Rewards of five pairs by the models of another vocabulary."""
+    tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
+    config, stop_ids = tiny.train_config(token_cache_dir="", **LENGTHS), [tokenizer.eos_token_id]
+    arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
+    pairs = data.load_examples(config, *arguments)
+    found = []
+    for name in ("foreign", "encoder"):
+        function = model_function(f"{root}/{name}/model", tokenizer, config)
+        function.load(distributed.mesh())
+        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        found.append(scores.tolist())
+    return found
+
+
+def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
+    folders: Path, evaluation: Path, tmp_path: Path
+):
+    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    expected = np.stack([table.rewards[name][:5] for name in ("foreign", "encoder")])
+    for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
+        assert np.array(found) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
+    tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
+    config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
+    for name in ("sft", "dpo"):
+        pair_judging.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+    with pytest.raises(UserError, match="another tokenizer .* to --scores_from"):
+        pair_judging.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("beta: 0.3", 0.3), ("beta: 0", None), ("a: 1", None), ("[1]", None), ("beta: x", None)],
+)
+def test_beta_is_that_of_the_run_beside_the_folder(tmp_path: Path, text: str, expected: Any):
+    (tmp_path / "model").mkdir()
+    assert pair_judging.run_beta(str(tmp_path / "model")) is None
+    (tmp_path / "config.yaml").write_text(text)
+    assert pair_judging.run_beta(str(tmp_path / "model")) == expected
+    (tmp_path / "config.yaml").write_text("{")
+    with pytest.raises(UserError, match="give the --beta of implicit rewards"):
+        pair_judging.run_beta(str(tmp_path / "model"))
+
+
+def test_a_reading_without_the_stop_token_leaves_it_out():
+    examples = [
+        Example(0, "p", [5], [[3, 4, 0], [0]], {}),
+        Example(1, "p", [5], [[3, 4], [2, 0]], {}),
+    ]
+    kept = pair_judging.without_stop(examples, [0])
+    assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
+    assert examples[0].completions == [[3, 4, 0], [0]]

@@ -1,0 +1,320 @@
+"""Claim: what is said of generations is right, and is a function of completions.jsonl alone.
+
+Targets: transformers' own logits on single rows, Google's rouge-score, plain sums over the lines of
+the file; the same lines from 1 and from 2 ranks.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import tiny
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from scipy.optimize import minimize
+
+import evaluate
+from common import completions, distributed, export, fsdp, generation_quality, synthetic
+from common.completions import REFERENCE
+from common.config import parse
+from common.data import Example
+from common.generation import Rollouts, Sampler
+from common.reward_scoring import RewardScorer
+from common.scoring import Policy, RewardModel
+from common.win_rates import all_win_rates
+
+STOP, PAD, LONGEST = 0, 1, 12
+WORDS = ["key", "dog", "house", "cake", "phone", "sister", "brother", "boss", "station", "park"]
+ROWS = [
+    {
+        "prompt": f"my {WORDS[i % 10]} is lost at the {WORDS[i // 3]}\n\nTL;DR:",
+        "completion": f" lost {WORDS[i % 10]} at the {WORDS[(i + 1) // 3]}" if i % 7 else None,
+        "bonus": i,
+    }
+    for i in range(24)
+]
+ROWS += ROWS[:4]  # prompts that are there twice
+JUDGE = """
+def longer(prompts, completions_a, completions_b, bonus, **columns):
+    assert len(prompts) == len(bonus) and all(type(b) is int for b in bonus)
+    pairs = zip(completions_a, completions_b, bonus)
+    return [None if k == 5 else 0.5 + 0.5 * (len(a) > len(b)) - 0.5 * (len(a) < len(b))
+            for a, b, k in pairs]
+
+def bonus(prompts, completions, completion_ids, bonus, **columns):
+    return [None if k % 5 == 0 else float(len(c)) for c, k in zip(completions, bonus)]
+"""
+
+
+def save_policy(folder: Path, seed: int) -> Any:
+    lm = tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True)
+    with torch.no_grad():  # a stop token that is drawn often enough
+        lm.transformer.ln_f.bias += 8.0 * lm.lm_head.weight[STOP]
+    lm.save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    return lm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two policies, a reward model, rows and judges."""
+    path = tmp_path_factory.mktemp("quality")
+    for seed, name in enumerate(("sft", "dpo")):
+        save_policy(path / name, seed)
+    with tiny.process_group():
+        lm = tiny.classifier("llama", vocab_size=300)
+        lm.config.pad_token_id = PAD
+        model = fsdp.shard(RewardModel(lm), tiny.train_config(), distributed.mesh())
+        export.save_pretrained(model, tiny.tokenizer(), path / "reward" / "model")
+    (path / "judge.py").write_text(JUDGE)
+    (path / "prompts").mkdir()
+    (path / "prompts" / "validation.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in ROWS)
+    )
+    pairs = [
+        {"prompt": row["prompt"], "chosen": " a key", "rejected": " a dog"} for row in ROWS[:3]
+    ]
+    (path / "pairs").mkdir()
+    (path / "pairs" / "validation.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in pairs)
+    )
+    return path
+
+
+def arguments(folder: Path, output_dir: str) -> list[str]:
+    values = {
+        "output_dir": folder / output_dir,
+        "dataset_name": folder / "pairs",
+        "prompts_dataset_name": folder / "prompts",
+        "policies": [folder / "sft" / "model", folder / "dpo" / "model"],
+        "reward_models": [folder / "reward" / "model"],
+        "reward_funcs": [f"{folder / 'judge.py'}:bonus", "length"],
+        "judge_funcs": [f"{folder / 'judge.py'}:longer"],
+        "max_prompt_length": 60,
+        "max_completion_length": LONGEST,
+        "micro_batch_size": 5,
+        "num_prompts": len(ROWS),
+        "token_cache_dir": "",
+    }
+    return [text for key, value in values.items() for text in ranks.flag(key, value)]
+
+
+def evaluate_here(argv: list[str]) -> None:
+    """On this rank."""
+    evaluate.main(parse(evaluate.EvaluateConfig, argv))
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    """Of an evaluation by one process."""
+    with tiny.process_group():
+        evaluate_here(arguments(folder, "one"))
+    return json.loads((folder / "one" / "results.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def lines(folder: Path, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The file as anybody reads it."""
+    text = (folder / "one" / "completions.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---- one completion ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_kl_and_entropy_are_those_of_transformers_logits(folder):
+    with tiny.process_group():
+        policies = [Policy(tiny.causal_lm("gpt2", seed=seed, vocab_size=300)) for seed in (3, 4)]
+        config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
+        judges = RewardScorer(["length"], [], tiny.tokenizer(), config)
+        prompts = [tiny.ragged_examples([(5 + i, 1)], vocab_size=300)[0] for i in range(6)]
+        sampler = Sampler(policies[0], tiny.tokenizer(), [STOP], config)
+        rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
+        arguments = (judges, prompts, rollouts, config)
+        found = generation_quality.measure(*policies, *arguments, 1.0, PAD)
+        itself = generation_quality.measure(policies[0], policies[0], *arguments, 1.0, PAD)
+        colder = generation_quality.measure(*policies, *arguments, 0.7, PAD)
+    plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
+    for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
+        whole = torch.tensor([example.prompt_ids + ids], device=distributed.device())
+        logps = [
+            lm(whole).logits[0, len(example.prompt_ids) - 1 : -1].log_softmax(-1) for lm in plain
+        ]
+        drawn = [values[torch.arange(len(ids)), ids].sum() for values in logps]
+        assert own.kl == pytest.approx(float(drawn[0] - drawn[1]), abs=1e-4)
+        entropy = -(logps[0].exp() * logps[0]).sum(-1).mean()
+        assert own.entropy == pytest.approx(float(entropy), abs=1e-4)
+        assert own.rewards == {"length": -len(ids)}
+        assert own.num_tokens == len(ids)
+    assert len({round(own.kl, 3) for own in found}) == 6
+    assert [own.kl for own in itself] == [0] * 6
+    assert [own.kl for own in colder] == [None] * 6
+    assert [own.entropy for own in colder] == [own.entropy for own in found]
+
+
+def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
+    judges = RewardScorer(["length"], [], tiny.tokenizer(), config)
+    texts = [" a key", " a key" * 20, None, "  ", [{"role": "assistant", "content": " a key"}], 3]
+    examples = [
+        generation_quality.replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text})
+        for text in texts
+    ]
+    found = generation_quality.reference_completions(
+        judges, examples, tiny.tokenizer(), STOP, LONGEST
+    )
+    short, long, *rest = found
+    assert (short.completion, short.stopped) == (texts[0], True)
+    assert short.num_tokens == 1 + len(tiny.tokenizer()(texts[0])["input_ids"])
+    assert (long.completion, long.num_tokens, long.stopped) == (texts[1], LONGEST, False)
+    assert [own and own.completion for own in rest] == [None, None, " a key", None]
+    assert short.rouge_l is None
+
+
+def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
+    """The text is the message's; the tokens are those a policy would have to write."""
+    tokenizer = synthetic.train_tokenizer(300)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
+    judges = RewardScorer(["length", "count:e"], [], tokenizer, config)
+    asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
+    examples = [
+        Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
+        for completion in ([answer], "the")
+    ]
+    for own in generation_quality.reference_completions(judges, examples, tokenizer, STOP, LONGEST):
+        num_tokens = len(tokenizer("the")["input_ids"]) + 1
+        assert (own.completion, own.num_tokens, own.stopped) == ("the", num_tokens, True)
+        assert own.rewards == {"length": -num_tokens, "count:e": 1}
+
+
+# ---- the whole evaluation ------------------------------------------------------------------------
+
+
+def test_every_number_is_a_function_of_the_file(folder, results):
+    answers = completions.read(folder / "one")
+    assert len(answers) == len(ROWS)
+    for system in results["systems"]:
+        if system["kind"] == "policy":
+            summary = generation_quality.summary(answers, system["name"])
+            assert {key: system[key] for key in summary} == summary
+    assert results["reference_completions"] == generation_quality.summary(answers, REFERENCE)
+    assert results["win_rates"] == all_win_rates(answers)
+    completions.write(answers, folder)
+    written = [(path / "completions.jsonl").read_bytes() for path in (folder, folder / "one")]
+    assert written[0] == written[1]
+
+
+def test_the_file_holds_what_is_needed_to_recompute_the_table(results, lines):
+    """By plain sums and another library, from the texts and numbers of the lines."""
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    for system in results["systems"]:
+        if system["kind"] != "policy":
+            continue
+        own = [line["systems"][system["name"]] for line in lines]
+        references = [line["reference"] for line in lines]
+        tokens = np.array([one["num_tokens"] for one in own])
+        assert system["length"] == pytest.approx(tokens.mean())
+        assert system["stop_rate"] == pytest.approx(np.mean([one["stopped"] for one in own]))
+        assert 0 < system["stop_rate"] < 1
+        assert system["kl"]["mean"] == pytest.approx(np.mean([one["kl"] for one in own]))
+        entropy = np.array([one["entropy"] for one in own])
+        assert system["entropy"]["mean"] == pytest.approx((entropy * tokens).sum() / tokens.sum())
+        bonus = [one["rewards"]["bonus"] for one in own]
+        assert [value is None for value in bonus] == [row["bonus"] % 5 == 0 for row in ROWS]
+        measured = [value for value in bonus if value is not None]
+        assert system["rewards"]["bonus"]["mean"] == pytest.approx(np.mean(measured))
+        assert system["rewards"]["bonus"]["count"] == len(measured) < len(ROWS)
+        scores = [
+            scorer.score(reference["completion"], one["completion"])
+            for one, reference in zip(own, references, strict=True)
+            if reference
+        ]
+        for key, name in (("rouge_1", "rouge1"), ("rouge_2", "rouge2"), ("rouge_l", "rougeL")):
+            expected = np.mean([score[name].fmeasure for score in scores])
+            assert system[key]["mean"] == pytest.approx(expected)
+            assert system[key]["count"] == len(scores) == sum(i % 7 > 0 for i in range(24)) + 3
+        assert system["reward"] == system["rewards"]["reward"]
+        assert system["gold_reward"] is None
+        texts = {one["completion"].strip() for one in own}
+        assert system["distinct_completions"] == len(texts) / len(lines)
+
+
+def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines):
+    rates = {(r["a"], r["b"], r["judge"]): r for r in results["win_rates"]}
+    pairs = [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
+    assert set(rates) == {(*p, j) for p in pairs for j in ("reward", "bonus", "length", "longer")}
+    for a, b, judge in rates:
+        wins, differences = [], []
+        for line in lines:
+            sides = line["systems"] | {REFERENCE: line["reference"]}
+            if judge == "longer":
+                given = [v for v in line["verdicts"] if {v["a"], v["b"]} == {a, b}]
+                value = None
+                if given:
+                    value = given[0]["a_wins"] if given[0]["a"] == a else 1 - given[0]["a_wins"]
+                    lengths = [len(sides[name]["completion"]) for name in (a, b)]
+                    assert value == 0.5 + 0.5 * np.sign(lengths[0] - lengths[1])
+            elif sides[a] is None or sides[b] is None:
+                value = None
+            else:
+                rewards = [sides[name]["rewards"][judge] for name in (a, b)]
+                value = None if None in rewards else 0.5 + 0.5 * np.sign(rewards[0] - rewards[1])
+            if value is not None:
+                wins.append(value)
+                differences.append(sides[a]["num_tokens"] - sides[b]["num_tokens"])
+        rate = rates[a, b, judge]
+        assert rate["win_rate"] == pytest.approx(np.mean(wins))
+        assert rate["num_not_judged"] == len(lines) - len(wins) > 0 or judge in ("reward", "length")
+        assert rate["low"] <= rate["win_rate"] <= rate["high"]
+        assert rate["length_difference"] == pytest.approx(np.mean(differences))
+        expected = at_equal_length(np.array(wins), np.array(differences))
+        assert rate["length_controlled"]["win_rate"] == pytest.approx(expected, abs=1e-4)
+
+
+def at_equal_length(wins: np.ndarray, differences: np.ndarray) -> float:
+    covariate = np.tanh(differences / (differences.std() or 1))
+
+    def loss(x: np.ndarray) -> float:
+        eta = x[0] + x[1] * covariate
+        return float(np.logaddexp(0, eta).sum() - wins @ eta + 0.005 * x[1] ** 2)
+
+    return 1 / (1 + math.exp(-minimize(loss, np.zeros(2), method="BFGS").x[0]))
+
+
+def test_two_ranks_write_what_one_writes(folder, results, lines):
+    argv = arguments(folder, "two")
+    ranks.launch(evaluate_here, 2, folder, argv=argv)
+    text = (folder / "two" / "completions.jsonl").read_text(encoding="utf-8")
+    others = [json.loads(line) for line in text.splitlines()]
+    assert same(others, lines)
+    other_results = json.loads((folder / "two" / "results.json").read_text())
+    for key in ("win_rates", "reference_completions"):
+        assert same(other_results[key], results[key])
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two JSON values are the same but for the rounding of floats."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == (pytest.approx(expected, abs=1e-5) if expected is not None else None))
+
+
+def test_a_completion_of_no_words_has_no_shares():
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
+    judges = RewardScorer([], [], tiny.tokenizer(), config)
+    example = tiny.ragged_examples([(4,)])[0]
+    (own,) = generation_quality.judged(judges, [example], Rollouts([[STOP]], [[0.0]], [True]))
+    own = generation_quality.with_overlaps(own, "a prompt", "a reference")
+    assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
+    assert (own.rouge_1, own.repeated_3, own.copied_2) == (0, None, None)

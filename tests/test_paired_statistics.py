@@ -1,0 +1,155 @@
+"""Claim: two systems are compared on the same pairs as scipy and statsmodels do, and honestly.
+
+The test keeps its level, the interval covers a known difference, and pairing makes it narrower.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest, permutation_test
+from statsmodels.stats.contingency_tables import mcnemar
+
+from common import paired_statistics, statistics
+from common.paired_statistics import mcnemar_p_value, paired_differences
+from common.statistics import bootstrap_means, percentile_interval
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for a simulation of many samples."""
+    for module in (statistics, paired_statistics):
+        monkeypatch.setattr(module, "NUM_RESAMPLES", 400)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"), [(0, 0), (1, 0), (5, 5), (3, 9), (40, 12), (10_400, 10_000), (900, 100)]
+)
+def test_p_values_are_those_of_the_exact_test(better: int, worse: int) -> None:
+    p = mcnemar_p_value(better, worse)
+    assert p == mcnemar_p_value(worse, better)
+    if better + worse == 0:
+        assert p == 1
+        return
+    assert p == pytest.approx(binomtest(better, better + worse).pvalue, rel=1e-8)
+    if better + worse < 2000:
+        table = [[17, better], [worse, 4]]
+        assert p == pytest.approx(mcnemar(table, exact=True).pvalue, rel=1e-8)
+
+
+def simulated(
+    generator: np.random.Generator, num_clusters: int, size: int, gain: float
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Two systems that find the same pairs hard, the first by `gain` better; the truth is `gain`.
+
+    Pairs of a cluster are alike: of one difficulty, from 0.3 to 0.9.
+    """
+    clusters = np.repeat(np.arange(num_clusters), size)
+    easy = generator.uniform(0.3, 0.9, num_clusters)[clusters]
+    luck = generator.random(clusters.size)  # shared by both systems
+    second = luck < easy
+    own = generator.random(clusters.size)
+    first = np.where(own < 0.2, generator.random(clusters.size) < easy, second)
+    first = first | (~first & (generator.random(clusters.size) < gain / 0.4))
+    return {"first": first.astype(float), "second": second.astype(float)}, clusters
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_the_paired_interval_covers_the_truth_and_is_narrower_than_an_unpaired_one() -> None:
+    generator = np.random.default_rng(0)
+    covered, paired, unpaired = 0, [], []
+    for _ in range(120):
+        wins, clusters = simulated(generator, 60, 8, 0.04)
+        (found,) = paired_differences(wins, clusters)
+        covered += found.low <= 0.04 <= found.high
+        paired.append(found.high - found.low)
+        squares = 0.0
+        for values in wins.values():
+            low, high = percentile_interval(bootstrap_means(values[:, None], clusters)[:, 0])
+            squares += (high - low) ** 2
+        unpaired.append(math.sqrt(squares))
+    assert 0.88 <= covered / 120 <= 0.99
+    assert np.mean(paired) < 0.6 * np.mean(unpaired)
+
+
+def test_equal_systems_differ_significantly_about_once_in_20_times() -> None:
+    generator = np.random.default_rng(1)
+    p_values = []
+    for _ in range(2000):
+        wins, _ = simulated(generator, 300, 1, 0.0)
+        gains = wins["first"] - wins["second"]
+        p_values.append(mcnemar_p_value(int((gains > 0).sum()), int((gains < 0).sum())))
+    assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.06  # exact: at most 0.05
+
+
+def test_p_values_over_prompts_are_those_of_scipy_s_permutation_test() -> None:
+    generator = np.random.default_rng(3)
+    for gain in (0.0, 0.03, 0.1):
+        wins, clusters = simulated(generator, 40, 6, gain)
+        (found,) = paired_differences(wins, clusters)
+        sums = [np.bincount(clusters, values) for values in wins.values()]
+        expected = permutation_test(
+            sums, lambda x, y: np.sum(x - y), permutation_type="samples", n_resamples=20_000, rng=0
+        )
+        assert found.prompt_p_value == pytest.approx(expected.pvalue, abs=0.035)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_where_prompts_decide_only_the_test_over_prompts_keeps_its_level() -> None:
+    """Each system is better on half of the prompts, on all or none of a prompt's ten pairs."""
+    generator = np.random.default_rng(4)
+    small = {"pairs": 0, "prompts": 0}
+    for _ in range(100):
+        clusters = np.repeat(np.arange(30), 10)
+        first = generator.integers(0, 2, 30)[clusters].astype(float)
+        (found,) = paired_differences({"first": first, "second": 1 - first}, clusters)
+        small["pairs"] += found.p_value <= 0.05
+        small["prompts"] += found.prompt_p_value <= 0.05
+    assert small["pairs"] > 40
+    assert small["prompts"] <= 12  # 5 expected, 3 sigma
+
+
+def test_of_single_pairs_both_tests_say_the_same() -> None:
+    generator = np.random.default_rng(5)
+    wins, clusters = simulated(generator, 400, 1, 0.03)
+    (found,) = paired_differences(wins, clusters)
+    assert found.prompt_p_value == pytest.approx(found.p_value, abs=0.03)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2, 5, 9])
+def test_a_few_prompts_have_no_interval_and_five_no_small_p(num_prompts: int) -> None:
+    """However many pairs they have: one prompt's pairs may all be right by one stroke of luck."""
+    clusters = np.repeat(np.arange(num_prompts), 50)
+    wins = {"a": np.ones(clusters.size), "b": np.zeros(clusters.size)}
+    (found,) = paired_differences(wins, clusters)
+    assert (found.low, found.high) == (None, None)
+    assert found.p_value < 1e-10
+    assert found.prompt_p_value == pytest.approx(2 / 2**num_prompts, abs=0.02)
+    assert (found.prompt_p_value > 0.05) == (num_prompts <= 5)
+
+
+def test_ties_favour_whoever_counts_more() -> None:
+    wins = {
+        "a": np.array([1.0, 0.5, 0.5, 0.0, 1.0, 0.5]),
+        "b": np.array([0.5, 0.0, 0.5, 0.5, 1.0, 1.0]),
+    }
+    (found,) = paired_differences(wins, np.arange(6))
+    assert (found.first, found.second) == ("a", "b")
+    assert (found.num_first_better, found.num_second_better) == (2, 2)
+    assert (found.difference, found.p_value, found.prompt_p_value) == (0, 1, 1)
+
+
+def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> None:
+    generator = np.random.default_rng(2)
+    wins = {
+        name: (generator.random(400) < share) * 1.0
+        for name, share in {"a": 0.9, "b": 0.6, "c": 0.5}.items()
+    }
+    found = paired_differences(wins, np.arange(400))
+    assert [(d.first, d.second) for d in found] == [("a", "b"), ("a", "c"), ("b", "c")]
+    for d in found:
+        assert d.difference == pytest.approx(wins[d.first].mean() - wins[d.second].mean())
+        assert d.low < d.difference < d.high
+    assert found[0].low > 0
+    assert found[0].num_first_better > found[0].num_second_better
+    assert paired_differences({"a": wins["a"]}, np.arange(400)) == []

@@ -1,0 +1,187 @@
+"""Claim: a recipe's chain is run for every seed, and set beside what was published, nothing more.
+
+The stages are real and two steps long, in this process.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_recipes
+import tiny
+import yaml
+from scipy import stats
+from stages_here import run_here
+
+from common.config import UserError, parse
+from common.experiments import replicate
+from common.experiments.published import Published, read_published, source_lines
+from common.experiments.replicate import ReplicateConfig
+from common.experiments.stages import ROOT, Stage
+
+SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
+SHORT += ["grpo.num_candidates=4", "grpo.num_generations=2", "num_sft_rows=4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where recipes are, in a process group of one."""
+    folder = tmp_path_factory.mktemp("replicate")
+    shutil.copytree(ROOT / "assets" / "recipes", folder / "assets" / "recipes")
+    with tiny.working_directory(folder):
+        yield folder
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Stage]:
+    """The stages that were asked for, which run here."""
+    stages = []
+
+    def run(stage: Stage, num_processes: int) -> None:
+        stages.append(stage)
+        run_here(stage)
+
+    monkeypatch.setattr(replicate, "run", run)
+    return stages
+
+
+def cells(folder: str) -> dict:
+    """Our cells of a replication by system and metric."""
+    record = json.loads(Path(folder, "replication.json").read_text())
+    return {(cell["system"], cell["metric"]): cell for cell in record["ours"]}
+
+
+def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
+    (folder / "assets/recipes/demo/published.yaml").write_text(
+        "published:\n"
+        "  - {system: reward, metric: accuracy, value: 0.61, source: A paper, note: Of 1B.}\n"
+        "  - {system: reward, metric: accuracy, value: 0.5, source: The origin, origin: true}\n"
+        "  - {system: grpo, metric: win rate, value: 0.7, source: A paper}\n"
+    )
+    arguments = ["--recipe", "demo", "--seeds", "4", "7", "--overrides", *SHORT]
+    replicate.main(parse(ReplicateConfig, arguments))
+    root = "output/replicate/demo"
+    assert [str(stage.output_dir) for stage in made] == [
+        f"{root}/seed_{seed}/{name}"
+        for seed in (4, 7)
+        for name in ("sft", "reward", "dpo", "grpo", "evaluation")
+    ]
+    ours = cells(root)
+    by_hand = []
+    for seed in (4, 7):
+        config = yaml.safe_load(Path(f"{root}/seed_{seed}/reward/config.yaml").read_text())
+        assert (config["seed"], config["max_steps"]) == (seed, 2)
+        assert config["model_name_or_path"] == f"{root}/seed_{seed}/sft/model"
+        results = json.loads(Path(f"{root}/seed_{seed}/evaluation/results.json").read_text())
+        (reward,) = [s for s in results["systems"] if s["kind"] == "reward_model"]
+        by_hand.append(100 * reward["accuracy"]["accuracy"])
+    cell = ours["reward", "accuracy"]
+    assert list(cell["by_seed"].values()) == by_hand
+    assert cell["mean"] == pytest.approx(sum(by_hand) / 2)
+    assert cell["n"] == 2
+    target = stats.ttest_1samp(by_hand, 0).confidence_interval(0.95)
+    assert cell["low"] == pytest.approx(target.low)
+    assert {("grpo", "gold_reward"), ("grpo", "kl"), ("dpo", "accuracy")} <= set(ours)
+    assert ("grpo", "win rate") not in ours
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    (row,) = [line for line in lines if line.startswith("| reward") and "accuracy" in line]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == ["61 (1)", "50 (2)"]
+    (row,) = [line for line in lines if "win rate" in line]
+    assert [cell.strip() for cell in row.split("|")[3:8]] == ["0.7 (1)", "", "", "", ""]
+    text = Path(root, "report.md").read_text()
+    assert "This is not the recipe" in text
+    assert "A paper: Of 1B." in text
+    assert Path(root, "report.html").is_file()
+
+
+def test_it_goes_on_where_it_was_stopped_and_reports_what_there_is(folder, monkeypatch):
+    """After the runs of the test above."""
+    arguments = ["--recipe", "demo", "--seeds", "4", "7", "--overrides", *SHORT]
+    root = Path("output/replicate/demo")
+    before = (root / "replication.json").read_bytes()
+    shutil.rmtree(root / "seed_7" / "evaluation")
+    replicate.main(parse(ReplicateConfig, [*arguments, "--report_only", "true"]))
+    assert cells(str(root))["reward", "accuracy"]["n"] == 1
+    models = [root / "seed_7" / name / "model" / "config.json" for name in ("sft", "grpo")]
+    written = [file.stat().st_mtime_ns for file in models]
+    monkeypatch.setattr(replicate, "run", lambda stage, _: run_here(stage))
+    replicate.main(parse(ReplicateConfig, arguments))
+    assert [file.stat().st_mtime_ns for file in models] == written
+    assert (root / "replication.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("recipe", ["tldr-gpt2", "sentiment", "gsm8k"])
+def test_recipes_of_downloaded_data_run_on_local_rows_of_their_schema(
+    recipe, folder, made, tmp_path
+):
+    """The names are overridden; what is left is the recipe's."""
+    for hub_id in ("model", "gpt2-large"):
+        if not (folder / hub_id).is_dir():
+            test_recipes.save_model(folder / hub_id)
+    overrides = [*SHORT, "sft.model_name_or_path=model"]
+    stages = 5
+    if recipe == "gsm8k":
+        test_recipes.save_model(folder / "Instruct")
+        for split in ("train", "test"):
+            test_recipes.make_gsm8k(folder, split)
+        overrides = [*SHORT[:3], *SHORT[5:7], "model_name_or_path=Instruct", "bf16=false"]
+        stages = 2
+    elif recipe == "sentiment":
+        test_recipes.save_classifier(folder / "siebert" / "sentiment-roberta-large-english")
+        test_recipes.make_imdb(folder)
+        overrides = [o for o in overrides if "num_sft_rows" not in o]
+        overrides.append("grpo.num_train_rows=6")
+    else:
+        rows = test_recipes.synthetic.make_rows("preference", "train", 12)
+        pairs = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows]
+        for split in ("train", "validation"):
+            test_recipes.write(folder / "pairs", split, pairs)
+            posts = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in pairs]
+            test_recipes.write(folder / "posts", split, posts)
+        overrides += [f"{stage}.dataset_name=pairs" for stage in ("reward", "dpo", "evaluate")]
+        overrides += [f"{stage}.dataset_name=posts" for stage in ("sft", "grpo")]
+        overrides += ["prompts_dataset_name=posts", "sft_dataset_name=posts"]
+    arguments = ["--recipe", recipe, "--seeds", "0", "--overrides", *overrides]
+    replicate.main(parse(ReplicateConfig, arguments))
+    assert len(made) == stages
+    ours = cells(f"output/replicate/{recipe}")
+    expected = ("grpo", "reward/gsm8k") if recipe == "gsm8k" else ("grpo", "kl")
+    assert expected in ours
+
+
+def test_what_cannot_be_is_refused(folder):
+    for arguments, told in (
+        ([], "--recipe is ''; it must be one of count, demo"),
+        (["--recipe", "demo", "--seeds", "1", "1"], "must be one or more distinct numbers"),
+        (["--recipe", "demo", "--overrides", "max_step=3"], "did you mean max_steps?"),
+        (["--recipe", "demo", "--overrides", "sft.num_prompts=3"], "must be flag=value or"),
+        (["--recipe", "demo", "--overrides", "max_steps"], "must be flag=value or"),
+    ):
+        with pytest.raises(UserError) as caught:
+            replicate.main(parse(ReplicateConfig, arguments))
+        assert told in str(caught.value)
+
+
+def test_published_values_have_sources(folder):
+    files = sorted((ROOT / "assets" / "recipes").glob("*/published.yaml"))
+    assert files
+    for file in files:
+        for row in read_published(file):
+            assert row.source
+            assert row.value is None or 0 < row.value < 1, "shares of 1"
+    file = folder / "published.yaml"
+    file.write_text("published:\n  - {system: a, metric: b, worth: 1}\n")
+    with pytest.raises(UserError, match="must hold a list `published` of system, metric, source"):
+        read_published(file)
+
+
+def test_a_list_may_be_overridden():
+    found = replicate.read_overrides(["dpo.loss_type=[ipo, hinge]", "beta=0.5"], ["dpo", "grpo"])
+    assert found == {"dpo": {"loss_type": ["ipo", "hinge"], "beta": "0.5"}, "grpo": {"beta": "0.5"}}
+
+
+def test_sources_are_numbered_once():
+    rows = [Published("a", "m", s, 0.5, note) for s, note in (("X", "n."), ("Y", ""), ("X", "o."))]
+    assert list(source_lines(rows)) == ["- (1) X: n. o.", "- (2) Y"]

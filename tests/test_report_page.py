@@ -1,0 +1,362 @@
+"""A report shows what it is given, as text whatever it holds, in one file that Chromium opens.
+
+In a browser: no error on the console, nothing from the network, pictures there, no page that is
+wider than a phone, samples and steps to leaf through, colours and values as given.
+"""
+
+import json
+import math
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.page_curves import MOST_POINTS, panel_svg, ticks
+from common.page_html import page
+from common.page_text import inline, paragraphs, shown
+from common.plots import COLOURS
+from common.report_page import (
+    Completion,
+    Curves,
+    Frame,
+    Line,
+    Panel,
+    Picture,
+    Sample,
+    SampleBrowser,
+    Section,
+    Table,
+    Text,
+    Token,
+    TokenColours,
+    run_facts,
+    write_page,
+)
+
+EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+def png(path: Path, width: int, height: int) -> Path:
+    """A grey picture."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + data))
+        return struct.pack(">I", len(data)) + kind + data + check
+
+    rows = zlib.compress((b"\x00" + b"\x80" * width) * height)
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    return path
+
+
+def tokens() -> list[Token]:
+    texts = ["my", " cat", " <b>", " left"]
+    return [
+        Token(t, {"log ratio": v, "KL": v * v}) for t, v in zip(texts, (1, -2, 0, 0.5), strict=True)
+    ]
+
+
+def every_block(folder: Path, text: str = "Plain") -> list[Any]:
+    lines = [
+        Line(text, range(100), [math.sin(x / 9) for x in range(100)]),
+        Line("eval", [0, 50, 99], [1, math.nan, -1], exact=True),
+    ]
+    frames = [
+        Frame(
+            f"step {s}", [Completion("chosen", text, f"at {s}"), Completion(text, "my cat", text)]
+        )
+        for s in (10, 20, 30)
+    ]
+    coloured = [Completion("completion 1", "my cat", "", tokens()), Completion("empty", " ")]
+    header = ["stage", "accuracy % [95% CI]", *(f"a long column {n}" for n in range(12))]
+    cells = ["0.125 [0.1, 0.15]", *["1,234.5"] * 12]
+    return [
+        Text(f"{text}\n\n- first\n- second"),
+        Section(
+            "Results",
+            [
+                Table(header, [[text, *cells], ["DPO", *["\N{EN DASH}"] * 13]], text),
+                Picture(png(folder / "wide.png", 600, 100), text),
+                Section("Nested", [Picture(png(folder / "square.png", 60, 60))]),
+            ],
+        ),
+        Section(f"Curves {text}", [Curves([Panel(text, text, lines)], text)]),
+        Section(
+            "Samples",
+            [
+                SampleBrowser([Sample(text, frames), Sample("second", frames[:2])], text),
+                SampleBrowser([Sample("tokens", [Frame("", coloured)])]),
+                TokenColours([*tokens(), Token(text, {"log ratio": 3.0, "KL": 9.0})], text),
+            ],
+        ),
+    ]
+
+
+# --- escaping ---
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, and the text outside of style and script."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.inside = "", ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag if tag in ("style", "script") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self.inside else data
+
+
+def test_what_a_model_wrote_is_text_wherever_it_stands(tmp_path: Path) -> None:
+    plain = Reader(page("Plain", {"by": "Plain"}, every_block(tmp_path)))
+    evil = Reader(page(EVIL, {"by": EVIL}, every_block(tmp_path, EVIL)))
+    assert [tag for tag, _ in evil.tags] == [tag for tag, _ in plain.tags]
+    names = [set(attributes) for _, attributes in evil.tags]
+    assert names == [set(attributes) for _, attributes in plain.tags]
+    assert not any(name.startswith("on") for each in names for name in each)
+    visible = EVIL.replace("\x00\x1b", "\ufffd" * 2).replace("\u202e\ud800", "\ufffd" * 2)
+    assert evil.text.count(visible) >= plain.text.count("Plain") - 1  # one is said of a curve
+    assert evil.text.count(visible) > 15
+    for character in "\x00\x1b\u202e\ud800":
+        assert character not in evil.text
+
+
+def test_a_page_with_a_lone_surrogate_is_written(tmp_path: Path) -> None:
+    for path in write_page(tmp_path, EVIL, every_block(tmp_path, EVIL), {"by": EVIL}):
+        assert path.read_bytes().decode("utf-8")
+
+
+def test_markdown_lets_no_html_through(tmp_path: Path) -> None:
+    _, path = write_page(tmp_path, EVIL, every_block(tmp_path, EVIL), {"by": EVIL})
+    outside = re.sub(r"^```text\n.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"<\w|</", outside)
+    assert outside.count("&lt;img") > 15
+
+
+def test_only_safe_links_and_the_small_markdown() -> None:
+    assert inline("`a<b` **bold** *em* 2*3*4") == (
+        "<code>a&lt;b</code> <strong>bold</strong> <em>em</em> 2*3*4"
+    )
+    assert inline("[x](https://a.b/?q=1)") == '<a href="https://a.b/?q=1">x</a>'
+    assert inline("[x](plots/curves.png)") == '<a href="plots/curves.png">x</a>'
+    assert "<a" not in inline("[x](javascript:alert`1`)")
+    assert "<a" not in inline("[x](data:text/html,1)")
+    assert paragraphs("one\ntwo\n\n1. a\n2. b\n  c") == (
+        "<p>one two</p>\n<ol><li>a</li><li>b c</li></ol>"
+    )
+    assert shown('"<\n') == "&quot;&lt;\n"
+
+
+# --- what is written ---
+
+
+def test_the_page_needs_no_other_file_and_is_reproducible(tmp_path: Path) -> None:
+    blocks = every_block(tmp_path)
+    written = write_page(tmp_path / "a", "Title", blocks, {"seed": "7"})
+    assert [path.name for path in written] == ["report.html", "report.md"]
+    again = write_page(tmp_path / "a", "Title", blocks, {"seed": "7"})
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+    html = Reader(written[0].read_text())
+    links = [
+        a for _, attributes in html.tags for a in attributes.items() if a[0] in ("src", "href")
+    ]
+    assert links
+    assert all(str(value).startswith(("#", "data:image/png;base64,")) for _, value in links)
+    assert "url(" not in written[0].read_text()
+    assert "@import" not in written[0].read_text()
+
+
+def test_tables_align_numbers_and_mute_intervals() -> None:
+    cells = ["0.5 [0.4, 0.6]", "\N{EN DASH}", "[-1.0, 2.5]", "< 0.0001", "+3"]
+    html = page("T", {}, [Table(["a", "b"], [["x", cell] for cell in cells])])
+    assert html.count('<td class="number">') == len(cells)
+    assert '<td>x</td><td class="number">0.5 <span class="interval">[0.4, 0.6]</span></td>' in html
+    assert '<th scope="col">a</th><th scope="col" class="number">b</th>' in html
+
+
+def test_the_palette_is_that_of_the_figures() -> None:
+    html = page("T", {}, [])
+    assert all(f"--c{n}:{colour};" in html for n, colour in enumerate(COLOURS))
+
+
+def test_facts_come_from_the_run(tmp_path: Path) -> None:
+    assert run_facts(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("dataset_name: tldr\nseed: 0\ndataset_test_split: ''\n")
+    environment = {"git_commit": "0123456789abcdef-dirty", "started": "2026-01-01 10:00 UTC"}
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    assert run_facts(tmp_path) == {
+        "data set": "tldr",
+        "seed": "0",
+        "started": "2026-01-01 10:00 UTC",
+        "commit": "0123456789-dirty",
+    }
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.report_page.is_rank0", lambda: False)
+    assert write_page(tmp_path / "a", "T", [Text("x")]) == []
+    assert not (tmp_path / "a").exists()
+
+
+def test_markdown_has_the_same_content(tmp_path: Path) -> None:
+    _, path = write_page(tmp_path, "Title", every_block(tmp_path), {"seed": "7"})
+    text = path.read_text()
+    assert text.startswith("# Title\n\nseed 7\n\nPlain\n\n- first\n- second\n\n## Results\n")
+    assert "![Plain](wide.png)" in text
+    assert "### Nested\n\n![](square.png)" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    assert ["Plain (Plain)", "eval", "1", "-1", "-1", "1"] in cells
+    assert ["step 20", "chosen", "Plain", "at 20"] in cells
+    assert ["empty", "*(empty)*"] in cells
+    assert ["cat", "-2", "4"] in cells
+
+
+# --- curves ---
+
+
+def test_a_curve_is_drawn_where_its_values_are() -> None:
+    html = panel_svg(Panel("T", "u", [Line("a", [0, 10, 20], [0.0, 1.0, 0.5], exact=True)]))
+    (path,) = re.findall(r'<path class="line k0" d="([^"]*)"', html)
+    points = [tuple(map(float, point.split())) for point in re.findall(r"[ML]([^ML]*)", path)]
+    (x0, y0), (x1, y1), (x2, y2) = points
+    assert x1 - x0 == pytest.approx(x2 - x1)
+    assert y1 < y2 < y0  # up is a smaller y
+    assert y2 == pytest.approx((y0 + y1) / 2, abs=0.1)
+    gridlines = [float(y) for y in re.findall(r'class="grid"[^>]* y1="([\d.]+)"', html)]
+    labels = [float(t) for t in re.findall(r'class="ytick"[^>]*>([\d.]+)<', html)]
+    at = dict(zip(labels, gridlines, strict=True))
+    assert at[0.0] == pytest.approx(y0, abs=0.1)
+    assert at[1.0] == pytest.approx(y1, abs=0.1)
+
+
+def test_a_gap_lifts_the_pen_and_nothing_finite_is_no_panel() -> None:
+    html = panel_svg(Panel("T", "u", [Line("a", range(4), [1.0, math.nan, 2.0, 3.0])]))
+    (path,) = re.findall(r'<path class="line k0" d="([^"]*)"', html)
+    assert re.sub(r"[\d. ]+", "", path) == "MML"
+    assert panel_svg(Panel("T", "u", [Line("a", [1], [math.inf]), Line("b", [], [])])) == ""
+
+
+def test_long_curves_are_thinned_and_keep_their_last_value() -> None:
+    html = panel_svg(Panel("T", "u", [Line("a", range(10_000), [x / 7 for x in range(10_000)])]))
+    (data,) = json.loads(Reader(html).tags[0][1]["data-lines"] or "")
+    assert MOST_POINTS / 2 < len(data["x"]) == len(data["y"]) <= MOST_POINTS
+    assert data["x"][-1] == 9999
+    assert data["y"][-1] == "1,428"
+    assert len(html) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.5, 1]), (-0.3, 0.3, [-0.2, 0, 0.2]), (3e-5, 9e-5, [4e-5, 6e-5, 8e-5])],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+# --- in a browser ---
+
+# A page around the report, which stays as it is: its own policy would refuse a script of the test.
+# And a window of headless Chromium is never as narrow as a phone, but a frame in it is.
+AROUND = """<!doctype html><body style="margin:0">
+<iframe id="frame" src="report.html" style="border:0;width:{width}px;height:900px"></iframe>
+<script>
+window.addEventListener("load", () => {{
+  const inside = document.getElementById("frame").contentWindow;
+  const all = (selector) => [...inside.document.querySelectorAll(selector)];
+  const seen = (selector) => all(selector).filter((e) => e.checkVisibility()).length;
+  const [browser, coloured] = all(".browser");
+  const before = [seen(".browser:first-of-type .sample"), seen(".browser:first-of-type .frame")];
+  const shown = (selector) => browser.querySelector(".sample:not([hidden]) " + selector);
+  const on = browser.querySelectorAll(".leaf button")[1];
+  on.click();
+  const second = shown("pre").textContent;
+  on.click();
+  shown("input").value = 0;
+  shown("input").dispatchEvent(new inside.Event("input"));
+  const svg = all(".panel svg")[0];
+  const box = svg.getBoundingClientRect();
+  const readout = svg.parentElement.querySelector(".readout");
+  const last = readout.innerText;
+  const at = {{clientX: box.left + box.width * 0.1, clientY: box.top + 9}};
+  svg.dispatchEvent(new inside.PointerEvent("pointermove", at));
+  const root = inside.document.documentElement;
+  document.title = "RESULT" + JSON.stringify({{
+    overflow: root.scrollWidth - root.clientWidth,
+    width: inside.innerWidth,
+    pictures: all("img").map((image) => image.naturalWidth),
+    background: inside.getComputedStyle(inside.document.body).backgroundColor,
+    before, second, last, hover: readout.innerText,
+    moment: shown(".frame:not([hidden])").dataset.title,
+    colours: [...coloured.querySelectorAll(".token")].map((t) => t.style.backgroundColor),
+    navigation: seen("nav a"),
+  }}) + "END";
+}});
+</script>"""
+
+
+def in_chromium(folder: Path, width: int, *, dark: bool) -> tuple[dict[str, Any], list[str]]:
+    """What was found in `report.html` at a width in pixels, and the lines of the console."""
+    around = folder / "around.html"
+    around.write_text(AROUND.format(width=width))
+    command = [
+        *(str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        *("--enable-logging=stderr", "--allow-file-access-from-files"),
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        *(f"--user-data-dir={folder / 'profile'}", f"--window-size={max(width, 500)},900"),
+        around.as_uri(),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = re.search(r"<title>RESULT(.*?)END</title>", run.stdout)
+    assert found, run.stdout[:500] + run.stderr[-2000:]
+    console = [line for line in run.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(Reader(found.group(1)).text), console
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1300, True)])
+def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
+    write_page(tmp_path, EVIL, every_block(tmp_path, EVIL + "word" * 60), {"by": "long" * 60})
+    page, console = in_chromium(tmp_path, width, dark=dark)
+    assert console == []
+    assert page["width"] == width
+    assert page["overflow"] == 0
+    assert page["pictures"] == [600, 60]
+    assert page["background"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    assert page["navigation"] == (3 if width > 1000 else 0)
+    assert page["before"] == [1, 1]  # one sample, at one step
+    assert page["second"] == "second"
+    assert page["moment"] == "step 10"
+    assert page["last"].startswith(EVIL[:9])
+    assert "eval 1" in " ".join(page["hover"].split())
+    assert page["hover"].startswith("optimiser step 0")
+    one, minus_two, nothing, half = page["colours"]
+    assert one == "rgb(var(--blue) / 0.38)"
+    assert minus_two == "rgb(var(--orange) / 0.75)"
+    assert nothing == ""
+    assert half == "rgb(var(--blue) / 0.19)"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
+def test_the_console_is_heard(tmp_path: Path) -> None:
+    """The control: a page with a script that is not its own, and one that fails."""
+    html = page("T", {}, every_block(tmp_path)).replace("</main>", "<script>1</script></main>")
+    (tmp_path / "report.html").write_text(html)
+    _, console = in_chromium(tmp_path, 390, dark=False)
+    assert len(console) == 1
+    assert "Content Security Policy" in console[0]

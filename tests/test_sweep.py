@@ -1,0 +1,325 @@
+"""Claim: a sweep runs what its file says, pairs by seed, and reports the effect that is there.
+
+The arithmetic is tested in a world where a run's outcome is a known function of its seed and flags;
+one small sweep is real.
+"""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import ranks
+import tiny
+import torch
+import yaml
+from scipy import stats
+from stages_here import run_here
+from transformers import AutoModelForSequenceClassification
+
+from common import decoding, distributed, fsdp, optim, padding
+from common.config import UserError
+from common.experiments import sweep
+from common.experiments.stages import ROOT, Stage, description, write_mark
+from common.experiments.sweep_file import read_sweep
+from common.scoring import Policy, RewardModel, sequence_scores
+
+ABLATIONS = ROOT / "assets" / "recipes" / "ablations"
+NOISE = {0: 0.3, 1: -0.5, 2: 0.1}  # of a seed, shared by all its runs
+EFFECTS = {0: 0.02, 1: 0.03, 2: 0.01}  # of the variant
+
+
+def small() -> dict:
+    """A file as YAML has it."""
+    return {
+        "seeds": [0, 1, 2],
+        "output_dir": "sweep",
+        "base": {
+            "sft": {"script": "train_sft.py", "config": "sft.yaml"},
+            "reward": {
+                "script": "train_reward.py",
+                "config": "reward.yaml",
+                "flags": {"model_name_or_path": "{sft}/model"},
+                "outcomes": ["accuracy"],
+            },
+            "grpo": {
+                "script": "train_grpo.py",
+                "config": "grpo.yaml",
+                "flags": {"model_name_or_path": "{sft}/model", "reward_funcs": ["{reward}/model"]},
+                "outcomes": ["gold_reward", "entropy"],
+            },
+        },
+        "evaluation": {"config": "evaluate.yaml", "reference": "sft", "judge": "reward"},
+        "variants": [
+            {"detail": "head", "choice": "zeros", "stage": "reward", "flags": {"x": 1}},
+            {
+                "detail": "head",
+                "choice": "zeros, then GRPO",
+                "stage": "reward",
+                "flags": {"x": 1},
+                "then": ["grpo"],
+            },
+            {"detail": "scope", "choice": "none", "stage": "grpo", "flags": {"x": 2}},
+        ],
+    }
+
+
+def write(folder: Path, contents: dict) -> str:
+    file = folder / "sweep.yaml"
+    file.write_text(yaml.safe_dump(contents, sort_keys=False))
+    return str(file)
+
+
+def outcome(stage: Stage) -> float:
+    """In this world, with everything that a run was built on."""
+    seed = stage.flags["seed"]
+    return NOISE[seed] + (EFFECTS[seed] if stage.flags.get("x") == 1 else 0)
+
+
+def pretend(stage: Stage, num_processes: int = 1) -> None:
+    """Write what a run would."""
+    stage.output_dir.mkdir(parents=True, exist_ok=True)
+    if stage.script != "evaluate.py":
+        line = {"step": 1, "entropy": outcome(stage), "elapsed_minutes": 3.0}
+        (stage.output_dir / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        (stage.output_dir / "made_of.json").write_text(
+            json.dumps([outcome(stage), stage.flags.get("reward_funcs")])
+        )
+        environment = {"git_commit": "abc", "world_size": num_processes}
+        (stage.output_dir / "environment.json").write_text(json.dumps(environment))
+    else:
+        systems = []
+        for path in [*stage.flags["policies"], *stage.flags["reward_models"]]:
+            value, _ = json.loads((Path(path).parent / "made_of.json").read_text())
+            interval = {"mean": value, "low": 0, "high": 1}
+            accuracy = {"accuracy": value, "low": 0, "high": 1}
+            systems.append({"path": path, "gold_reward": interval, "accuracy": accuracy})
+        (stage.output_dir / "results.json").write_text(json.dumps({"systems": systems}))
+    write_mark(stage.output_dir, description(stage))
+
+
+@pytest.fixture(autouse=True)
+def recipes(tmp_path, monkeypatch):
+    """Recipes that say nothing, in the folder where the test is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sft", "reward", "grpo", "evaluate"):
+        (tmp_path / f"{name}.yaml").touch()
+
+
+def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "run", pretend)
+    sweep.main(["--config", write(tmp_path, small())])
+    record = json.loads(Path("sweep/sweep.json").read_text())
+    found = {(e["choice"], e["outcome"]): e["difference"] for e in record["effects"]}
+    differences = [100 * EFFECTS[seed] for seed in (0, 1, 2)]
+    target = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    zeros = found["zeros", "accuracy"]
+    assert zeros["mean"] == pytest.approx(2.0)
+    assert (zeros["low"], zeros["high"]) == pytest.approx((target.low, target.high))
+    assert zeros["n"] == 3
+    assert found["none", "gold_reward"]["mean"] == pytest.approx(0)
+    assert found["none", "entropy"]["mean"] == pytest.approx(0)
+    (base,) = [b for b in record["base"] if b["stage"] == "reward"]
+    assert base["mean"] == pytest.approx(100 * sum(NOISE.values()) / 3)
+    assert base["sd"] == pytest.approx(float(torch.tensor([30.0, -50.0, 10.0]).std()))
+    assert record["git_commits"] == ["abc"]
+    assert record["training_minutes"] == 3 * 3.0 * (3 + 1 + 2 + 1)
+    table = capsys.readouterr().out
+    assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in table
+    for name in ("report.html", "report.md", "plots/forest.png"):
+        assert Path("sweep", name).is_file()
+
+
+def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
+    """Of the second line one seed's last run is missing; the third is made for the first time."""
+    monkeypatch.setattr(sweep, "run", pretend)
+    contents = small()
+    third = contents["variants"].pop()
+    file = write(tmp_path, contents)
+    sweep.main(["--config", file])
+    (tmp_path / "sweep/seed_2/reward_head_zeros_then_grpo/grpo/finished.json").unlink()
+    contents["variants"].append(third)
+    sweep.main(["--config", write(tmp_path, contents), "--finished_only"])
+    record = json.loads(Path("sweep/sweep.json").read_text())
+    assert {effect["choice"] for effect in record["effects"]} == {"zeros"}
+    assert not (tmp_path / "sweep/seed_0/grpo_scope_none").exists()
+
+
+def test_a_star_says_that_the_interval_excludes_zero():
+    excludes = sweep.paired_difference([1.02, 2.02, 3.01], [1, 2, 3])
+    assert sweep.difference_cell(excludes).startswith("+0.02 * [+0.00")
+    assert "*" not in sweep.difference_cell(sweep.paired_difference([1.02, 1.9], [1, 2]))
+    assert sweep.difference_cell(sweep.paired_difference([1.5], [1])) == "+0.50"
+
+
+def test_what_a_variant_is_built_on(tmp_path):
+    found = read_sweep(write(tmp_path, small()))
+    runs = {str(stage.output_dir): stage.flags for stage, _ in sweep.training(found, 1)}
+    base, reward = "sweep/seed_1/base", "sweep/seed_1/reward_head_zeros_then_grpo/reward"
+    scope = runs["sweep/seed_1/grpo_scope_none/grpo"]
+    assert scope["reward_funcs"] == [f"{base}/reward/model"]
+    assert (scope["seed"], scope["x"]) == (1, 2)
+    after = runs["sweep/seed_1/reward_head_zeros_then_grpo/grpo"]
+    assert after["reward_funcs"] == [f"{reward}/model"]
+    assert after["model_name_or_path"] == f"{base}/sft/model"
+    assert "x" not in after
+    assert "sweep/seed_1/reward_head_zeros/grpo" not in runs
+    policies, models = sweep.evaluations(found, 1)
+    assert policies.flags["policies"] == [
+        f"{base}/grpo/model",
+        "sweep/seed_1/reward_head_zeros_then_grpo/grpo/model",
+        "sweep/seed_1/grpo_scope_none/grpo/model",
+    ]
+    assert policies.flags["reward_models"] == [f"{base}/reward/model"]
+    names = [Path(path).parents[1].name for path in models.flags["reward_models"]]
+    assert names == ["base", "reward_head_zeros"]
+
+
+def test_a_file_that_cannot_be_is_refused(tmp_path):
+    def told(change) -> str:
+        contents = small()
+        change(contents)
+        with pytest.raises(UserError) as caught:
+            read_sweep(write(tmp_path, contents))
+        return str(caught.value)
+
+    first = lambda c: c["variants"][0]  # noqa: E731
+    assert "unknown key 'flag' (did you mean flags?)" in told(lambda c: first(c).update(flag=1))
+    assert "lacks the key 'stage'" in told(lambda c: first(c).pop("stage"))
+    assert "names 'ppo'; it must be one of" in told(lambda c: first(c).update(stage="ppo"))
+    assert "is there twice" in told(lambda c: c["variants"].append(first(c)))
+    assert "which has no outcomes" in told(lambda c: first(c).update(stage="sft"))
+    assert "which is no file" in told(lambda c: first(c).update(patch="no.py"))
+    later = {"x": "{grpo}/model"}
+    assert "must be of an earlier stage (sft)" in told(lambda c: first(c).update(flags=later))
+    assert "distinct integers" in told(lambda c: c.update(seeds=[0, 0]))
+    assert "'variants' of the wrong form" in told(lambda c: c.update(variants=3))
+    assert "it must be one of train_sft.py" in told(lambda c: c["base"]["sft"].update(script="x"))
+    assert "has the judge 'ppo'" in told(lambda c: c["evaluation"].update(judge="ppo"))
+
+
+def test_the_shipped_sweep_names_flags_that_there_are(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = read_sweep(str(ABLATIONS / "demo.yaml"))
+    assert len(found.seeds) >= 3
+    assert len({variant.detail for variant in found.variants}) >= 8
+    for stage, num_processes in sweep.training(found, 0):
+        known = run_here.__globals__["CLASSES"][stage.script]
+        module = __import__(stage.script.removesuffix(".py"))
+        names = getattr(module, known).__dataclass_fields__
+        assert set(stage.flags) <= set(names), stage
+        assert num_processes in (1, 2)
+
+
+def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):
+    """Two steps, one seed: every number comes out of a run, and a second call makes none."""
+    (tmp_path / "assets").symlink_to(ROOT / "assets", target_is_directory=True)
+    recipes = "assets/recipes/demo"
+    tiny_run = {"max_steps": 2, "batch_size": 2, "num_train_rows": 4, "num_eval_rows": 4}
+    start = {"model_name_or_path": "{sft}/model"}
+    contents = {
+        "seeds": [3],
+        "output_dir": "sweep",
+        "base": {
+            "sft": {"script": "train_sft.py", "config": f"{recipes}/sft.yaml", "flags": tiny_run},
+            "dpo": {
+                "script": "train_dpo.py",
+                "config": f"{recipes}/dpo.yaml",
+                "flags": tiny_run | start,
+                "outcomes": ["gold_reward", "kl", "reward_margin"],
+            },
+        },
+        "evaluation": {
+            "config": f"{recipes}/evaluate.yaml",
+            "reference": "sft",
+            "flags": {"num_prompts": 4, "num_eval_rows": 4},
+        },
+        "variants": [
+            {"detail": "beta", "choice": "0", "stage": "dpo", "flags": {"beta": 9.0}},
+            {"detail": "nothing", "choice": "as it was", "stage": "dpo", "flags": {"beta": 0.2}},
+        ],
+    }
+    monkeypatch.setattr(sweep, "run", run_here)
+    with tiny.working_directory(tmp_path):
+        sweep.main(["--config", write(tmp_path, contents)])
+        again = (tmp_path / "sweep" / "sweep.json").read_bytes()
+        monkeypatch.setattr(sweep, "run", lambda stage, _=1: None)
+        sweep.main(["--config", write(tmp_path, contents)])
+    assert (tmp_path / "sweep" / "sweep.json").read_bytes() == again
+    effects = json.loads(again)["effects"]
+    same = [e["difference"]["mean"] for e in effects if e["detail"] == "nothing"]
+    assert same == [0, 0, 0], "the same flags and seed are the same run"
+    assert all(
+        e["by_seed"] != e["base_by_seed"]
+        for e in effects
+        if e["outcome"] == "reward_margin" and e["detail"] == "beta"
+    )
+
+
+# ---- the bugs that are re-enacted ----------------------------------------------------------------
+
+
+def test_without_position_ids_left_padding_changes_scores(monkeypatch):
+    monkeypatch.setattr(padding, "position_ids", padding.position_ids)  # put back afterwards
+    model = Policy(tiny.causal_lm("gpt2", is_plain=True))
+    prompts, completions = [[3, 4, 5]], [[[6, 7, 8]]]
+    longer = [[3, 4, 5], [9] * 8], [[[6, 7, 8]], [[6]]]
+
+    def scores() -> tuple[float, float]:
+        alone = padding.padded_batch(prompts, completions, 1)
+        beside = padding.padded_batch(*longer, 1)
+        with torch.no_grad():
+            return float(sequence_scores(model, alone)), float(sequence_scores(model, beside)[0])
+
+    alone, beside = scores()
+    assert beside == pytest.approx(alone, abs=1e-4)
+    runpy.run_path(str(ABLATIONS / "bugs" / "no_position_ids.py"))
+    still_alone, beside = scores()
+    assert still_alone == pytest.approx(alone, abs=1e-4)
+    assert abs(beside - alone) > 0.1
+
+
+def test_the_sampler_keeps_its_positions_under_that_bug(monkeypatch):
+    """As in TRL: what is sampled is right, and what is scored is not."""
+    monkeypatch.setattr(padding, "position_ids", padding.position_ids)  # put back afterwards
+    monkeypatch.setattr(decoding, "padding", decoding.padding)
+    runpy.run_path(str(ABLATIONS / "bugs" / "no_position_ids.py"))
+    lm = tiny.causal_lm("gpt2", is_plain=True)
+
+    def next_logits(prompts: list[list[int]]) -> torch.Tensor:
+        with torch.no_grad():
+            return decoding.CopyingDecoder(lm, prompts, 1, pad_id=1).logits[0]
+
+    alone, beside = next_logits([[3, 4, 5]]), next_logits([[3, 4, 5], [9] * 8])
+    torch.testing.assert_close(beside, alone, atol=1e-4, rtol=1e-4)
+
+
+def heads_after_a_step() -> dict:
+    """On each rank, with the patch: the head before and after a step, and the trunk after it."""
+    runpy.run_path(str(ABLATIONS / "bugs" / "head_outside_sharding.py"))
+    config = tiny.train_config(layout="padded", learning_rate=0.1, lr_scheduler_type="constant")
+    torch.manual_seed(0)
+    lm_config = tiny.model_config("gpt2", num_labels=1, pad_token_id=7)
+    lm = AutoModelForSequenceClassification.from_config(lm_config)
+    model = fsdp.shard(RewardModel(lm), config, distributed.mesh(), float32_modules=[lm.score])
+    before = lm.score.weight.detach().float().flatten().tolist()
+    optimizer = optim.build_optimizer(model, config)
+    token = 3 + distributed.rank()  # the ranks see other rows
+    batch = tiny.batch_of([[token] * 4], [[token, 9]], side="right")
+    model(batch).sum().backward()
+    optim.clip_and_step(model, optimizer, config, 0, 1)
+    return {
+        "dtype": str(lm.score.weight.dtype),
+        "before": before,
+        "after": lm.score.weight.detach().float().flatten().tolist(),
+        "trunk": ranks.state_hashes(model.lm.transformer),
+    }
+
+
+def test_the_head_outside_of_sharding_differs_between_ranks(tmp_path):
+    first, second = ranks.launch(heads_after_a_step, 2, tmp_path)
+    assert first["dtype"] == "torch.bfloat16"
+    assert first["before"] != second["before"]
+    assert first["after"] != first["before"]
+    assert first["after"] != second["after"]
+    assert first["trunk"] == second["trunk"], "the trunk is trained as one, under two heads"

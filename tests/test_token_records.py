@@ -1,0 +1,259 @@
+"""Tables of samples say of every token how likely policy and reference find it; reports show that.
+
+The target is a plain forward pass of the Hugging Face model, a completion at a time.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import launch, run_stages
+
+from common import token_records
+from common.data import Example
+from common.jsonl import read_jsonl
+from common.report_page import Completion, Frame
+from common.run_sections import (
+    ADVANTAGE,
+    KL,
+    LOG_RATIO,
+    LOGP,
+    MOST_COMPLETIONS,
+    MOST_FRAMES,
+    completions_section,
+    curve_panels,
+    row_tokens,
+    samples_section,
+    spread,
+    training_browser,
+)
+from common.scoring import Policy
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature: float) -> None:
+    examples = tiny.ragged_examples([(5, 4, 1, 7), (9, 2), (3, 6, 3)])
+    lm = tiny.causal_lm("gpt2")
+    config = tiny.train_config(layout=layout, micro_batch_size=2)  # the group of three is cut
+    logps = token_records.token_logps(Policy(lm), examples, config, 7, temperature)
+    plain = tiny.causal_lm("gpt2", is_plain=True)
+    expected = []
+    for example in examples:
+        for ids in example.completions:
+            logits = plain(torch.tensor([example.prompt_ids + ids])).logits[0] / temperature
+            of_next = torch.log_softmax(logits, -1)[len(example.prompt_ids) - 1 : -1]
+            expected.append(of_next.gather(-1, torch.tensor(ids)[:, None]).flatten().tolist())
+    assert [len(each) for each in logps] == [4, 1, 7, 2, 6, 3]
+    for found, wanted in zip(logps, expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert token_records.token_logps(Policy(lm), [], config, 7) == []
+
+
+def test_completions_go_to_their_prompts() -> None:
+    examples = [Example(n, str(n), [n], [], {}) for n in range(2)]
+    made = token_records.completed(examples, [[1], [2, 3], [4], [5]], 2)
+    assert [example.completions for example in made] == [[[1], [2, 3]], [[4], [5]]]
+    assert [example.prompt for example in made] == ["0", "1"]
+
+
+# --- runs ---
+
+COMMON = {
+    "dataset_name": "synthetic",
+    "dataset_test_split": "",
+    "num_sample_prompts": 2,
+    "num_train_rows": 8,
+    "max_prompt_length": 128,
+    "max_completion_length": 24,
+    "batch_size": 4,
+    "logging_steps": 1,
+    "sample_steps": 1,
+    "max_steps": 2,
+    "learning_rate": 0.01,
+    "warmup_steps": 0,
+}
+STAGES = {
+    "grpo": {"num_generations": 3, "reward_funcs": "gold", "beta": 0.1},
+    "dpo": {"beta": 0.1},
+    "sft": {},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_gpt2: Path,
+    tokenizer_folder: Path,
+    process_group: None,
+) -> dict[int, Path]:
+    """The stages on one rank and on two."""
+    folder = tmp_path_factory.mktemp("records")
+    start = {"model_name_or_path": tiny_gpt2, "tokenizer_name_or_path": tokenizer_folder}
+
+    def job(stage: str, number: int) -> dict[str, Any]:
+        flags = COMMON | start | STAGES[stage] | {"output_dir": folder / str(number) / stage}
+        return {"stage": stage, "flags": {name: str(value) for name, value in flags.items()}}
+
+    jobs = {number: [job(stage, number) for stage in STAGES] for number in (1, 2)}
+    run_stages(jobs[1])
+    launch(run_stages, 2, folder, jobs=jobs[2])
+    return {number: folder / str(number) for number in (1, 2)}
+
+
+def records(runs: dict[int, Path], stage: str, step: int = 2) -> list[dict[str, Any]]:
+    return [r for r in read_jsonl(runs[1] / stage / "samples.jsonl") if r["step"] == step]
+
+
+def test_every_stage_records_the_tokens_that_it_sampled(runs: dict[int, Path]) -> None:
+    for stage, number in (("grpo", 6), ("dpo", 2), ("sft", 2)):
+        rows = records(runs, stage)
+        assert len(rows) == number, stage
+        for row in rows:
+            assert 1 <= len(row["tokens"]) == len(row["token_logps"]) <= 24
+            assert all(logp <= 0 for logp in row["token_logps"])
+            kept = row["tokens"][: -1 if row["stopped by"] == "stop token" else None]
+            assert "".join(kept) == row["completion"] or "\ufffd" in "".join(kept)
+
+
+def test_the_log_ratio_shows_what_training_moved(runs: dict[int, Path]) -> None:
+    for row in records(runs, "grpo"):
+        assert len(row["ref_token_logps"]) == len(row["tokens"])
+    pairs = records(runs, "dpo")
+    margins = []
+    for row in pairs:
+        gaps = []
+        for side in ("chosen", "rejected"):
+            ours, theirs = row[f"{side}_token_logps"], row[f"ref_{side}_token_logps"]
+            assert len(row[f"{side}_tokens"]) == len(ours) == len(theirs)
+            gaps.append(sum(ours) - sum(theirs))
+        margins.append(gaps[0] - gaps[1])
+    assert sum(margins) > 0.05  # two steps of DPO on these very pairs
+    first = records(runs, "dpo", step=1)
+    for before, after in zip(first, pairs, strict=True):  # the reference stays
+        assert before["ref_chosen_token_logps"] == after["ref_chosen_token_logps"]
+        assert before["chosen_token_logps"] != after["chosen_token_logps"]
+
+
+def test_the_number_of_ranks_changes_no_record(runs: dict[int, Path]) -> None:
+    for stage in STAGES:
+        one, two = (read_jsonl(runs[number] / stage / "samples.jsonl") for number in (1, 2))
+        assert len(one) == len(two) > 0
+        for here, there in zip(one, two, strict=True):
+            assert here.keys() == there.keys()
+            for name, value in here.items():
+                if name.endswith("logps"):
+                    assert value == pytest.approx(there[name], abs=2e-3), (stage, name)
+                elif name != "advantage":
+                    assert value == there[name], (stage, name)
+
+
+# --- in a report ---
+
+
+def test_what_colours_a_token_by_hand() -> None:
+    row = {
+        "tokens": ["a", "b"],
+        "token_logps": [-1.0, -2.0],
+        "ref_token_logps": [-2.0, -1.5],
+        "advantage": 0.5,
+    }
+    first, second = row_tokens(row)
+    k3 = math.exp(-1.0) + 1.0 - 1
+    assert first.values == {LOG_RATIO: 1.0, KL: pytest.approx(k3), ADVANTAGE: 0.5, LOGP: -1.0}
+    assert list(first.values) == [LOG_RATIO, KL, ADVANTAGE, LOGP]
+    assert second.values[LOG_RATIO] == -0.5
+    assert row_tokens({"completion": "an older file"}) == []
+    assert row_tokens({"tokens": ["a"], "token_logps": []}) == []
+    pair = {"chosen_tokens": ["a"], "chosen_token_logps": [-1], "ref_chosen_token_logps": [-2]}
+    assert row_tokens(pair, "chosen_")[0].values == {LOG_RATIO: 1.0, LOGP: -1}
+
+
+def test_samples_are_grouped_by_prompt_and_step() -> None:
+    rows = [
+        {"step": step, "prompt": prompt, "completion": f"{prompt}{step}{k}", "reward": k / 4}
+        for step in (5, 10)
+        for prompt in "ab"
+        for k in range(2)
+    ]
+    browser = training_browser(rows)
+    assert [sample.prompt for sample in browser.samples] == ["a", "b"]
+    second = browser.samples[1].frames[1]
+    assert second == Frame(
+        "step 10",
+        [
+            Completion("completion 1", "b100", "reward 0", []),
+            Completion("completion 2", "b101", "reward 0.25", []),
+        ],
+    )
+    assert "Colours" not in browser.caption
+
+
+def test_pairs_of_a_reward_model_show_chosen_and_rejected() -> None:
+    scores = {"chosen score": 1.5, "rejected score": -0.25}
+    row = {"step": 1, "prompt": "p", "chosen": "good", "rejected": "", **scores}
+    (sample,) = training_browser([row]).samples
+    assert sample.frames[0].completions == [
+        Completion("chosen", "good", "score 1.5", []),
+        Completion("rejected", "", "score -0.25", []),
+    ]
+
+
+def test_long_runs_are_shortened_and_the_caption_says_so() -> None:
+    rows = [
+        {"step": step, "prompt": "p", "completion": str(k)} for step in range(50) for k in range(20)
+    ]
+    browser = training_browser(rows)
+    frames = browser.samples[0].frames
+    assert len(frames) == MOST_FRAMES
+    assert (frames[0].title, frames[-1].title) == ("step 0", "step 49")
+    assert len(frames[0].completions) == MOST_COMPLETIONS
+    assert f"{MOST_FRAMES} of the 50 steps" in browser.caption
+    assert f"first {MOST_COMPLETIONS} completions" in browser.caption
+    assert spread([1, 2, 3], 3) == [1, 2, 3]
+    assert spread(list(range(10)), 4) == [0, 3, 6, 9]
+
+
+def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
+    folders = {stage: runs[1] / stage for stage in STAGES} | {"none": runs[1] / "none"}
+    (section,) = samples_section(folders)
+    assert [inner.title for inner in section.blocks] == ["grpo", "dpo", "sft"]
+    assert samples_section({"none": runs[1] / "none"}) == []
+    browser = section.blocks[1].blocks[0]
+    labels = [each.label for each in browser.samples[0].frames[0].completions]
+    assert labels == ["completion", "chosen", "rejected"]
+    assert all(c.tokens for c in browser.samples[0].frames[0].completions)
+    assert "log-ratio to the reference" in browser.caption
+
+
+def test_panels_hold_what_was_logged() -> None:
+    lines = [{"step": 1, "loss": 2.0, "tokens": 9.0}, {"step": 2, "loss": None, "reward/gold": 1.0}]
+    loss, functions = curve_panels(lines)
+    assert (loss.title, loss.lines[0].x, functions.lines[0].label) == (
+        "Loss",
+        [1, 2],
+        "reward/gold",
+    )
+    assert math.isnan(loss.lines[0].y[1])
+
+
+def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None:
+    results = {"samples": [{"prompt": "p", "reference": None, "completions": {"SFT": "short"}}]}
+    (section,) = completions_section(results, tmp_path)
+    assert section.blocks[0].samples[0].frames[0].completions == [Completion("SFT", "short")]
+    own = {"completion": "a reference", "num_tokens": 3, "rewards": {"gold": 1.0}}
+    made = {"completion": "made", "num_tokens": 4, "rewards": {"gold": None, "rm": 0.5}, "kl": 2.25}
+    line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}, "verdicts": []}
+    (tmp_path / "completions.jsonl").write_text(json.dumps(line) + "\n")
+    (section,) = completions_section(results, tmp_path)
+    assert section.blocks[0].samples[0].frames[0].completions == [
+        Completion("reference", "a reference", "gold 1, 3 tokens"),
+        Completion("SFT", "made", "rm 0.5, KL 2.25, 4 tokens"),
+    ]
+    assert completions_section({}, tmp_path / "none") == []

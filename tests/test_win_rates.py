@@ -1,0 +1,150 @@
+"""Claim: win rates count what judges prefer, and their intervals cover the truth.
+
+Targets: counts by hand, Wilson's interval of statsmodels, simulations with a known win rate.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from statsmodels.stats.proportion import proportion_confint
+
+from common.completions import REFERENCE, Answers, Generation, Verdict
+from common.prompt_intervals import mean_over_prompts, mean_over_tokens, share_over_prompts
+from common.win_rates import all_win_rates, by_reward
+
+
+def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: Any) -> Generation:
+    return Generation(text or f"text {reward} {tokens}", tokens, True, {"rm": reward}, **rest)
+
+
+def row(number: int, reference: Generation | None, *, verdicts: Any = (), **own: Any) -> Answers:
+    return Answers(number, f"prompt {number}", reference, own, list(verdicts))
+
+
+ANSWERS = [
+    row(0, None, sft=generation(1.0), dpo=generation(2.0, tokens=7)),
+    row(1, generation(0.5), sft=generation(1.0), dpo=generation(1.0, "as good", tokens=4)),
+    row(2, generation(9.0), sft=generation(3.0), dpo=generation(2.5, tokens=5)),
+    row(3, generation(0.0), sft=generation(0.0), dpo=generation(None)),
+    row(4, generation(None), sft=generation(-1.0), dpo=generation(4.0, tokens=9)),
+]
+
+
+def test_wins_ties_and_losses_by_hand():
+    rates = {(rate["a"], rate["b"]): rate for rate in all_win_rates(ANSWERS)}
+    assert list(rates) == [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
+    rate = rates["dpo", "sft"]
+    assert rate["judge"] == "rm"
+    counts = [rate[f"num_{key}"] for key in ("wins", "ties", "losses", "not_judged")]
+    assert counts == [2, 1, 1, 1]
+    assert rate["win_rate"] == pytest.approx(2.5 / 4)
+    assert rate["length_difference"] == pytest.approx((4 + 1 + 2 + 6) / 4)
+    assert by_reward(ANSWERS, "sft", REFERENCE, "rm") == [None, 1, 0, 0.5, None]
+    assert rates["sft", REFERENCE]["num_not_judged"] == 2
+    assert by_reward(ANSWERS, "dpo", REFERENCE, "rm") == [None, 1, 0, None, None]
+
+
+def test_the_same_text_is_a_tie_whatever_rounding_says():
+    """A reward model's score of a text depends in its last digits on the rest of the batch."""
+    pair = {"sft": generation(1.0, "same"), "dpo": generation(1.0 + 1e-6, "same")}
+    assert by_reward([row(0, None, **pair)], "dpo", "sft", "rm") == [0.5]
+    cut = Generation("same", 3, False, {"rm": 0.0})
+    assert by_reward([row(0, None, sft=cut, dpo=pair["dpo"])], "dpo", "sft", "rm") == [1]
+
+
+def test_given_verdicts_are_read_from_either_side():
+    own = {"sft": generation(None), "dpo": generation(None, tokens=4)}
+    answers = [
+        row(0, None, **own, verdicts=[Verdict("dpo", "sft", "anna", 1.0)]),
+        row(1, None, **own, verdicts=[Verdict("sft", "dpo", "anna", 1.0)]),
+        row(2, None, **own, verdicts=[Verdict("sft", "dpo", "anna", 0.25)]),
+        row(3, None, **own, verdicts=[Verdict("sft", "dpo", "ben", 0.5)]),
+    ]
+    anna, ben = all_win_rates(answers)
+    assert (anna["a"], anna["b"], anna["judge"]) == ("dpo", "sft", "anna")
+    assert anna["win_rate"] == pytest.approx((1 + 0 + 0.75) / 3)
+    assert [anna[f"num_{k}"] for k in ("wins", "ties", "losses", "not_judged")] == [2, 0, 1, 1]
+    assert (ben["judge"], ben["num_ties"], ben["num_not_judged"]) == ("ben", 1, 3)
+
+
+def test_nothing_to_compare_is_no_comparison():
+    assert all_win_rates([]) == []
+    assert all_win_rates([row(0, None, sft=generation(1.0))]) == []
+    silent = [row(0, None, sft=generation(None), dpo=generation(None))]
+    assert all_win_rates(silent) == []
+
+
+# ---- intervals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("wins", "total"), [(0, 12), (12, 12)])
+def test_a_share_of_0_or_1_has_wilson_s_interval(wins, total):
+    found = share_over_prompts([1.0] * wins + [0.0] * (total - wins), range(total))
+    expected = proportion_confint(wins, total, alpha=0.05, method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx(expected, abs=2e-5)
+
+
+def test_without_ties_the_interval_is_wilson_s_but_for_one_row():
+    """The variance is that of a sample: as wide as with n - 1."""
+    found = share_over_prompts([1.0] * 31 + [0.0] * 19, range(50))
+    expected = proportion_confint(31 / 50 * 49, 49, alpha=0.05, method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx(expected, abs=2e-5)
+
+
+def coverage(generator: np.random.Generator, draw: Any, truth: float) -> tuple[float, float]:
+    """Share of 1000 intervals that hold the truth, and their mean width."""
+    held, width = 0, 0.0
+    for _ in range(1000):
+        values, prompts = draw(generator)
+        found = share_over_prompts(values.tolist(), prompts.tolist())
+        held += found["low"] <= truth <= found["high"]
+        width += (found["high"] - found["low"]) / 1000
+    return held / 1000, width
+
+
+def test_ties_narrow_the_interval_and_it_covers_still():
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        return generator.choice([0, 0.5, 1], 150, p=[0.05, 0.8, 0.15]), np.arange(150)
+
+    held, width = coverage(np.random.default_rng(0), draw, 0.55)
+    assert 0.93 <= held <= 0.97
+    low, high = proportion_confint(82.5, 150, alpha=0.05, method="wilson")
+    assert width < 0.5 * (high - low)
+
+
+def test_rows_of_a_prompt_widen_the_interval_and_it_covers_still():
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        prompts = np.repeat(np.arange(60), 4)
+        share = generator.choice([0.4, 0.95], 60)[prompts]
+        return (generator.random(240) < share).astype(float), prompts
+
+    held, width = coverage(np.random.default_rng(1), draw, 0.675)
+    assert 0.93 <= held <= 0.97
+    low, high = proportion_confint(162, 240, alpha=0.05, method="wilson")
+    assert width > 1.2 * (high - low)
+
+
+def test_what_was_not_measured_is_left_out_of_a_mean():
+    found = mean_over_prompts([1.0, None, 3.0], ["x", "x", "y"])
+    assert (found["mean"], found["count"]) == (2.0, 2)
+    assert mean_over_prompts([None], ["x"]) is None
+    assert share_over_prompts([None], ["x"]) is None
+    assert mean_over_tokens([None], [3], ["x"]) is None
+
+
+def test_a_mean_over_tokens_weighs_long_completions_more():
+    found = mean_over_tokens([1.0, 4.0, None], [30, 10, 99], ["x", "y", "z"])
+    assert found["mean"] == pytest.approx((30 * 1 + 10 * 4) / 40)
+    assert (found["low"], found["high"]) == (1.0, 4.0)
+    one_prompt = mean_over_tokens([1.0, 4.0], [30, 10], ["x", "x"])
+    assert one_prompt["low"] == one_prompt["high"] == pytest.approx(1.75)
+
+
+def test_prompts_that_repeat_are_drawn_together():
+    values = np.random.default_rng(2).normal(size=50)
+    alone = mean_over_prompts(values.tolist(), list(range(50)))
+    twice = mean_over_prompts(np.tile(values, 2).tolist(), 2 * list(range(50)))
+    assert twice["mean"] == pytest.approx(alone["mean"])
+    width = [own["high"] - own["low"] for own in (alone, twice)]
+    assert width[1] == pytest.approx(width[0], rel=0.05)  # two copies tell no more than one
