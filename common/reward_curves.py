@@ -129,7 +129,7 @@ def drop(gains: Values) -> tuple[int, Values]:
     prompt, and the drop measured on those between.
 
     Args:
-        gains: (K, P) of K points in the order of their distance.
+        gains: (K, P) of K points, the one that optimises most last.
 
     Returns:
         Index of the point, and (P // 2,) differences last - largest of the prompts 1, 3, 5, ...

@@ -36,7 +36,7 @@ class SeedPoints:
         seed: Of all its runs.
         proxy_accuracy: On held-out pairs; None of a proxy that is no model.
         pool: Completions of the SFT policy.
-        measured: Completions of the policies, each method's in the order of their distance.
+        measured: Completions of the policies, each method's in the order of its settings.
     """
 
     seed: int

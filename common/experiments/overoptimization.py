@@ -24,7 +24,7 @@ How this differs from the paper:
 The gold judge is a built-in, `file.py:function` or a reward model's folder; the data is any with
 prompts and pairs. Stages are runs of their own (`num_processes` of them share each), what they
 leave is measured in this process, and neither is done twice. On the demo's data three seeds take
-about 25 minutes of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to
+about half an hour of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to
 output_dir.
 """
 
