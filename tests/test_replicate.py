@@ -88,7 +88,7 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     (row,) = [line for line in lines if line.startswith("| reward") and "accuracy" in line]
     assert [cell.strip() for cell in row.split("|")[3:5]] == ["61 (1)", "50 (2)"]
-    (row,) = [line for line in lines if "win rate" in line]
+    (row,) = [line for line in lines if line.split("|")[2].strip() == "win rate"]
     assert [cell.strip() for cell in row.split("|")[3:8]] == ["0.7 (1)", "", "", "", ""]
     text = Path(root, "report.md").read_text()
     assert "This is not the recipe" in text
@@ -149,6 +149,7 @@ def test_recipes_of_downloaded_data_run_on_local_rows_of_their_schema(
     ours = cells(f"output/replicate/{recipe}")
     expected = ("grpo", "reward/gsm8k") if recipe == "gsm8k" else ("grpo", "kl")
     assert expected in ours
+    assert recipe != "sentiment" or ("dpo", "judged/positive") in ours
 
 
 def test_what_cannot_be_is_refused(folder):
@@ -158,6 +159,8 @@ def test_what_cannot_be_is_refused(folder):
         (["--recipe", "demo", "--overrides", "max_step=3"], "did you mean max_steps?"),
         (["--recipe", "demo", "--overrides", "sft.num_prompts=3"], "must be flag=value or"),
         (["--recipe", "demo", "--overrides", "max_steps"], "must be flag=value or"),
+        (["--recipe", "demo", "--overrides", "seed=7"], "--seeds and --output_dir say"),
+        (["--recipe", "demo", "--overrides", "sft.output_dir=x"], "--seeds and --output_dir say"),
     ):
         with pytest.raises(UserError) as caught:
             replicate.main(parse(ReplicateConfig, arguments))

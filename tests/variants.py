@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from common import synthetic
 from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, SAMPLER_CORRECTIONS
+from common.models import HEAD_INITS
 from tests.ranks import Job, launch, run_and_listen, run_stages
 
 Flags = dict[str, Any]
@@ -85,9 +86,11 @@ LORA: Flags = {"lora_r": 4, "learning_rate": 1e-2}
 FURTHER_LORA: list[Flags] = [LORA, {**LORA, "lora_alpha": 8, "lora_target_modules": ["c_attn"]}]
 
 VARIANTS: dict[str, list[Flags]] = {
-    "sft": [{}, *FURTHER_LORA],
+    "sft": [{}, {"dropout": 0.1, "layout": "padded"}, *FURTHER_LORA],
     "reward": [
         {},
+        {"dropout": 0.1, "layout": "padded"},
+        *({"head_init": name} for name in HEAD_INITS if name != "stiennon"),
         {"center_rewards_coefficient": 0.1},
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
         {"dataset_name": "COMPARISONS"},
@@ -111,6 +114,7 @@ VARIANTS: dict[str, list[Flags]] = {
         {"ref_cache_dir": "CACHE"},
         {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
         {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
+        {**ROLLOUTS, "pair_method": "all", "num_generations": 2, "penalize_missing_eos": False},
         {**ROLLOUTS, "reward_funcs": ["LETTERS", "gold"], "reward_weights": [0.5, 1.0]},
         *FURTHER_LORA,
     ],
@@ -128,6 +132,7 @@ VARIANTS: dict[str, list[Flags]] = {
         {"scale_rewards": "batch"},
         {"scale_rewards": "none"},
         {"advantage_baseline": "leave_one_out"},
+        {"penalize_missing_eos": False},
         {"normalize_globally": True},
         {"kl_estimator": "k2"},
         {"kl_estimator": "full"},
