@@ -270,8 +270,8 @@ def blocks(
         "A base row has mean \N{PLUS-MINUS SIGN} standard deviation over seeds; every other row "
         "the mean difference to the base of the same seed, with Student's 95% interval over seeds. "
         f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
-        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals cover the seed of "
-        "training, not the draw of the held-out rows, which are the same for all. "
+        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
+        "cover the seed of training, not the draw of the held-out rows, which are the same for all. "
         f"{NOT_MEASURED} means that it was not measured. A bug is a known error of other code that "
         "a patch re-enacts; the scripts themselves have no flag for it."
     )
