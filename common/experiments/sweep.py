@@ -271,7 +271,7 @@ def blocks(
         "the mean difference to the base of the same seed, with Student's 95% interval over seeds. "
         f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
         f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
-        "cover the seed of training, not the draw of the held-out rows, which are the same for all. "
+        "cover the seed of training, not the draw of the held-out rows, which all runs share. "
         f"{NOT_MEASURED} means that it was not measured. A bug is a known error of other code that "
         "a patch re-enacts; the scripts themselves have no flag for it."
     )
