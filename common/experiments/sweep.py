@@ -264,13 +264,14 @@ def blocks(
 ) -> list[Block]:
     """The report."""
     num_clear = sum(effect.difference.excludes_zero for effect in found)
+    num_varying = sum(bool(effect.difference.sd) for effect in found)
     reading = (
         f"Each row is the base chain with one thing changed, for the seeds {list(sweep.seeds)}. "
         "A base row has mean \N{PLUS-MINUS SIGN} standard deviation over seeds; every other row "
         "the mean difference to the base of the same seed, with Student's 95% interval over seeds. "
-        f"A star marks an interval that excludes 0: {num_clear} of {len(found)} do, and if "
-        f"nothing mattered about {0.05 * len(found):.0f} would. The intervals cover the seed of "
-        "training, not the draw of the held-out rows, which are the same for all. "
+        f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
+        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
+        "cover the seed of training, not the draw of the held-out rows, which all runs share. "
         f"{NOT_MEASURED} means that it was not measured. A bug is a known error of other code that "
         "a patch re-enacts; the scripts themselves have no flag for it."
     )
