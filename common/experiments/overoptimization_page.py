@@ -90,8 +90,9 @@ def turns_table(results: Results) -> Table:
         for turn in results["turns"]
     ]
     caption = (
-        "From the setting with the largest gold reward to the last one. The largest of several "
-        "means is a little too large by chance, which makes a small fall look larger."
+        "From the setting with the largest gold reward to the last one. That setting is looked for "
+        "on every other prompt, and the changes are measured on those between: the largest of "
+        "several means is too large by chance."
     )
     return Table(headers, rows, caption)
 
