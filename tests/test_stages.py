@@ -13,7 +13,7 @@ import pytest
 
 from common.config import UserError
 from common.experiments import forked, stages
-from common.experiments.stages import Stage, StageFailed, is_finished, run
+from common.experiments.stages import Stage, StageFailed, description, is_finished, run
 
 SCRIPT = """
 import sys
@@ -149,6 +149,17 @@ def test_checkpoints_of_what_was_made_otherwise_are_not_gone_on_with(stage, tmp_
             run(later)
     anew = ["--resume_from_checkpoint=none" in words for words in runs(later)]
     assert anew == [True, False, True]
+
+
+def test_rows_in_a_folder_are_noticed_and_an_empty_flag_names_none(stage, tmp_path):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "train.jsonl").write_text("{}\n")
+    stage = replace(stage, flags={"data": str(rows), "dataset_test_split": ""})
+    run(stage)
+    assert description(stage)["inputs"].keys() == {str(rows)}
+    (rows / "train.jsonl").write_text("{}\n{}\n")
+    assert not is_finished(stage)
 
 
 def test_nothing_is_forked_from_a_process_with_threads() -> None:

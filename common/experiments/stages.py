@@ -210,7 +210,7 @@ def inputs(texts: Iterable[str]) -> dict[str, str]:
     `output/sft`.
     """
     found = {}
-    for text in dict.fromkeys(texts):
+    for text in filter(None, dict.fromkeys(texts)):
         path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
         if len(text) < LONGEST_PATH and path.is_file():
             found[text] = digest(path)
