@@ -62,7 +62,7 @@ def without_html(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")  # no picture
 
 
 def _one_line(text: str) -> str:

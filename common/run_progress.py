@@ -13,7 +13,7 @@ import yaml
 
 from common.terminal import format_cell
 
-LEVELS = 3  # of folders below a given one in which runs are looked for
+LEVELS = 4  # a sweep: sweep, seed, variant, stage
 FRESH = 10  # logged steps from which the speed is taken
 
 
@@ -87,7 +87,9 @@ def find_runs(places: Sequence[Path]) -> list[tuple[Path, str]]:
     for place in places:
         levels = [place.glob("*/" * n + "config.yaml") for n in range(LEVELS + 1)]
         below = [file.parent for level in levels for file in level]
-        below = [run for run in below if not (set(run.parents) & set(below))]
+        stages = {run for run in below if (run / "metrics.jsonl").exists()}
+        drivers = {folder for run in below for folder in run.parents} - stages  # of many runs
+        below = [run for run in below if run not in drivers and not stages & set(run.parents)]
         below.sort(key=lambda run: ((run / "config.yaml").stat().st_mtime, str(run)))
         for run in below or [place]:
             shown = run.relative_to(place) if run != place else Path(place.resolve().name)

@@ -78,6 +78,17 @@ def test_runs_are_found_below_a_folder_in_the_order_they_began(tmp_path: Path) -
     assert find_runs([tmp_path / "demo" / "dpo"]) == [(tmp_path / "demo" / "dpo", "dpo")]
 
 
+def test_the_runs_of_a_driver_are_found_below_it(tmp_path: Path) -> None:
+    """A sweep has a config of its own, and its runs lie three folders below."""
+    for run in ("seed_0/base/sft", "seed_0/base/sft/failed/step_00000001", "seed_1/head/reward"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "config.yaml").write_text("max_steps: 3\n")
+        (tmp_path / run / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text("seeds: [0, 1]\n")
+    found = {name for _, name in find_runs([tmp_path])}
+    assert found == {"seed_0/base/sft", "seed_1/head/reward"}
+
+
 # --- progress ---
 
 
