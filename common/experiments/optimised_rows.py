@@ -63,6 +63,7 @@ def write_optimised(
         rewards: (N, K) of the proxy.
         sizes: the n.
     """
+    (folder / MARK).unlink(missing_ok=True)  # of other rows, which these replace one by one
     num_candidates = rewards.shape[1]
     for size in sizes:
         best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)
