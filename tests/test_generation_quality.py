@@ -252,6 +252,7 @@ def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines
     rates = {(r["a"], r["b"], r["judge"]): r for r in results["win_rates"]}
     pairs = [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
     assert set(rates) == {(*p, j) for p in pairs for j in ("reward", "bonus", "length", "longer")}
+    num_controlled = 0
     for a, b, judge in rates:
         wins, differences = [], []
         for line in lines:
@@ -276,8 +277,13 @@ def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines
         assert rate["num_not_judged"] == len(lines) - len(wins) > 0 or judge in ("reward", "length")
         assert rate["low"] <= rate["win_rate"] <= rate["high"]
         assert rate["length_difference"] == pytest.approx(np.mean(differences))
+        if len(set(wins)) == 1:  # every resample would say the same
+            assert rate["length_controlled"] is None
+            continue
         expected = at_equal_length(np.array(wins), np.array(differences))
         assert rate["length_controlled"]["win_rate"] == pytest.approx(expected, abs=1e-4)
+        num_controlled += 1
+    assert num_controlled >= 3
 
 
 def at_equal_length(wins: np.ndarray, differences: np.ndarray) -> float:
