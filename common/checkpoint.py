@@ -426,6 +426,8 @@ class Checkpointer:
         last = self._vote
         num_signals = torch.tensor(float(bool(signals.received())))
         self._vote = (dist.all_reduce(num_signals, async_op=True), num_signals)
+        if at_once and last is not None:
+            last[0].wait()  # no collective is let go of before its end
         work, num_signals = (self._vote if at_once else last) or (None, torch.zeros(()))
         if work is not None:
             work.wait()
