@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.calibration import NUM_BINS
-from common.plots import COLOURS, DPI, GREY, style
+from common.plots import COLOURS, GREY, save, style
 
 LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 
@@ -40,9 +40,7 @@ def draw(comparison: Mapping[str, Any], path: Path) -> list[Path]:
             axes.set(ylabel="share preferred", xlim=(0, 1), ylim=(0, 1), aspect="equal")
         for axes in grid[len(curves) :]:
             axes.set_visible(False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
-    return [path]
+        return [save(figure, path)]
 
 
 def draw_curve(axes: Any, bins: Sequence[Mapping[str, Any]], colour: str) -> None:

@@ -89,11 +89,9 @@ def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
 
     def is_own(folder: Path) -> bool:
         try:
-            manifest = files.read_manifest(folder)
-        except ValueError:
+            return not files.other_run(files.read_manifest(folder), config)
+        except (ValueError, KeyError):  # it cannot be read, or another version has written it
             return False
-        has_stage = manifest.get("stage") == type(config).__name__
-        return has_stage and not files.changed_fields(manifest["config"], config)
 
     found = distributed.is_rank0() and any(map(is_own, folders))
     return bool(distributed.from_rank0(found))
@@ -123,10 +121,7 @@ def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> 
     manifest = distributed.from_rank0(
         files.read_manifest(folder) if distributed.is_rank0() else None
     )
-    differences = [] if any_config else files.changed_fields(manifest["config"], config)
-    if manifest["stage"] != type(config).__name__:
-        differences = [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
-    if differences:
+    if differences := files.other_run(manifest, config, any_config=any_config):
         raise UserError(
             f"{folder} is of another run: {'; '.join(differences)}; give the same values to go on "
             "with it, another --output_dir, --resume_from_checkpoint latest to go on with the new "

@@ -161,6 +161,15 @@ def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
         return f"cannot be read ({error.strerror})"
 
 
+def other_run(
+    manifest: Mapping[str, Any], config: TrainConfig, *, any_config: bool = False
+) -> list[str]:
+    """What makes a checkpoint's run another one than this: its stage, or else its config."""
+    if manifest["stage"] != type(config).__name__:
+        return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
+    return [] if any_config else changed_fields(manifest["config"], config)
+
+
 def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
 

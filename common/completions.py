@@ -5,13 +5,12 @@ completion, null where it has none), `systems` (by name) and `verdicts` (of judg
 completions). Every number about generations in `results.json` is a function of this file.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.jsonl import json_line, read_jsonl
+from common.jsonl import json_line, read_jsonl, write_atomically
 
 FILE = "completions.jsonl"
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared
@@ -87,12 +86,7 @@ def system_names(answers: Sequence[Answers]) -> list[str]:
 
 def write(answers: Sequence[Answers], output_dir: Path) -> None:
     """Write the file, atomically. Rank 0 only."""
-    unfinished = output_dir / f"{FILE}.tmp"
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.writelines(json_line(asdict(row)) for row in answers)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(output_dir / FILE)
+    write_atomically(output_dir / FILE, (json_line(asdict(row)) for row in answers))
 
 
 def read(output_dir: Path) -> list[Answers]:

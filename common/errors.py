@@ -2,6 +2,8 @@
 
 import re
 import reprlib
+import sys
+from collections.abc import Callable
 
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
@@ -19,6 +21,15 @@ class UserError(ValueError):
     def __init__(self, sentence: str) -> None:
         """Take a sentence, which may quote anything: it is made printable, short, and one line."""
         super().__init__(cut(printable(sentence)))
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run what needs no process group; a `UserError` ends it with its sentence and status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def printable(text: str) -> str:

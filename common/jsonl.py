@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,18 @@ def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
     """
     records = read_jsonl(path) if start_step > 0 else []
     kept = [record for record in records if record["step"] <= start_step]
+    write_atomically(path, map(json_line, kept))
+    return kept
+
+
+def write_atomically(path: Path, lines: Iterable[str]) -> None:
+    """Write a text file: it holds all of the lines, flushed to the disk, or what it held before."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("w", encoding="utf-8") as file:
-        file.writelines(json_line(record) for record in kept)
+        file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    return kept
 
 
 def json_line(record: Mapping[str, Any]) -> str:

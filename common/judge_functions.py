@@ -22,7 +22,7 @@ from common.data import Example
 from common.noise import derive_seed, uniform
 from common.reward_functions import load_from_file
 from common.reward_notes import as_number
-from common.rewards import call_by_name
+from common.rewards import call_by_name, one_for_each
 
 Judge = Callable[..., Any]
 
@@ -102,12 +102,7 @@ def ask(
             f"judge function {name!r} raised {type(error).__name__} on a batch of {len(rows)} "
             f"prompts: {gist(error)}."
         ) from error
-    if values is None or len(values) != len(rows):
-        given = "no list of" if values is None else len(values)
-        raise UserError(
-            f"judge function {name!r} returned {given} verdicts for {len(rows)} prompts; it must "
-            "return a list with one for each."
-        )
+    values = one_for_each(values, len(rows), f"judge function {name!r}", "verdicts", "prompts")
     verdicts: list[list[Verdict]] = [[] for _ in answers]
     for i, value, swap in zip(rows, values, swapped, strict=True):
         if value is None:

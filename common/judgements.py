@@ -14,7 +14,6 @@ verdicts.
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -24,8 +23,9 @@ from typing import Any
 from common import completions, report
 from common.completions import REFERENCE, Answers, Verdict, system_names
 from common.config import UserError, knob, parse, require_not_negative
+from common.errors import run_command
 from common.generation_tables import win_rate_table
-from common.jsonl import json_line, read_jsonl
+from common.jsonl import json_line, read_jsonl, write_atomically
 from common.judge_functions import is_swapped, text_of
 from common.terminal import markdown_table
 from common.win_rates import all_win_rates, reward_judges
@@ -76,9 +76,7 @@ def main(config: JudgementsConfig) -> None:
         raise UserError(f"{file} is not there: run evaluate.py.")
     results = json.loads(file.read_text(encoding="utf-8")) | {"win_rates": rates}
     completions.write(answers, output_dir)
-    unfinished = file.with_name(f"{file.name}.tmp")
-    unfinished.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(file)
+    write_atomically(file, [json.dumps(results, indent=2) + "\n"])
     report.chain_report(results, report.run_dirs(results["systems"]), output_dir)
     print(markdown_table(*win_rate_table(rates)))
 
@@ -220,12 +218,8 @@ def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
 
 
 def command() -> None:
-    """Run `main`; what the user can put right ends it with one sentence and status 2."""
-    try:
-        main(parse(JudgementsConfig))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run `main` with the config that the command line gives."""
+    run_command(lambda: main(parse(JudgementsConfig)))
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def plot_run(output_dir: str | Path) -> list[Path]:
             _draw_panel(axes, records, title, unit, recorded(records, names))
         for axes in grid[len(panels) :]:
             axes.set_visible(False)
-        return [_save(figure, output_dir / "plots" / "curves.png")]
+        return [save(figure, output_dir / "plots" / "curves.png")]
 
 
 def recorded(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
@@ -174,9 +174,10 @@ def _draw_panel(
         axes.legend(loc="best")
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path, dpi: int = DPI) -> Path:
+    """Write a picture, in a folder that is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=dpi)
     return path
 
 
@@ -210,7 +211,7 @@ def summary_figure(
         records = {name: read_jsonl(Path(run) / "metrics.jsonl") for name, run in run_dirs.items()}
         _draw_reward_curves(figure.add_subplot(grid[0, 2]), records)
         _draw_loss_curves(figure.add_subplot(grid[1, 2]), records, colours)
-        return _save(figure, output_path)
+        return save(figure, output_path)
 
 
 def _draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:

@@ -248,6 +248,11 @@ def equal_for_equal(texts: Sequence[Hashable], rewards: Tensor) -> list[float]:
     return [first.setdefault(text, reward) for text, reward in values]
 
 
+def eos_penalty(config: Any) -> float | None:
+    """The penalty that a config with `missing_eos_penalty` asks for, None for none."""
+    return config.missing_eos_penalty if config.penalize_missing_eos else None
+
+
 def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
     """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
 
@@ -318,12 +323,9 @@ def _call(
             f"reward function {name!r} raised {type(error).__name__} on {where}: {gist(error)}"
             f"{_line(function, error)}."
         ) from error
-    if rewards is None or len(rewards) != len(rows):
-        found = "no list of" if rewards is None else len(rewards)
-        raise UserError(
-            f"reward function {name!r} returned {found} rewards for {len(rows)} completions; it "
-            "must return a list with one for each."
-        )
+    rewards = one_for_each(
+        rewards, len(rows), f"reward function {name!r}", "rewards", "completions"
+    )
     answers = {}
     for row, reward, ids in zip(rows, rewards, inputs["completion_ids"], strict=True):
         try:
@@ -334,6 +336,19 @@ def _call(
                 f"reward function {name!r} returned {shown} for row {row} of the batch; {error}."
             ) from None
     return answers
+
+
+def one_for_each(
+    values: list[Any] | None, number: int, function: str, what: str, rows: str
+) -> list[Any]:
+    """The values that a user's function returned; a UserError if they are no list of so many."""
+    if values is None or len(values) != number:
+        found = "no list of" if values is None else len(values)
+        raise UserError(
+            f"{function} returned {found} {what} for {number} {rows}; it must return a list with "
+            "one for each."
+        )
+    return values
 
 
 def call_by_name(function: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Any] | None:

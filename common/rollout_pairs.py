@@ -11,7 +11,7 @@ from common.data import Example
 from common.dpo_config import DPOConfig
 from common.generation import Sampler
 from common.reward_scoring import RewardScorer
-from common.rewards import apply_missing_eos_penalty
+from common.rewards import apply_missing_eos_penalty, eos_penalty
 from common.scoring import Policy
 from common.terminal import progress_bar, show_status
 
@@ -53,7 +53,7 @@ def pairs_from_rollouts(
         )
         rewards, _ = scorer(examples, rollouts)  # (N, K)
         has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-        penalty = config.missing_eos_penalty if config.penalize_missing_eos else None
+        penalty = eos_penalty(config)
         rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
         chosen_pairs = pairs.choose_pairs(
             rewards,

@@ -33,7 +33,13 @@ from common.noise import derive_seed, hash_counters, permutation
 from common.padding import AnyBatch, right_pad
 from common.projection import Head
 from common.reward_scoring import RewardScorer
-from common.rewards import Rewards, Steps, apply_missing_eos_penalty, penalise_steps
+from common.rewards import (
+    Rewards,
+    Steps,
+    apply_missing_eos_penalty,
+    eos_penalty,
+    penalise_steps,
+)
 from common.scoring import Policy, ReferenceStates
 
 
@@ -131,7 +137,7 @@ def reward(
             if penalty != 0:  # a step of 0 would count in the group's mean
                 own[end] = own.get(end, 0.0) + penalty
     has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
-    penalty = config.missing_eos_penalty if config.penalize_missing_eos else None
+    penalty = eos_penalty(config)
     rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
     if steps:
         refuse_with_steps(config)

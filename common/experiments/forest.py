@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.plots import COLOURS, GREY, style
+from common.plots import COLOURS, GREY, save, style
 from common.seed_statistics import SeedMean
 
 DPI = 110  # of a picture of many rows
@@ -60,9 +60,7 @@ def draw(panels: Sequence[Panel], path: Path) -> Path | None:
             for j, panel in enumerate(line):
                 draw_panel(figure.add_subplot(grid[i, j]), panel, with_labels=j == 0)
         figure.supxlabel(KEY, fontsize=8, color=GREY)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI)
-    return path
+        return save(figure, path, DPI)
 
 
 def draw_panel(axes: Any, panel: Panel, *, with_labels: bool) -> None:

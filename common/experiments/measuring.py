@@ -21,6 +21,7 @@ from common.checkpoint_files import MANIFEST
 from common.config import CommonConfig
 from common.data import Example
 from common.generation import Rollouts, Sampler
+from common.jsonl import write_atomically
 from common.reward_scoring import RewardScorer
 from common.rewards import apply_missing_eos_penalty
 from common.scoring import Policy
@@ -175,7 +176,5 @@ def write(path: Path, made_by: Mapping[str, Any], measured: Measured) -> None:
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in asdict(measured).items()
     }
-    partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps({"made_by": made_by, **record}) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, [json.dumps({"made_by": made_by, **record}) + "\n"])

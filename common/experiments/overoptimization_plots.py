@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.plots import COLOURS, GREY, style
+from common.plots import COLOURS, GREY, save, style
 from common.reward_curves import Fit
 
 TITLES = {
@@ -69,7 +69,7 @@ def draw_curves(results: Results, path: Path) -> Path:
             draw_method(axes, results, method)
         for axes in grid[len(methods) :]:
             axes.set_visible(False)
-        return save(figure, path)
+        return save(figure, path, DPI)
 
 
 def draw_method(axes: Any, results: Results, method: str) -> None:
@@ -138,7 +138,7 @@ def draw_frontier(results: Results, path: Path) -> Path:
         unit = "KL(policy || SFT), nats per completion"
         axes.set(title="Reward-KL frontier", xlabel=unit, ylabel="gold reward")
         axes.legend(loc="best")
-        return save(figure, path)
+        return save(figure, path, DPI)
 
 
 def draw_points(axes: Any, results: Results, method: str) -> None:
@@ -153,10 +153,3 @@ def draw_points(axes: Any, results: Results, method: str) -> None:
     axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
     label = f"{TITLES[method]} ({ends})"
     axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
-
-
-def save(figure: Any, path: Path) -> Path:
-    """Write a picture in a folder that is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
-    return path

@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 from common.checkpoint_files import describe
 from common.config import UserError, parse, read_recipe
+from common.errors import run_command
 from common.experiments.forked import ForkedScript, is_possible
+from common.jsonl import write_atomically
 
 Config = TypeVar("Config")
 
@@ -36,7 +38,6 @@ LONGEST_PATH = 1024  # characters
 TAIL = 40  # lines of a failed run's output that its error repeats
 # What a script writes last; a training stage exports its model.
 LAST_WRITTEN = {"evaluate.py": "results.json", "common/experiments/sample_pairs.py": "train.jsonl"}
-REFUSED = 2  # exit status of a run whose user can put something right
 
 
 class StageFailed(RuntimeError):  # noqa: N818 - what has failed is the stage
@@ -243,9 +244,7 @@ def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
 
 def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -> None:
     """Mark a run as finished (or as begun); a mark is whole or not there."""
-    partial = output_dir / (name + ".partial")
-    partial.write_text(json.dumps(made_by, indent=1) + "\n", encoding="utf-8")
-    partial.replace(output_dir / name)
+    write_atomically(output_dir / name, [json.dumps(made_by, indent=1) + "\n"])
 
 
 # ---- drivers -------------------------------------------------------------------------------------
@@ -260,10 +259,7 @@ def exit_with_status(main: Callable[[], None]) -> None:
     """Run a driver; it ends with the statuses of a stage, and takes its child along."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(REFUSED)
+        run_command(main)
     except StageFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         sys.exit(1)
