@@ -69,8 +69,8 @@ def accuracies(table: PairScores, rows: NDArray[np.int64]) -> dict[str, dict[str
     means = bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
     found = {}
     for (name, scores), column in zip(table.systems.items(), means.T, strict=True):
-        low, high = prompt_interval(column, num_prompts)
         accuracy = asdict(preference_accuracy(*scores[rows].T))
+        low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         found[name] = accuracy | {
             "num_prompts": num_prompts,
             "prompt_low": low,

@@ -34,8 +34,8 @@ QUALITY_NOTES = [
 ]
 WIN_RATE_NOTES = [
     "Win rate is the mean verdict, a tie counting one half; a reward prefers the completion it "
-    "scores higher. The interval is Wilson's for the effective sample size: ties narrow it, rows "
-    "with the same prompt widen it.",
+    "scores higher. The interval is Wilson's for the effective sample size, with Student's "
+    "quantile: ties narrow it, rows with the same prompt widen it; one prompt alone has none.",
     "At equal length: a logistic regression of the verdict on tanh(length difference / its "
     "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts; "
     "not told where one system is longer by the same number of tokens everywhere.",
@@ -105,8 +105,9 @@ def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
 def interval_cell(
     interval: Mapping[str, Any] | None, scale: float, digits: int, key: str = "mean"
 ) -> str:
-    """`value [low, high]`; an en dash where nothing was measured."""
+    """`value [low, high]`, or the value where it has no interval; an en dash without one."""
     if not interval:
         return NOT_MEASURED
-    value, low, high = (f"{scale * interval[part]:.{digits}f}" for part in (key, "low", "high"))
-    return f"{value} [{low}, {high}]"
+    parts = (key, "low", "high") if interval["low"] is not None else (key,)
+    value, *ends = (f"{scale * interval[part]:.{digits}f}" for part in parts)
+    return f"{value} [{', '.join(ends)}]" if ends else value

@@ -73,8 +73,9 @@ def length_controlled(
             for part in (weights[i : i + at_once] for i in range(0, len(weights), at_once))
         ]
     )
-    low, high = percentile_interval(sigmoid(thetas))
-    return LengthControlled(float(sigmoid(fitted[0, 0])), low, high, float(fitted[0, 1]))
+    win_rate = float(sigmoid(fitted[0, 0]))
+    interval = percentile_interval(sigmoid(thetas), win_rate)
+    return LengthControlled(win_rate, *interval, float(fitted[0, 1]))
 
 
 def fit_logistic(

@@ -74,10 +74,10 @@ def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
 
 
 def prompt_interval(
-    means: NDArray[np.float64], num_prompts: int
+    means: NDArray[np.float64], estimate: float, num_prompts: int
 ) -> tuple[float, float] | tuple[None, None]:
     """The interval of bootstrap means (R,) over prompts, none where they are too few."""
-    return (None, None) if num_prompts < MIN_PROMPTS else percentile_interval(means)
+    return (None, None) if num_prompts < MIN_PROMPTS else percentile_interval(means, estimate)
 
 
 def sign_flips(sums: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -123,14 +123,15 @@ def paired_differences(
         for j in range(i + 1, len(names)):
             gains = columns[:, i] - columns[:, j]  # (N,)
             better, worse = int((gains > 0).sum()), int((gains < 0).sum())
-            low, high = prompt_interval(means[:, i] - means[:, j], len(sums))
+            gain = float(gains.mean())
+            low, high = prompt_interval(means[:, i] - means[:, j], gain, len(sums))
             by_chance = np.abs(flipped[:, i] - flipped[:, j])  # (R,)
             num_as_far = int((by_chance >= abs(gains.sum())).sum())  # exact: multiples of 1/2
             found.append(
                 PairedDifference(
                     names[i],
                     names[j],
-                    float(gains.mean()),
+                    gain,
                     low,
                     high,
                     better,

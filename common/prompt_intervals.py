@@ -16,6 +16,7 @@ from common.statistics import (
     cluster_numbers,
     mean_interval,
     percentile_interval,
+    t_quantile,
     wilson_interval,
 )
 
@@ -36,7 +37,7 @@ def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, 
         mean, low, high = mean_interval(measured)
     else:
         mean = float(measured.mean())
-        low, high = percentile_interval(bootstrap_means(measured[:, None], clusters)[:, 0])
+        low, high = percentile_interval(bootstrap_means(measured[:, None], clusters)[:, 0], mean)
     return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
 
@@ -56,8 +57,8 @@ def mean_over_tokens(
     counts = [n for n, value in zip(num_tokens, values, strict=True) if value is not None]
     weights = np.array(counts, dtype=np.float64)
     means = bootstrap_means(np.stack([measured * weights, weights], axis=1), clusters)
-    low, high = percentile_interval(means[:, 0] / means[:, 1])
     mean = float(np.average(measured, weights=weights))
+    low, high = percentile_interval(means[:, 0] / means[:, 1], mean)
     return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
 
@@ -66,20 +67,26 @@ def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str,
 
     That is the number of independent successes and failures whose share would vary as much as this
     mean does: more than N where ties or probabilities vary less, fewer where rows of a prompt are
-    alike (Korn and Graubard 1998; with Wilson's interval Franco et al. 2019). Unlike the bootstrap
-    it has a width where all values are the same: then as many as there are prompts are counted.
+    alike (Korn and Graubard 1998; with Wilson's interval Franco et al. 2019). Where every prompt
+    has the same share nothing shows a variance: then as many as there are prompts are counted.
+    The variance is itself estimated, of G prompts with G - 1 degrees of freedom, so that Student's
+    quantile stands in the place of the normal one; of a single prompt low and high are None.
     """
     measured, clusters = _measured(values, prompts)
     if not measured.size:
         return None
     mean = float(measured.mean())
+    found = {"mean": mean, "low": None, "high": None, "count": measured.size}
     sums = np.bincount(clusters, weights=measured - mean)  # (G,)
     effective_size = float(sums.size)
-    if (measured != measured[0]).any():
-        variance = float(sums @ sums) / measured.size**2 * sums.size / max(1, sums.size - 1)
-        effective_size = mean * (1 - mean) / variance if variance > 0 else effective_size
-    low, high = wilson_interval(mean * effective_size, effective_size)
-    return {"mean": mean, "low": low, "high": high, "count": measured.size}
+    if sums.size < 2:
+        return found
+    if not np.allclose(sums, 0, rtol=0, atol=1e-9):  # beyond what rounding leaves
+        variance = float(sums @ sums) / measured.size**2 * sums.size / (sums.size - 1)
+        effective_size = mean * (1 - mean) / variance
+    z = t_quantile(0.975, sums.size - 1)
+    low, high = wilson_interval(mean * effective_size, effective_size, z)
+    return found | {"low": low, "high": high}
 
 
 def _measured(

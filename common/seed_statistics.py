@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.statistics import finite_vector
+from common.statistics import finite_vector, t_quantile
 
 CONFIDENCE = 0.95
 
@@ -60,35 +60,3 @@ def paired_difference(values: Sequence[float], base: Sequence[float]) -> SeedMea
     """Mean over seeds of value minus base of the same seed: what both share cancels."""
     assert len(values) == len(base), f"{len(values)} values, {len(base)} of the base"
     return over_seeds([value - start for value, start in zip(values, base, strict=True)])
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution, by bisection.
-
-    Args:
-        probability: in [0.5, 1).
-        degrees: of freedom, at least 1.
-    """
-    assert 0.5 <= probability < 1, probability
-    low, high = 0.0, 1.0
-    while 0.5 + t_central(high, degrees) / 2 < probability:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        is_below = 0.5 + t_central(middle, degrees) / 2 < probability
-        low, high = (middle, high) if is_below else (low, middle)
-    return (low + high) / 2
-
-
-def t_central(t: float, degrees: int) -> float:
-    """P(|T| < t) of Student's t (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
-    angle = math.atan(t / math.sqrt(degrees))
-    is_odd = degrees % 2 == 1
-    term = math.cos(angle) if is_odd else 1.0
-    total = 0.0
-    for k in range(degrees // 2):
-        total += term
-        first = 2 * k + 1 + is_odd
-        term *= math.cos(angle) ** 2 * first / (first + 1)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if is_odd else total

@@ -54,8 +54,8 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     centre = (share + z_squared / (2 * total)) / (1 + z_squared / total)
     variance = share * (1 - share) / total + z_squared / (4 * total * total)
     half_width = z * math.sqrt(variance) / (1 + z_squared / total)
-    # At 0 and at `total` the ends are 0 and 1 exactly; rounding must not leave [0, 1].
-    return max(0.0, centre - half_width), min(1.0, centre + half_width)
+    # At 0 and at `total` an end is the share exactly, which rounding must not put it beyond.
+    return max(0.0, min(share, centre - half_width)), min(1.0, max(share, centre + half_width))
 
 
 def preference_accuracy(
@@ -145,10 +145,20 @@ def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> ND
     return sums
 
 
-def percentile_interval(means: NDArray[np.float64]) -> tuple[float, float]:
-    """The 95% percentile interval (low, high) of bootstrap means (R,)."""
+def percentile_interval(means: NDArray[np.float64], estimate: float) -> tuple[float, float]:
+    """The 95% percentile interval (low, high) of bootstrap means (R,) around what they estimate.
+
+    Of equal values the means differ from the estimate by rounding, which is left out.
+    """
     low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+    return min(float(low), estimate), max(float(high), estimate)
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t distribution with so many degrees of freedom, at least 1."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, probability))
 
 
 def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
@@ -169,7 +179,8 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
     """
     ordered = np.sort(finite_vector(values))  # (N,)
     means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
-    return float(ordered.mean()), *percentile_interval(means[:, 0])
+    mean = float(ordered.mean())
+    return mean, *percentile_interval(means[:, 0], mean)
 
 
 def finite_vector(values: Tensor | ArrayLike) -> NDArray[np.float64]:

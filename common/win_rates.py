@@ -47,7 +47,7 @@ def win_rate(
             and at least one is.
 
     Returns:
-        `win_rate` is the mean verdict, with its 95% interval `low`, `high`;
+        `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);
         `num_wins`, `num_ties` and `num_losses` count verdicts above, at and below one half;
         `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as
         `length_control.LengthControlled`, None where it cannot be told.

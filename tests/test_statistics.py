@@ -76,6 +76,17 @@ def test_wilson_interval_refuses_impossible_counts() -> None:
         wilson_interval(3, 2)
 
 
+def test_no_interval_leaves_out_what_it_is_of() -> None:
+    """At 0 and at `total` rounding put 213 and 933 of these ends on the wrong side of the share."""
+    for total in range(1, 3001):
+        for successes in (0, total):
+            low, high = wilson_interval(successes, total)
+            assert 0 <= low <= successes / total <= high <= 1, total
+    for values in ([0.1] * 3, [1 / 3] * 7, [0.7, 0.7, 0.7 + 1e-16], [2.5]):
+        mean, low, high = mean_interval(values)
+        assert low <= mean <= high
+
+
 def test_preference_accuracy_counts_a_tie_as_one_half() -> None:
     chosen = torch.tensor([2.0, 1.0, 0.5, 3.0, -1.0])
     rejected = torch.tensor([1.0, 1.0, 0.7, 3.0, -2.0])
@@ -180,7 +191,8 @@ def clustered_wins(
 
 
 def half_width(values: np.ndarray, clusters: np.ndarray) -> float:
-    low, high = percentile_interval(bootstrap_means(values[:, None], clusters)[:, 0])
+    means = bootstrap_means(values[:, None], clusters)[:, 0]
+    low, high = percentile_interval(means, values.mean())
     return (high - low) / 2
 
 
@@ -217,7 +229,8 @@ def test_the_interval_over_clusters_covers_the_truth_and_wilson_s_does_not() -> 
     covered = {"clusters": 0, "wilson": 0}
     for _ in range(120):
         values, clusters = clustered_wins(generator, 60, 0.28)
-        low, high = percentile_interval(bootstrap_means(values[:, None], clusters)[:, 0])
+        means = bootstrap_means(values[:, None], clusters)[:, 0]
+        low, high = percentile_interval(means, values.mean())
         covered["clusters"] += low <= 0.7 <= high
         low, high = wilson_interval(values.sum(), values.size)
         covered["wilson"] += low <= 0.7 <= high

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
 from common.completions import REFERENCE, Answers, Generation, Verdict
+from common.generation_tables import interval_cell
 from common.prompt_intervals import mean_over_prompts, mean_over_tokens, share_over_prompts
 from common.win_rates import all_win_rates, by_reward
 
@@ -79,17 +81,49 @@ def test_nothing_to_compare_is_no_comparison():
 
 
 @pytest.mark.parametrize(("wins", "total"), [(0, 12), (12, 12)])
-def test_a_share_of_0_or_1_has_wilson_s_interval(wins, total):
+def test_a_share_of_0_or_1_has_wilson_s_interval_with_student_s_quantile(wins, total):
     found = share_over_prompts([1.0] * wins + [0.0] * (total - wins), range(total))
-    expected = proportion_confint(wins, total, alpha=0.05, method="wilson")
-    assert (found["low"], found["high"]) == pytest.approx(expected, abs=2e-5)
+    expected = proportion_confint(wins, total, alpha=normal_level(total), method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
+
+
+def normal_level(num_prompts: int) -> float:
+    """The level at which a normal quantile is as large as Student's of the prompts at 5%."""
+    return 2 * stats.norm.sf(stats.t.ppf(0.975, num_prompts - 1))
 
 
 def test_without_ties_the_interval_is_wilson_s_but_for_one_row():
     """The variance is that of a sample: as wide as with n - 1."""
     found = share_over_prompts([1.0] * 31 + [0.0] * 19, range(50))
-    expected = proportion_confint(31 / 50 * 49, 49, alpha=0.05, method="wilson")
-    assert (found["low"], found["high"]) == pytest.approx(expected, abs=2e-5)
+    expected = proportion_confint(31 / 50 * 49, 49, alpha=normal_level(50), method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("num_prompts", [2, 3, 5, 10])
+@pytest.mark.parametrize("rows_each", [1, 40])
+def test_of_a_few_prompts_the_interval_covers_still(num_prompts, rows_each):
+    """The normal quantile covered 72% at 2 prompts, 82% at 3, 88% at 5 and 92 to 94% at 10."""
+
+    def draw(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        prompts = np.repeat(np.arange(num_prompts), rows_each)
+        shares = generator.beta(2, 2, num_prompts)[prompts]
+        if rows_each == 1:  # a judge's probability
+            return shares, prompts
+        return (generator.random(prompts.size) < shares).astype(float), prompts
+
+    held, width = coverage(np.random.default_rng(0), draw, 0.5)
+    assert held >= 0.93  # 0.95 less three standard errors
+    assert width < 1
+
+
+def test_where_every_prompt_has_the_same_share_the_prompts_are_counted():
+    wins = [1.0, 0.0, 0.0] * 20  # a third each: the deviations are some 1e-16
+    found = share_over_prompts(wins, [prompt for prompt in range(20) for _ in range(3)])
+    expected = proportion_confint(20 / 3, 20, alpha=normal_level(20), method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx(expected, abs=1e-9)
+    one = share_over_prompts([1.0, 0.0], ["a", "a"])
+    assert (one["mean"], one["low"], one["high"]) == (0.5, None, None)
+    assert interval_cell(one, 100, 1) == "50.0"
 
 
 def coverage(generator: np.random.Generator, draw: Any, truth: float) -> tuple[float, float]:
