@@ -348,9 +348,12 @@ def test_ranks_that_did_not_answer_are_named(store: Any, capsys: Any) -> None:
 
 
 def test_a_store_that_does_not_answer_is_said(store: Any, capsys: Any, monkeypatch: Any) -> None:
+    is_over = threading.Event()
+
     class Gone:
         def set(self, key: str, value: str) -> None:
-            time.sleep(60)
+            is_over.wait()
+            raise dist.DistNetworkError("the store is gone")
 
     monkeypatch.setattr(failures, "STORE_TIMEOUT", 0.05)
     line = say(capsys, RuntimeError(CLOSED), Gone(), 1, 2)
@@ -359,6 +362,7 @@ def test_a_store_that_does_not_answer_is_said(store: Any, capsys: Any, monkeypat
     assert text.startswith(
         "rank 1 failed at step 12 of train_grpo: ValueError: a bad row\nTraceback"
     )
+    is_over.set()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
