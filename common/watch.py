@@ -9,10 +9,17 @@ any time, on any machine that sees the folder. It is no flag of a stage: it load
 a model, and is there in a tenth of a second. Ctrl-C ends it.
 """
 
-import argparse
-import math
-import shutil
+import signal
 import sys
+
+if __name__ == "__main__":  # from here on: Ctrl-C may come while the rest is imported
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+
+import argparse
+import errno
+import math
+import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,9 +184,9 @@ def picture(runs: Sequence[Run], width: int, height: int, now: float, plain: boo
 @contextmanager
 def own_screen(stream: TextIO, interactive: bool) -> Iterator[None]:
     """A screen of its own, so that what stood in the terminal is there again afterwards."""
-    if interactive:
-        stream.write("\x1b[?1049h\x1b[?25l")
     try:
+        if interactive:
+            stream.write("\x1b[?1049h\x1b[?25l")
         yield
     finally:
         if interactive:
@@ -188,7 +195,7 @@ def own_screen(stream: TextIO, interactive: bool) -> Iterator[None]:
 
 
 def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -> None:
-    """Show the runs until Ctrl-C, or once."""
+    """Show the runs until Ctrl-C, or once; the last picture stays in the terminal."""
     interactive = stream.isatty() and not once
     encoding = stream.encoding or "ascii"
     plain = "utf" not in encoding.lower()
@@ -214,7 +221,7 @@ def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -
                 if once:
                     return
                 time.sleep(interval)
-    except KeyboardInterrupt:
+    finally:
         stream.write(f"{text}\n" if interactive else "")
 
 
@@ -232,7 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"{folder} is a file; name the output_dir of a run, or a folder above it.")
     if not 0 < given.interval < math.inf:
         parser.error(f"--interval is {given.interval}; it must be above 0 seconds.")
-    watch(given.folders, given.interval, given.once, sys.stdout)
+    try:
+        watch(given.folders, given.interval, given.once, sys.stdout)
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EPIPE):
+            raise
+        # The terminal was closed, or who read a pipe has enough; Python writes what is left, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
