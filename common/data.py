@@ -19,9 +19,10 @@ from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import encode, leading_ids, truncate_prompt, without_leading
+from common.truncation import encode, leading_ids, shared_cue, truncate_prompt, without_leading
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
+SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
 
 
 @dataclass
@@ -62,6 +63,7 @@ class DataReport:
     num_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     num_prompts_truncated: int = 0
+    truncated_prompt: str = ""  # a row of them, before and after
     num_completions_truncated: int = 0
     num_duplicates: int = 0
     num_boundary_merges: int = 0
@@ -80,12 +82,12 @@ class DataReport:
         return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
 
     def __str__(self) -> str:
-        """Two lines to print."""
+        """Lines to print."""
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
         lines = (
             f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
             f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
-            f"completions, {self.num_duplicates} duplicates\n"
+            f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
             f"  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
         )
         if self.num_boundaries_checked:
@@ -156,6 +158,8 @@ def tokenize_rows(
             report.dropped[reason] += 1
             continue
         report.num_prompts_truncated += prompt.is_truncated
+        if prompt.is_truncated and not report.truncated_prompt:
+            report.truncated_prompt = _before_and_after(index, row["prompt"], prompt, truncation)
         report.num_completions_truncated += sum(completion.is_truncated for completion in group)
         ids = [completion.ids for completion in group]
         examples.append(_example(row, kind, index, prompt.text, prompt.ids, ids))
@@ -267,6 +271,7 @@ def _tokenize_prompts(
     room = max_length - len(leading)
     if room < 1:
         raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
+    own_cue = shared_cue(text for text in prompts if not isinstance(text, Conversation))
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         may_be_cut = not isinstance(prompt, Conversation)
@@ -285,9 +290,16 @@ def _tokenize_prompts(
                 f"{type(tokenizer).__name__}."
             )
         else:
-            shorter = truncate_prompt(prompt, tokenizer, room)
+            shorter = truncate_prompt(prompt, tokenizer, room, own_cue)
             result.append(shorter and _Text(shorter[0], leading + shorter[1], True))
     return result
+
+
+def _before_and_after(index: int, prompt: str, cut: _Text, truncation: str) -> str:
+    """A line that shows the side at which a row's prompt was cut."""
+    part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
+    verb = "began with" if truncation == "start" else "ended in"
+    return f"  row {index + 1}'s prompt {verb} {prompt[part]!r}, now {cut.text[part]!r}\n"
 
 
 def tokenize_completions(

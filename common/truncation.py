@@ -1,10 +1,13 @@
-"""Texts as token ids, and summarisation prompts cut to a number of them.
+"""Texts as token ids, and prompts cut to a number of them.
 
-The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay.
+The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. The cue
+of other prompts are the lines in which they all end.
 """
 
+import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
@@ -20,12 +23,28 @@ _CUTS = (
 )
 
 
-def split_prompt(prompt: str) -> tuple[str, str, str]:
-    """Split a summarisation prompt into header, body and cue, which joined give it back.
+def shared_cue(prompts: Iterable[str]) -> str:
+    """The last lines, from a line break on, in which more than half of the prompts end alike.
+
+    Empty where they do not; rows with the same prompt count once, since all of it would be shared.
+    """
+    distinct = set(prompts)
+    last_lines = {prompt: prompt[prompt.rstrip().rfind("\n") :] for prompt in distinct}
+    with_break = Counter(line for line in last_lines.values() if line.startswith("\n"))
+    for line, count in with_break.most_common(1):
+        if count > max(1, len(distinct) / 2):
+            alike = [prompt for prompt in distinct if last_lines[prompt] == line]
+            shared = os.path.commonprefix([prompt[::-1] for prompt in alike])[::-1]
+            return shared[shared.index("\n") :]
+    return ""
+
+
+def split_prompt(prompt: str, own_cue: str = "") -> tuple[str, str, str]:
+    """Split a prompt into header, body and cue, which joined give it back.
 
     The header reaches to `POST:` (or to the end of the title where there is none, as in the
-    CNN/DailyMail rows), the cue is a closing `TL;DR:` with the white space before it. Header and
-    cue are empty where a prompt has none.
+    CNN/DailyMail rows), the cue is a closing `TL;DR:` with the white space before it, else
+    `own_cue` where the prompt ends so. Header and cue are empty where a prompt has none.
     """
     header = _HEADER_LINES.match(prompt)
     end = header.end() if header else 0
@@ -34,6 +53,8 @@ def split_prompt(prompt: str) -> tuple[str, str, str]:
         end = post.end()
     cue = _CUE.search(prompt, end)
     start = cue.start() if cue else len(prompt)
+    if not cue and prompt[end:].endswith(own_cue):
+        start -= len(own_cue)
     return prompt[:end], prompt[end:start], prompt[start:]
 
 
@@ -51,18 +72,21 @@ def cut_body(body: str, limit: int) -> str:
     return body[:limit].rstrip()
 
 
-def truncate_prompt(prompt: str, tokenizer: Any, max_length: int) -> tuple[str, list[int]] | None:
+def truncate_prompt(
+    prompt: str, tokenizer: Any, max_length: int, own_cue: str = ""
+) -> tuple[str, list[int]] | None:
     """Cut the body of a prompt that is too long; header and cue stay whole.
 
     Args:
         prompt: Text of more than `max_length` tokens.
         tokenizer: A fast tokenizer, which knows the characters of each token.
         max_length: Tokens, header and cue included.
+        own_cue: As in `split_prompt`.
 
     Returns:
         The shorter prompt and its ids, at most `max_length`; None if header and cue leave no room.
     """
-    header, body, cue = split_prompt(prompt)
+    header, body, cue = split_prompt(prompt, own_cue)
     encoding = tokenizer(header + body, add_special_tokens=False, verbose=False)
     budget = max_length - len(encode([cue], tokenizer)[0])
     while budget > 0:

@@ -29,7 +29,14 @@ from common.data import (
     prompts,
     tokenize_rows,
 )
-from common.truncation import cut_body, encode, leading_ids, split_prompt, truncate_prompt
+from common.truncation import (
+    cut_body,
+    encode,
+    leading_ids,
+    shared_cue,
+    split_prompt,
+    truncate_prompt,
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
@@ -217,6 +224,35 @@ def test_real_prompts_fit_and_keep_their_structure(gpt2):
     assert report.prompt_lengths[0] > 170  # the cuts waste little
 
 
+def test_a_cue_that_most_prompts_share_is_kept(gpt2):
+    """Mails that end in `Subject:`, among them one without it and one with the cue of TL;DR."""
+    folder = str(SHARED / "scitldr")
+    rows = load_rows(folder, "validation", kind="sft", seed=0, num_rows=60)
+    own = [
+        {**row, "prompt": row["prompt"].replace("TL;DR:", "In short.\nSubject:")} for row in rows
+    ]
+    mixed = [*own, rows[0], {**rows[1], "prompt": rows[1]["prompt"].removesuffix("TL;DR:")}]
+    limits = {"max_prompt_length": 160, "max_completion_length": 200}
+    examples, report = tokenize(mixed, gpt2, **limits)
+    assert report.num_prompts_truncated > 50
+    assert all(e.prompt.endswith("\n\nIn short.\nSubject:") for e in examples[:60])
+    assert examples[60].prompt == tokenize(rows, gpt2, **limits)[0][0].prompt
+    assert examples[61].prompt.endswith(".")
+    cut = next(e for e in examples if e.prompt != mixed[e.row]["prompt"])
+    before, after = mixed[cut.row]["prompt"][-60:], cut.prompt[-60:]
+    assert f"  row {cut.row + 1}'s prompt ended in {before!r}, now {after!r}\n" in str(report)
+
+
+def test_the_cue_is_the_last_lines_that_most_prompts_share():
+    assert shared_cue(["a b.\n\nSubject:", "c.\n\nSubject:", "d"]) == "\n\nSubject:"
+    assert shared_cue(["a.\nNow\nwrite: ", "b?\nNow\nwrite: "]) == "\nNow\nwrite: "
+    assert shared_cue(["a\nx\n", "b\nx"]) == "", "other white space is another cue"
+    assert shared_cue(["a\nx", "b\nx", "c\ny", "d"]) == "", "half is not most"
+    assert shared_cue(["a\nx", "a\nx"]) == "", "one prompt is shared as a whole"
+    assert shared_cue(["one Subject:", "two Subject:"]) == "", "no line of its own"
+    assert shared_cue([]) == ""
+
+
 def test_start_drops_tokens_from_the_start(tokenizer):
     row = {"prompt": "one two three four five\n\nTL;DR:", "completion": " x"}
     whole = ids_of(tokenizer, row["prompt"])
@@ -376,16 +412,18 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
         tokenize(rows[2:3], gpt2, kind="preference", max_dropped_fraction=1.0, **limits)
 
 
-def test_the_report_is_two_lines(gpt2):
+def test_the_report_is_two_lines_and_one_of_a_truncated_prompt(gpt2):
     rows = [{"prompt": "p " * n, "completion": " c"} for n in range(1, 101)]
     _, report = tokenize(rows, gpt2, max_prompt_length=99)
     lines = str(report).split("\n")
     assert lines[0] == (
         "train: 100 of 100 rows, truncated 2 prompts and 0 completions, 0 duplicates"
     )
-    assert "prompt 51/91/99/99" in lines[1]  # "p p p " is n + 1 tokens
-    assert "completion 2/2/2/2; 0 of 100 would merge" in lines[1]
-    assert len(lines) == 2
+    assert lines[1].startswith("  row 99's prompt ended in 'p p ")
+    assert "prompt 51/91/99/99" in lines[2]  # "p p p " is n + 1 tokens
+    assert "completion 2/2/2/2; 0 of 100 would merge" in lines[2]
+    assert len(lines) == 3
+    assert len(str(tokenize(rows, gpt2)[1]).split("\n")) == 2
 
 
 def test_boundary_merges_are_found(gpt2):
