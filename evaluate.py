@@ -85,6 +85,9 @@ class EvaluateConfig(CommonConfig):
     scores_from: list[str] = knob(
         [], "scores.jsonl of other evaluations of the same pairs, to compare with"
     )
+    margin_column: str = knob(
+        "", "column of rating differences, by which accuracies are split (empty: none)"
+    )
     prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
@@ -144,7 +147,8 @@ def main(config: EvaluateConfig) -> None:
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     judges.check_messages(pairs)
     judges.check_rows(prompts)
-    described = pair_scores.describe_pairs(pairs, config.dataset_name, config.dataset_test_split)
+    where = (config.dataset_name, config.dataset_test_split)
+    described = pair_scores.describe_pairs(pairs, *where, config.margin_column)
     table = PairScores(described)
     others = pair_scores.read_others(table, config.scores_from)
     if distributed.is_rank0():
@@ -207,7 +211,7 @@ def main(config: EvaluateConfig) -> None:
         "split": config.dataset_test_split,
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
-        "attainable_accuracy": attainable(pairs),
+        "attainable_accuracy": attainable(described),
         "systems": systems,
         "comparison": compared,
         "reference_completions": generation_quality.reference_summary(answers),
@@ -265,11 +269,10 @@ def describe(
     }
 
 
-def attainable(pairs: list[Example]) -> float | None:
+def attainable(described: list[dict[str, Any]]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
-    rows = [example.columns for example in pairs]
-    known = all("label_probability" in row for row in rows)
-    return synthetic.attainable_accuracy(rows) if known else None
+    known = all(pair["label_probability"] is not None for pair in described)
+    return synthetic.attainable_accuracy(described) if known else None
 
 
 def samples(

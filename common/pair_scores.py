@@ -9,6 +9,7 @@ number of `comparison` in `results.json` follows from that file alone (`comparis
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from common.truncation import split_prompt
 Scores = NDArray[np.float64]  # (N, 2), chosen and rejected
 IDENTITY = ("dataset", "split", "row")
 RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
+LARGEST = float(np.finfo(np.float64).max)  # a whole number in JSON may be larger
 POLICY_SCORES = (*RATIOS, "logp", "logp_per_token")
 BASELINES = (
     "longer wins",
@@ -62,8 +64,17 @@ class PairScores:
             (self.rewards if is_reward else self.scores)[f"{name} {reading}"] = scores
 
 
-def describe_pairs(examples: Sequence[Example], dataset: str, split: str) -> list[dict[str, Any]]:
-    """What `scores.jsonl` says of each pair."""
+def describe_pairs(
+    examples: Sequence[Example], dataset: str, split: str, margin_column: str = ""
+) -> list[dict[str, Any]]:
+    """What `scores.jsonl` says of each pair.
+
+    Raises:
+        UserError: a row has no number in its `margin_column`, or no probability in its column
+            `label_probability`; null is one that is not known. Or no row has the column.
+    """
+    if margin_column and not any(margin_column in example.columns for example in examples):
+        raise UserError(f"--margin_column is {margin_column!r}, a column that no pair has.")
     return [
         {
             "dataset": dataset,
@@ -72,8 +83,8 @@ def describe_pairs(examples: Sequence[Example], dataset: str, split: str) -> lis
             "prompt_sha256": hashlib.sha256(example.prompt.encode()).hexdigest(),
             "source": example.source,
             "confidence": confidence(example.columns),
-            "margin": number(example.columns.get("margin")),
-            "label_probability": number(example.columns.get("label_probability")),
+            "margin": number_between(example, margin_column, -LARGEST, LARGEST),
+            "label_probability": number_between(example, "label_probability", 0, 1),
             "chosen_tokens": len(example.completions[0]),
             "rejected_tokens": len(example.completions[1]),
         }
@@ -92,7 +103,19 @@ def confidence(columns: Mapping[str, Any]) -> float | None:
 def number(value: Any) -> float | None:
     """A number as it is, None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and np.isfinite(value) else None
+    return float(value) if is_number and abs(value) <= LARGEST else None
+
+
+def number_between(example: Example, column: str, low: float, high: float) -> float | None:
+    """A row's number in a column, None where it has none; a UserError for anything else there."""
+    value = example.columns.get(column)
+    found = number(value)
+    if value is not None and (found is None or not low <= found <= high):
+        raise UserError(
+            f"row {example.row + 1} of the pairs has {reprlib.repr(value)} in its column "
+            f"{column!r}; it must be a number from {low:g} to {high:g}, or null if not known."
+        )
+    return found
 
 
 def policy_scores(

@@ -121,6 +121,7 @@ def test_a_random_guess_is_right_half_the_time():
         ({"confidence": None, "extra": {"confidence": 9}}, 9),
         ({"confidence": "high", "extra": "text"}, None),
         ({"confidence": math.nan}, None),
+        ({"confidence": 10**400}, None),
         ({"confidence": True}, None),
     ],
 )
@@ -129,6 +130,18 @@ def test_confidence_is_found_where_rows_have_it(columns: dict[str, Any], expecte
 
 
 # ---- splits --------------------------------------------------------------------------------------
+
+
+def test_a_column_is_a_rating_difference_and_odds_are_known_only_where_the_rows_say_so():
+    columns = [{"margin": 2.0, "label_probability": p} for p in (0.9, None)]
+    pairs = [Example(i, "p", [1], [[2], [3]], columns[i]) for i in range(2)]
+    described = pair_scores.describe_pairs(pairs, "data", "validation")
+    assert [pair["margin"] for pair in described] == [None, None]
+    assert [pair["label_probability"] for pair in described] == [0.9, None]
+    assert evaluate.attainable(described) is None
+    assert evaluate.attainable(described[:1]) == 0.9
+    described = pair_scores.describe_pairs(pairs, "data", "validation", "margin")
+    assert [pair["margin"] for pair in described] == [2.0, 2.0]
 
 
 def test_steps_of_confidence_are_put_in_three_bins():
