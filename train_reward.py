@@ -8,9 +8,11 @@ The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 
 2023, eq. 2); lambda is `center_rewards_coefficient`.
 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
-sharding. The reward is read at the last real token. After training a constant is added so that the
-mean reward of reference summaries is 0 (Huang et al. 2024); it is saved inside the model. With
-`lora_r` adapters and the head are trained; the folder `adapter` has both, without the constant.
+sharding. The reward is read at the last real token: of a text the stop token, of messages the last
+one that the chat template writes (ChatML: the line break behind `<|im_end|>`), as in TRL. After
+training a constant is added so that the mean reward of reference summaries is 0 (Huang et al.
+2024); it is saved inside the model. With `lora_r` adapters and the head are trained; the folder
+`adapter` has both, without the constant.
 
 How this differs from the papers:
 1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
@@ -30,6 +32,7 @@ three points of the best attainable accuracy in two minutes on two CPU cores.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,11 +107,7 @@ def main(config: RewardConfig) -> None:
     stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
     model_config = models.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = checkpoint.find(config)
-    train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
-    references, split = config.sft_dataset_name, config.dataset_train_split
-    sft_set = data.load_examples(
-        config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
-    )
+    train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
     margins = pairs.margins(train_set).to(device)  # (rows,)
     # What a step takes batch_size of: pairs, or prompts with all their pairs
@@ -129,7 +128,6 @@ def main(config: RewardConfig) -> None:
     self_checks.layouts_agree(model, config)
     if config.self_check:
         self_checks.padding_invariance(model, train_set[0], pad_id, config.bf16)
-        self_checks.stop_token_is_trained(train_set, stop_ids)
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, model, optimizer, metrics)
@@ -200,6 +198,25 @@ def main(config: RewardConfig) -> None:
     export.save_pretrained(model, tokenizer, output_dir / "model", reward_shift=shift)
     logger.close()
     plots.plot_run(output_dir)
+
+
+def load_data(
+    config: RewardConfig, tokenizer: Any, stop_ids: list[int], model_config: Any
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
+    train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
+    references, split = config.sft_dataset_name, config.dataset_train_split
+    sft_set = data.load_examples(
+        config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
+    )
+    if config.self_check:
+        self_checks.stop_token_is_trained(train_set, stop_ids)
+    rest = (tokenizer, stop_ids, model_config)
+    return (
+        data.to_end_of_turn(train_set, *rest),
+        data.to_end_of_turn(eval_set, *rest),
+        data.to_end_of_turn(sft_set, *rest),
+    )
 
 
 def print_balance(train_set: list[Example], eval_set: list[Example]) -> None:

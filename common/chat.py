@@ -1,10 +1,12 @@
 """Rows of messages as rows of text, by the chat template of the tokenizer."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from common.config import UserError, gist
+from common.truncation import encode
 
 
 class Conversation(str):
@@ -87,3 +89,36 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
             )
         texts[column] = whole[len(prompt) :]
     return {**row, **texts}
+
+
+@dataclass
+class TurnEnd:
+    """What a chat template writes behind an answer.
+
+    At its last token the reward of a conversation is trained and read, as in TRL: ChatML writes a
+    line break behind its `<|im_end|>`. A policy's turn ends at the stop token, its last action.
+    """
+
+    text: str
+    ids: list[int]
+    tokenizer: Any
+
+    def closed(self, ids: Sequence[int], has_stop: bool) -> list[int]:
+        """The completion with the whole end of its turn, also if it did not stop.
+
+        A reward means something at that token only; so TRL, too, closes what broke off, and whether
+        it is to be paid for is left to `missing_eos_penalty`.
+        """
+        if has_stop and ids[-1] in self.ids:
+            return [*ids, *self.ids[self.ids.index(ids[-1]) + 1 :]]
+        written = list(ids[:-1] if has_stop else ids)  # the template knows no such stop token
+        text = self.tokenizer.decode(written, clean_up_tokenization_spaces=False)
+        return written if text.endswith(self.text) else [*written, *self.ids]
+
+
+def turn_end(messages: Sequence[dict[str, Any]], tokenizer: Any) -> TurnEnd:
+    """The end of the turn that answers the messages, by the tokenizer's template."""
+    answer = "x"
+    row = {"prompt": messages, "completion": [{"role": "assistant", "content": answer}]}
+    text = render(row, ["completion"], tokenizer)["completion"].rpartition(answer)[2]
+    return TurnEnd(text, encode([text], tokenizer)[0], tokenizer)

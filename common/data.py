@@ -8,13 +8,13 @@ checking the rows themselves is in `common/rows.py`, cutting a prompt in `common
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from common import distributed, token_cache
-from common.chat import Conversation, render
+from common.chat import Conversation, render, turn_end
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
@@ -247,6 +247,32 @@ def load_splits(
         load_examples(config, name, train, *rest, num_rows=config.num_train_rows),
         load_examples(config, name, test, *rest, num_rows=config.num_eval_rows),
     )
+
+
+def to_end_of_turn(
+    examples: list[Example], tokenizer: Any, stop_ids: Sequence[int], model_config: Any
+) -> list[Example]:
+    """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
+
+    Raises:
+        UserError: one is then longer than the model's positions.
+    """
+    conversations = [example for example in examples if example.messages]
+    if not conversations:
+        return examples
+    end = turn_end(conversations[0].messages, tokenizer)
+    closed = {
+        e.row: replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
+        for e in conversations
+    }
+    longest = max(len(e.prompt_ids) + len(c) for e in closed.values() for c in e.completions)
+    limit = getattr(model_config, "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a conversation with the end of its turn is {longest} tokens, and the model has "
+            f"{limit} positions; lower --max_completion_length by {longest - limit}."
+        )
+    return [closed.get(example.row, example) for example in examples]
 
 
 def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:

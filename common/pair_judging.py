@@ -26,7 +26,7 @@ def reward_scores(
     """Rewards of both completions of every pair. Collective.
 
     A reward model with the tokenizer of the run reads the ids as they are; another one, and an
-    encoder, reads the texts in its own tokens.
+    encoder, reads the texts in its own tokens. Conversations are read to the end of their turn.
 
     Args:
         function: Loaded.
@@ -38,7 +38,8 @@ def reward_scores(
     Returns:
         (N, 2) float64 on the host, the same on every rank.
     """
-    if isinstance(function, RewardModelFunction) and function.same_ids:
+    is_chat = any(example.messages for example in pairs)
+    if isinstance(function, RewardModelFunction) and function.same_ids and not is_chat:
         assert function.model is not None, "load() comes first"
         pad_id = tokenizer.pad_token_id
         return evaluation.score_examples(function.model, pairs, config, pad_id, "scoring pairs")

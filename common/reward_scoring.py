@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common import data, distributed, fsdp, model_checks, models, self_checks
-from common.chat import render
+from common.chat import render, turn_end
 from common.config import CommonConfig, UserError
 from common.data import Example
 from common.encoder_rewards import EncoderFunction
@@ -49,6 +49,9 @@ class RewardModelFunction:
         vocabulary = policy_tokenizer.get_vocab()
         own = self.tokenizer.get_vocab()
         self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
+        self.policy_tokenizer = policy_tokenizer
+        templates = (None, policy_tokenizer.chat_template)
+        self.same_template = self.tokenizer.chat_template in templates
         self.model: nn.Module | None = None
 
     def load(self, mesh: DeviceMesh) -> None:
@@ -66,17 +69,26 @@ class RewardModelFunction:
         completion_ids: Sequence[Sequence[int]],
         **columns: Any,
     ) -> list[float]:
-        """Rewards of B completions: of the policy's ids as they are if the vocabulary is the same.
+        """Rewards of B completions: of the policy's ids if the vocabulary is the same.
 
-        Otherwise the texts are tokenised anew, messages by this model's own chat template, and a
-        completion that stopped gets this model's eos.
+        Otherwise, and for messages that this model's chat template writes differently, the texts
+        are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
+        that stopped gets this model's eos.
         """
         assert self.model is not None, "load() comes first"
-        if self.same_ids:
+        chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+        if self.reads_ids(is_chat=chat is not None):
             prompt_ids = [list(row) for row in columns["prompt_ids"]]
             ids = [list(row) for row in completion_ids]
+            if chat is not None:
+                end = turn_end(chat, self.policy_tokenizer)
+                ids = [
+                    row if isinstance(prompt, str) else end.closed(row, stop)
+                    for prompt, row, stop in zip(prompts, ids, columns["has_stop"], strict=True)
+                ]
         else:
             prompt_ids, ids = self.own_ids(prompts, completions, columns["has_stop"])
+        if chat is not None or not self.same_ids:
             self.refuse_beyond_positions(prompt_ids, ids)
         rewards, pieces = torch.zeros(len(ids)), []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
@@ -89,22 +101,24 @@ class RewardModelFunction:
         texts = [(*prompt, -1, *own) for prompt, own in zip(prompt_ids, ids, strict=True)]
         return equal_for_equal(texts, rewards)
 
+    def reads_ids(self, *, is_chat: bool) -> bool:
+        """Whether the policy's ids of a row, which is a conversation or a text, are its own too."""
+        return self.same_ids and (not is_chat or self.same_template)
+
     def own_ids(
         self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions, texts or messages, in this model's own tokens."""
-        eos_id, eos = self.tokenizer.eos_token_id, self.tokenizer.eos_token
+        eos_id = self.tokenizer.eos_token_id
         rows = [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
-        for row in rows:
-            if not isinstance(row["prompt"], str):
-                row |= render(row, ["completion"], self.tokenizer)
-                # The template ends the turn, whether or not the policy did.
-                row["completion"] = row["completion"].split(eos, 1)[0]
+        # The template ends the turn, whether or not the policy did.
+        has_eos = [stop and isinstance(p, str) for p, stop in zip(prompts, has_stop, strict=True)]
+        rows = [render(row, ["completion"], self.tokenizer) for row in rows]
         encoded = encode([row["prompt"] for row in rows], self.tokenizer)
         prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
         ids = encode([row["completion"] for row in rows], self.tokenizer)
         return prompt_ids, [
-            [*row, eos_id] if stop else list(row) for row, stop in zip(ids, has_stop, strict=True)
+            [*row, eos_id] if stop else list(row) for row, stop in zip(ids, has_eos, strict=True)
         ]
 
     def refuse_beyond_positions(
@@ -192,7 +206,7 @@ class RewardScorer:
     def check_messages(self, examples: Sequence[Example]) -> None:
         """Raise a UserError for rows of messages if a reward model cannot read such."""
         for function in self.reward_models.values():
-            if isinstance(function, RewardModelFunction) and not function.same_ids:
+            if isinstance(function, RewardModelFunction) and not function.reads_ids(is_chat=True):
                 render({"prompt": examples[0].messages or ""}, [], function.tokenizer)
             if isinstance(function, EncoderFunction) and examples[0].messages:
                 raise UserError(

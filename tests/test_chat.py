@@ -4,13 +4,16 @@ Prompt and completion joined are the rendered conversation, the completion begin
 assistant's last turn does and ends in the stop token, and a prompt of messages is never cut.
 """
 
+import copy
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
 from tokenizers.processors import TemplateProcessing
 
-from common import synthetic
+from common import data, synthetic
 from common.chat import render
 from common.config import UserError
 from common.data import Piece, collate, load_examples
@@ -206,7 +209,39 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     prompt_ids, completion_ids = judge.own_ids([[SYSTEM, USER]] * 2, answers, [True, False])
     text = "<system>Be brief.<|endoftext|>\n<user>Why?<|endoftext|>\n<assistant>"
     assert [own.decode(row) for row in prompt_ids] == [text, text]
-    assert [own.decode(row) for row in completion_ids] == ["Yes.<|endoftext|>", "Oh"]
+    texts = [own.decode(row) for row in completion_ids]
+    assert texts == ["Yes.<|endoftext|>\n", "Oh<|endoftext|>\n"]
+
+
+def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
+    """A policy is trained up to the stop token, whatever the template writes behind it."""
+    row = {"prompt": [USER], "chosen": [SECOND], "rejected": [THIRD]}
+    stop_ids, shape = [chatml.eos_token_id], SimpleNamespace(max_position_embeddings=96)
+    pairs = load(tmp_path, chatml, "preference", row)
+    (read,) = data.to_end_of_turn(pairs, chatml, stop_ids, shape)
+    for before, ids in zip(pairs[0].completions, read.completions, strict=True):
+        assert chatml.decode(ids) == chatml.decode(before) + "\n"
+    (cut,) = load(tmp_path, chatml, "preference", row, max_completion_length=2)
+    (read,) = data.to_end_of_turn([cut], chatml, stop_ids, shape)
+    assert chatml.decode(read.completions[0]) == chatml.decode(cut.completions[0]) + "<|im_end|>\n"
+    text = replace(pairs[0], messages=[])
+    assert data.to_end_of_turn([text], chatml, stop_ids, shape) == [text]
+    shape.max_position_embeddings = 20
+    with pytest.raises(UserError, match="tokens, and the model has 20 positions; lower --max_comp"):
+        data.to_end_of_turn(pairs, chatml, stop_ids, shape)
+
+
+def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatml):
+    tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    for template, is_same in ((CHATML, True), (None, True), (TEMPLATE, False)):
+        own = copy.deepcopy(chatml)
+        own.chat_template = template
+        own.save_pretrained(tmp_path)
+        judge = RewardModelFunction(str(tmp_path), chatml, config)
+        assert judge.reads_ids(is_chat=True) is is_same, template
+        assert judge.reads_ids(is_chat=False)
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
 
 
 def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_path, chatml):

@@ -1,9 +1,12 @@
-"""Claim: a reward function written for TRL's GRPO is called with the same arguments here.
+"""Claim: reward functions and reward models of TRL are read here as TRL reads them, and back.
 
 TRL's own lines call a function on a stand-in for its trainer, a run's scorer calls the same one;
 what it was given is compared, for rows of text and for conversations, and what comes out of both.
+A reward model of conversations that TRL trained has TRL's scores here, ours has ours in TRL: as a
+judge of pairs and of rollouts.
 """
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +14,21 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from transformers import TrainerState
+from test_chat import CHATML
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
-from common.data import Example
+import train_reward
+from common import distributed, pair_judging, synthetic
+from common.data import Example, load_examples
 from common.generation import Rollouts
+from common.jsonl import read_jsonl
 from common.reward_scoring import RewardScorer
 from common.rows import OWN_COLUMNS
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (Python 3.11 or later)")
 
+from datasets import Dataset  # noqa: E402
+from trl import RewardConfig, RewardTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 
 TEXTS = ["<think>two</think>4", "4", "<think>a</think>5", "<think>no end"]
@@ -43,27 +52,32 @@ def thinks(completions, **kwargs):
 """
 
 
-def rewards_by_trl(functions: list[Any], prompts: list[Any], ids: list[list[int]]) -> torch.Tensor:
-    """(B, functions), nan for None, by `GRPOTrainer._calculate_rewards`."""
+def rewards_by_trl(
+    functions: list[Any],
+    inputs: list[dict[str, Any]],
+    texts: list[str],
+    ids: list[list[int]],
+    tokenizer: Any = None,
+) -> torch.Tensor:
+    """(B, functions), nan for None, by `GRPOTrainer._calculate_rewards` of B rows with texts."""
+    prompts = [row["prompt"] for row in inputs]
     is_text = isinstance(prompts[0], str)
-    completions = [t if is_text else [{"role": "assistant", "content": t}] for t in TEXTS]
-    inputs = [
-        {"prompt": prompts[i // 2], **{name: values[i // 2] for name, values in COLUMNS.items()}}
-        for i in range(4)
-    ]
-    trainer = SimpleNamespace(
+    completions = [t if is_text else [{"role": "assistant", "content": t}] for t in texts]
+    trainer = GRPOTrainer.__new__(GRPOTrainer)  # without a model, a data set and a run
+    vars(trainer).update(
         accelerator=SimpleNamespace(device="cpu", is_main_process=True),
-        args=SimpleNamespace(report_to=[]),
+        args=SimpleNamespace(report_to=[], device="cpu"),
+        is_deepspeed_enabled=False,
+        chat_template_kwargs={},
         state=TrainerState(global_step=3, max_steps=9),
         environments=None,
         reward_funcs=functions,
-        reward_func_names=[function.__name__ for function in functions],
-        reward_processing_classes=[None] * len(functions),
+        reward_func_names=["function"] * len(functions),
+        reward_processing_classes=[tokenizer] * len(functions),
         _log_completion_extra=lambda column, values: None,
         _log_metric=lambda name, value: None,
     )
-    arguments = (inputs, [row["prompt"] for row in inputs], completions, ids)
-    return GRPOTrainer._calculate_rewards(trainer, *arguments)
+    return trainer._calculate_rewards(inputs, prompts, completions, ids)
 
 
 @pytest.mark.parametrize("is_text", [True, False])
@@ -92,7 +106,11 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     scorer.check_rows(examples)
     found = scorer.score(examples, rollouts, step=3, total_steps=9)
     functions = list(scorer.functions.functions.values())
-    theirs = rewards_by_trl(functions, prompts, ids)
+    inputs = [
+        {"prompt": prompts[i // 2], **{name: values[i // 2] for name, values in COLUMNS.items()}}
+        for i in range(4)
+    ]
+    theirs = rewards_by_trl(functions, inputs, TEXTS, ids)
     ours = torch.stack([values.flatten() for values in found.by_function.values()], 1)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert ours[:, 0].tolist()[:3] == [1, 1, 1]
@@ -112,3 +130,142 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     here["log_metric"]("metric", 0.5)
     assert found.notes.columns == {"column": ["value"] * 4}
     assert found.notes.metrics == {"metric": [0.5]}
+
+
+# ---- reward models of conversations --------------------------------------------------------------
+
+
+def conversations(number: int) -> list[dict[str, Any]]:
+    """Pairs of messages, whose answers begin with no space: it would merge with the line break."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"].strip()}],
+            **{
+                side: [{"role": "assistant", "content": row[side].strip()}]
+                for side in ("chosen", "rejected")
+            },
+        }
+        for row in synthetic.make_rows("preference", "train", number)
+    ]
+
+
+ROWS = conversations(12)
+
+
+@pytest.fixture(scope="module", params=["<|im_end|>", "<|endoftext|>"])
+def untrained(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier whose template is ChatML, with and without the eos at the end of its turns."""
+    folder = tmp_path_factory.mktemp("chatml") / "model"
+    tokenizer = synthetic.train_tokenizer()
+    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    tokenizer.add_special_tokens(special | {"eos_token": request.param, "pad_token": "<|pad|>"})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    tiny.classifier("llama", is_plain=True, **sizes).save_pretrained(folder)
+    return folder
+
+
+def reward_trainer(folder: Path, output_dir: Path) -> RewardTrainer:
+    """TRL's, on the pairs."""
+    args = RewardConfig(
+        output_dir=str(output_dir),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        learning_rate=1e-3,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    return RewardTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(folder),
+        args=args,
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+
+
+def pair_scores_by_trl(trainer: RewardTrainer) -> torch.Tensor:
+    """(N, 2), chosen and rejected, of what TRL's collator makes of the pairs."""
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        return trainer.model.eval()(**batch).logits.view(2, -1).T
+
+
+def judge_of(folder: Path, max_completion_length: int = 120) -> tuple[RewardScorer, Any]:
+    """A loaded scorer of one reward model whose tokenizer is the policy's, and that tokenizer."""
+    config = tiny.train_config(max_prompt_length=300, max_completion_length=max_completion_length)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scorer = RewardScorer([str(folder)], [], tokenizer, config)
+    distributed.start()
+    scorer.load(distributed.mesh())
+    return scorer, config
+
+
+def pair_scores_here(folder: Path) -> torch.Tensor:
+    """(N, 2), as `evaluate.py` has them."""
+    scorer, config = judge_of(folder)
+    file = folder.parent / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    stop_ids = [scorer.tokenizer.eos_token_id]
+    arguments = (config, str(file), "train", "preference", scorer.tokenizer, stop_ids)
+    (function,) = scorer.reward_models.values()
+    pairs = load_examples(*arguments)
+    return pair_judging.reward_scores(function, pairs, scorer.tokenizer, stop_ids, config).float()
+
+
+def test_a_reward_model_that_trl_trained_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):
+    trainer = reward_trainer(untrained, tmp_path)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    expected = pair_scores_by_trl(trainer)
+    torch.testing.assert_close(pair_scores_here(tmp_path / "trained"), expected, rtol=0, atol=1e-5)
+
+
+def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):
+    """The scores that its run wrote, of what was in memory, and those of its folder in TRL."""
+    (tmp_path / "pairs").mkdir()
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+        (tmp_path / "pairs" / f"{split}.jsonl").write_text(lines)
+    train_reward.main(
+        train_reward.RewardConfig(
+            output_dir=str(tmp_path / "run"),
+            model_name_or_path=str(untrained),
+            dataset_name=str(tmp_path / "pairs"),
+            token_cache_dir="",
+            max_prompt_length=300,
+            max_completion_length=120,
+            num_sample_prompts=len(ROWS),
+            batch_size=4,
+            max_steps=2,
+            learning_rate=1e-3,
+        )
+    )
+    expected = pair_scores_by_trl(reward_trainer(tmp_path / "run" / "model", tmp_path))
+    found = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    scores = [[row["chosen score"], row["rejected score"]] for row in found]
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["stops", "breaks off"])
+def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str):
+    """Also one that broke off, whose turn TRL closes."""
+    scorer, _ = judge_of(untrained)
+    tokenizer, texts = scorer.tokenizer, [row["chosen"][0]["content"] for row in ROWS]
+    end = tokenizer("<|im_end|>\n" if tokenizer.eos_token == "<|endoftext|>" else "")["input_ids"]
+    end = [*end, tokenizer.eos_token_id] if ending == "stops" else []
+    ids = [row + end for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    prompts = [row["prompt"] for row in ROWS]
+    turn = {"tokenize": False, "add_generation_prompt": True}
+    asked = tokenizer([tokenizer.apply_chat_template(p, **turn) for p in prompts])["input_ids"]
+    examples = [Example(i, "", asked[i], [], {}, messages=prompts[i]) for i in range(len(ROWS))]
+    has_stop = [ending == "stops"] * len(ROWS)
+    found = scorer.score(examples, Rollouts(ids, [], has_stop)).total.flatten()
+
+    lm = AutoModelForSequenceClassification.from_pretrained(untrained)
+    lm.config.pad_token_id = tokenizer.pad_token_id
+    expected = rewards_by_trl([lm], [{"prompt": p} for p in prompts], texts, ids, tokenizer)
+    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
