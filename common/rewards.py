@@ -319,9 +319,11 @@ def _call(
         # A reward model is no code of the user's.
         kind = RuntimeError if is_collective(function) else UserError
         where = _where_it_fails(function, inputs, notes, rows)
+        is_text = isinstance(inputs["completions"][0], str)
+        given = "" if is_text else "; its prompts and completions were lists of messages"
         raise kind(
             f"reward function {name!r} raised {type(error).__name__} on {where}: {gist(error)}"
-            f"{_line(function, error)}."
+            f"{_line(function, error)}{given}."
         ) from error
     rewards = one_for_each(
         rewards, len(rows), f"reward function {name!r}", "rewards", "completions"

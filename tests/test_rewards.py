@@ -242,6 +242,11 @@ def test_an_exception_names_function_row_and_cause():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert re.search(r"division by zero \(test_rewards\.py, line \d+\)\.\Z", str(caught.value))
 
+    functions = RewardSet({"strips": lambda completions: [c.strip() for c in completions]}, [1])
+    chat = [{"role": "user", "content": "Why?"}]
+    with pytest.raises(UserError, match="no attribute 'strip' .*; its .* were lists of messages"):
+        functions([chat], [chat], [[1]], {})
+
     def moody(completions: list[str], **columns: Any) -> list[float]:
         if len(completions) > 1:
             raise KeyError("many")
