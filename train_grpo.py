@@ -126,6 +126,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         metrics=metrics,
         report=logger.status,
     )
+    warnings = rollouts.StepWarnings(config)
     update = partial(optim.clip_and_step, policy, optimizer, config)
     clip: Any = {
         "objective": config.policy_objective,
@@ -154,6 +155,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, and say which of them count
         kept = rollouts.select(groups, config, step)  # (N, G)
+        warnings.look(groups, kept, step)
         counts = rollouts.counted(groups, kept, config)  # (N, G)
         minibatches = rollouts.collate(groups, kept, counts, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates

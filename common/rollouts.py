@@ -537,6 +537,58 @@ def add_metrics(
         metrics.add("sampler_weight_share", *effective_share(micro_batches))
 
 
+class StepWarnings:
+    """Says, once for each cause and on rank 0, why a step teaches nothing or the wrong thing."""
+
+    MOST = 0.9  # share of flat groups that is worth a word
+
+    def __init__(self, config: GRPOConfig) -> None:
+        """Nothing was said yet."""
+        self.config = config
+        self.said: set[str] = set()
+
+    def look(self, groups: Groups, kept: Tensor, step: int) -> None:
+        """Look at a step, counted from 0. Collective."""
+        penalty, config = eos_penalty(self.config), self.config
+        has_stop, real = groups.has_stop, groups.real[:, None]
+        is_paid = torch.zeros_like(has_stop)
+        if penalty is not None:
+            below = has_stop & (groups.rewards < penalty)
+            is_paid = ~has_stop & below.any(1, keepdim=True) & real
+        counted = (real, is_flat(groups, kept, config), has_stop & real, is_paid)
+        counts = distributed.all_reduce_sum(torch.stack([which.sum() for which in counted]))
+        num_groups, num_flat, num_stopped, num_paid = counts.tolist()
+        if num_stopped == 0 and penalty is not None:
+            self.say(
+                step,
+                "no completion stopped",
+                f"within --max_completion_length {config.max_completion_length}, so every reward "
+                f"is --missing_eos_penalty {penalty:g}, every advantage 0, and nothing is learned: "
+                "start from a model that was trained to stop, or raise that length, or use "
+                "--penalize_missing_eos false.",
+            )
+        elif num_flat >= self.MOST * num_groups:
+            self.say(
+                step,
+                "nearly all groups are flat:",
+                f"in {num_flat} of {num_groups} all rewards are equal, so their advantages are 0: "
+                "the reward does not tell a prompt's completions apart.",
+            )
+        if num_paid:
+            self.say(
+                step,
+                "not stopping pays:",
+                f"{num_paid} of those that did not stop have --missing_eos_penalty {penalty:g}, "
+                "more than one of the same prompt that stopped; lower it below every reward.",
+            )
+
+    def say(self, step: int, cause: str, rest: str) -> None:
+        """Print a warning, the first time that the cause is met."""
+        if cause not in self.said:
+            self.said.add(cause)
+            distributed.print_rank0(f"warning: step {step + 1}: {cause} {rest}")
+
+
 def effective_share(micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, int]:
     """Effective sample size of the sampler weights over the number of tokens. Collective.
 

@@ -119,6 +119,44 @@ def plain_logits(lm: Any, prompt: list[int], completion: list[int]) -> Tensor:
     return logits[len(prompt) - 1 : -1]
 
 
+# ---- what a step warns of ------------------------------------------------------------------------
+
+STOPS, GOES_ON = [True] * 6, [False] * 6
+MIXED = [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_stop", "flags", "words"),
+    [
+        ([[-1.0] * 3] * 2, GOES_ON, {}, "no completion stopped within --max_completion_length 8,"),
+        ([[0.5] * 3] * 2, GOES_ON, {"penalize_missing_eos": False}, "in 2 of 2 all rewards are eq"),
+        ([[0.5] * 3, [1.0] * 3], STOPS, {}, "in 2 of 2 all rewards are equal"),
+        ([[0.5] * 3, [0.0, 1.0, 1.0]], STOPS, {}, ""),
+        (
+            [[-1.977, 0.5, -1.0], [-3.0, 1.0, 0.0]],
+            MIXED,
+            {},
+            "not stopping pays: 1 of those",
+        ),
+        ([[-0.9, 0.5, -1.0], [-3.0, 1.0, 0.0]], MIXED, {}, ""),
+        ([[-1.977, 0.5, -9.0], [-3.0, 1.0, 0.0]], MIXED, {"missing_eos_penalty": -9.0}, ""),
+    ],
+)
+def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
+    capsys, rewards, has_stop, flags, words
+):
+    config, groups = new_config(**flags), new_groups(rewards)
+    groups.rollouts.has_stop = has_stop
+    warnings = rollouts.StepWarnings(config)
+    for step in (4, 5):
+        warnings.look(groups, rollouts.select(groups, config, step), step)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == bool(words), told
+    if words:
+        assert told[0].startswith("warning: step 5: ")
+        assert words in told[0]
+
+
 # ---- what is collated ----------------------------------------------------------------------------
 
 
