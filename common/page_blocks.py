@@ -23,7 +23,8 @@ class Table:
 
     Attributes:
         headers: Column names.
-        rows: As many cells as there are headers; an interval "[low, high]" at an end is muted.
+        rows: As many cells as there are headers, shown as they are; an interval "[low, high]" at
+            an end is muted.
         caption: One sentence below.
     """
 

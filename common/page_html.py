@@ -127,7 +127,7 @@ def _table(block: Table) -> str:
         for column in range(len(block.headers))
     ]
     head = "".join(
-        f'<th scope="col"{_number_class(is_number)}>{inline(header)}</th>'
+        f'<th scope="col"{_number_class(is_number)}>{shown(header)}</th>'
         for header, is_number in zip(block.headers, numeric, strict=True)
     )
     rows = "".join(f"<tr>{_cells(row, numeric)}</tr>" for row in block.rows)
@@ -144,7 +144,7 @@ def _number_class(is_number: bool) -> str:
 def _cells(row: Sequence[str], numeric: Sequence[bool]) -> str:
     cells = []
     for cell, is_number in zip(row, numeric, strict=True):
-        text = inline(cell)
+        text = shown(cell)
         if is_number:
             text = INTERVAL.sub(r' <span class="interval">\1</span>', text)
         cells.append(f"<td{_number_class(is_number)}>{text}</td>")

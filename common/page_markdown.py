@@ -66,7 +66,7 @@ def _escaped(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(_escaped(text).split())
+    return " ".join(_escaped(text).replace("](", "]\\(").split())  # no link of a model's making
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

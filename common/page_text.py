@@ -3,13 +3,18 @@
 import re
 from html import escape
 
-SAFE_LINK = re.compile(r"^(https?://|[\w.#/%-]+$)")
+SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
+
+
+def printable(text: str) -> str:
+    """Text of several lines in which what a screen would obey or not show is replaced."""
+    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(kept)
 
 
 def shown(text: str) -> str:
-    """Data as HTML text or attribute value; what a browser would obey or not show is replaced."""
-    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return escape("".join(kept))
+    """Data as HTML text or attribute value."""
+    return escape(printable(text))
 
 
 def paragraphs(text: str) -> str:

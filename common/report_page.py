@@ -28,6 +28,7 @@ from common.page_blocks import (
 )
 from common.page_html import page
 from common.page_markdown import markdown, without_html
+from common.page_text import printable
 
 __all__ = [
     "Block",
@@ -77,7 +78,7 @@ def write_page(
     parts = [f"# {without_html(title)}", without_html(line), *markdown(blocks, output_dir)]
     files = {
         "report.html": page(title, facts, blocks),
-        "report.md": "\n\n".join(part for part in parts if part) + "\n",
+        "report.md": printable("\n\n".join(part for part in parts if part)) + "\n",
     }
     for name, text in files.items():
         # A lone surrogate, which JSON may hold, is no character that a file could.

@@ -45,9 +45,10 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
     Args:
         headers: column names.
-        rows: cells as text, as many as there are headers; a `|` in a cell is escaped.
+        rows: cells as text, as many as there are headers; a `|` in a cell is escaped, and what
+            a terminal would obey is replaced.
     """
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in [headers, *rows]]
+    cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
     assert all(len(row) == len(headers) for row in cells), "a row misses a cell"
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(headers))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -69,16 +70,14 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
-    natural = [
-        max(len(column), *(len(row[index]) for row in cells))
-        for index, column in enumerate(columns)
-    ]
+    headers = [format_cell(column) for column in columns]
+    natural = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     widths = fitted_widths(natural, width - 2 * (len(columns) - 1))
     numeric = [
         all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns
     ]
     lines = [
-        "  ".join(c[:w].ljust(w) for c, w in zip(columns, widths, strict=True)).rstrip(),
+        "  ".join(c[:w].ljust(w) for c, w in zip(headers, widths, strict=True)).rstrip(),
         "  ".join("-" * w for w in widths),
     ]
     for row in cells:

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from common.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.run_progress import Run, find_runs, seconds_per_step, total_steps
-from common.terminal import NOT_MEASURED, format_number, wrapped_table
+from common.terminal import NOT_MEASURED, format_cell, format_number, wrapped_table
 
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 DONE, LEFT = "━", "─"
@@ -128,7 +128,8 @@ def curve_lines(run: Run, width: int, most: int, plain: bool) -> list[str]:
     records, names = run.metrics.records, metric_names(run.metrics.records)[: max(0, most)]
     if not names:
         return []
-    label = min(max(map(len, names)), max(8, width // 3))
+    shown = {name: format_cell(name) for name in names}  # those of reward functions hold anything
+    label = min(max(map(len, shown.values())), max(8, width // 3))
     room = width - label - 42 if width >= 80 else width - label - 14
     room = max(6, room)
     lines = []
@@ -138,7 +139,7 @@ def curve_lines(run: Run, width: int, most: int, plain: bool) -> list[str]:
         known = [value for value in values if not math.isnan(value)]
         last = NOT_MEASURED if math.isnan(values[-1]) else format_number(values[-1])
         curve = sparkline(steps, values, room, PLAIN_BLOCKS if plain else BLOCKS)
-        line = f"  {name[:label]:<{label}}  {curve} {last:>9}"
+        line = f"  {shown[name][:label]:<{label}}  {curve} {last:>9}"
         if width >= 80 and known:
             line += f"  from {format_number(min(known))} to {format_number(max(known))}"
         lines.append(line[:width].rstrip())

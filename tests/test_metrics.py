@@ -312,6 +312,13 @@ def test_fitted_widths_narrow_the_widest_first() -> None:
     assert fitted_widths([5, 30, 100], 10) == [5, 12, 12]
 
 
+def test_no_table_obeys_what_its_cells_or_headers_hold() -> None:
+    text = "a\x1b[2J\nb"
+    for table in (wrapped_table([{text: text}], 80), markdown_table([text], [[text]])):
+        assert "\x1b" not in table
+        assert table.count("a\ufffd[2J\u21b5b") == 2
+
+
 def test_markdown_table_is_aligned_and_escaped() -> None:
     assert markdown_table(["stage", "x"], [["a|b", "1.5"], ["long name", "-"]]) == (
         "| stage     |   x |\n| --------- | --: |\n| a\\|b      | 1.5 |\n| long name |   - |"

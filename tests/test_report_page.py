@@ -40,6 +40,7 @@ from common.report_page import (
 )
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
+LINK = "[see](https://evil.example/x)"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
@@ -137,6 +138,16 @@ def test_what_a_model_wrote_is_text_wherever_it_stands(tmp_path: Path) -> None:
         assert character not in evil.text
 
 
+def test_texts_of_a_model_become_no_links_and_obey_no_terminal(tmp_path: Path) -> None:
+    table = Table([LINK, "b"], [[LINK, "\x1b[2J"]])
+    browser = SampleBrowser([Sample(LINK, [Frame("", [Completion("a", LINK)])])])
+    html, text = write_page(tmp_path, "Title", [table, browser], {})
+    assert "<a " not in html.read_text()
+    assert html.read_text().count(LINK) == 4
+    assert text.read_text().count("[see]\\(https") == 3  # the prompt is in a block of code
+    assert "\x1b" not in text.read_text()
+
+
 def test_a_page_with_a_lone_surrogate_is_written(tmp_path: Path) -> None:
     for path in write_page(tmp_path, EVIL, every_block(tmp_path, EVIL), {"by": EVIL}):
         assert path.read_bytes().decode("utf-8")
@@ -157,6 +168,7 @@ def test_only_safe_links_and_the_small_markdown() -> None:
     assert inline("[x](plots/curves.png)") == '<a href="plots/curves.png">x</a>'
     assert "<a" not in inline("[x](javascript:alert`1`)")
     assert "<a" not in inline("[x](data:text/html,1)")
+    assert "<a" not in inline("[x](//evil.example/y)")
     assert paragraphs("one\ntwo\n\n1. a\n2. b\n  c") == (
         "<p>one two</p>\n<ol><li>a</li><li>b c</li></ol>"
     )

@@ -135,9 +135,10 @@ def test_metrics_are_shown_in_a_fixed_order_with_those_of_reward_functions() -> 
 def test_a_picture_fits_the_window(tmp_path: Path, width: int, height: int, plain: bool) -> None:
     names = watch.SHOWN
     lines = [{"step": s, "elapsed_minutes": s / 9, **dict.fromkeys(names, s / 7)} for s in range(9)]
-    lines.append({"step": 9, "loss": None})
+    lines.append({"step": 9, "loss": None, "reward/\x1b[31m\n": 1.0})
     run = run_of(tmp_path / ("long name " * 9), "max_steps: 40\n", *lines)
     row = {"step": 8, "prompt": "a post " * 50, "completion": "\x1b[2J\n" * 9, "tokens": ["a"]}
+    row["\x1b[2J"] = "a column of a reward function"
     append(run.folder / "samples.jsonl", row, row | {"prompt": "other", "reward": 1.0})
     run.read()
     other = Run.at(tmp_path / "none", "none")
