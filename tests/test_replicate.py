@@ -181,8 +181,47 @@ def test_published_values_have_sources(folder):
 
 
 def test_a_list_may_be_overridden():
-    found = replicate.read_overrides(["dpo.loss_type=[ipo, hinge]", "beta=0.5"], ["dpo", "grpo"])
+    stages: dict[str, set] = {"dpo": set(), "grpo": set()}
+    found = replicate.read_overrides(["dpo.loss_type=[ipo, hinge]", "beta=0.5"], stages)
     assert found == {"dpo": {"loss_type": ["ipo", "hinge"], "beta": "0.5"}, "grpo": {"beta": "0.5"}}
+
+
+def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, capsys):
+    """The commands of every stage are printed and nothing is run."""
+    overrides = ["grpo.beta=0.1", "beta=0.5", "model_name_or_path=mine", "dpo.max_steps=3"]
+    arguments = ["--recipe", "sentiment", "--seeds", "0", "--dry_run", "true", "--overrides"]
+    replicate.main(parse(ReplicateConfig, [*arguments, *overrides, "dataset_name=rows"]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    root = "output/replicate/sentiment/seed_0"
+    model, rows = "--model_name_or_path=", "--dataset_name="
+    for words, expected in zip(
+        lines,
+        [
+            ["train_sft.py", f"{model}mine", f"{rows}rows"],
+            ["common.experiments.sample_pairs", f"{model}{root}/sft/model", f"{rows}rows"],
+            ["train_dpo.py", f"{model}{root}/sft/model", f"{rows}{root}/pairs", "--beta=0.5"],
+            ["train_grpo.py", f"{model}{root}/sft/model", f"{rows}rows", "--beta=0.1"],
+            ["evaluate.py", f"--ref_model_name_or_path={root}/sft/model", f"{rows}{root}/pairs"],
+        ],
+        strict=True,
+    ):
+        assert {word.removeprefix(f"{ROOT}/") for word in words} >= set(expected)
+    assert not [word for word in lines[-1] if word.startswith(model)], (
+        "the first policy's tokenizer"
+    )
+    assert ["--max_steps=3" in words for words in lines] == [False, False, True, False, False]
+    assert not made
+
+
+def test_the_whole_chain_is_checked_before_its_first_stage(folder, made):
+    arguments = ["--recipe", "demo", "--seeds", "0", "--overrides"]
+    for override, told in (
+        ("reward_funcs=[gold]", "stage dpo of --recipe demo: --reward_funcs is for --pairs_from"),
+        ("grpo.beta=high", "stage grpo of --recipe demo: argument --beta: invalid float"),
+    ):
+        with pytest.raises(UserError, match=told):
+            replicate.main(parse(ReplicateConfig, [*arguments, override]))
+    assert not made
 
 
 def test_sources_are_numbered_once():

@@ -9,22 +9,26 @@ table: values from `published.yaml` beside the recipe, and ours as the mean over
 deviation, Student's 95% interval and n. What was not run is left empty.
 
 `--overrides` changes flags: `flag=value` in every stage that has the flag, `stage.flag=value` in
-one. A run with overrides is not the recipe any more, and the report says so.
+one, which wins over the other in any order. `model_name_or_path=X` and `dataset_name=X` are for the
+stages whose recipe names one that no earlier stage makes: the chain starts from X and stays a
+chain. A run with overrides is not the recipe any more, and the report says so. The commands of all
+stages are printed, and checked, before the first is run; `--dry_run true` ends there.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 
-from common.config import UserError, hint, knob, read_recipe, require_positive
+from common.config import UserError, hint, knob, parse, read_recipe, require_positive
 from common.evaluation import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
@@ -41,13 +45,15 @@ from common.experiments.published import (
     source_lines,
     source_numbers,
 )
-from common.experiments.stages import Stage, drive, is_finished, run
+from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
 from common.report_page import Block, Section, Table, Text, write_page
 from common.seed_statistics import SeedMean, over_seeds
 from common.terminal import markdown_table
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
+# An override of all stages leaves these where a stage takes them from earlier ones of its chain.
+LINKS = ("model_name_or_path", "dataset_name")
 # The stages in order: their recipe, their script, its config.
 CHAIN = {
     "sft": ("train_sft.py", "SFTConfig"),
@@ -69,6 +75,7 @@ class ReplicateConfig:
     output_dir: str = knob("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = knob([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = knob(False, "run nothing: report what is finished")
+    dry_run: bool = knob(False, "check and print the commands of all stages, and end")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
@@ -86,6 +93,9 @@ def main(config: ReplicateConfig) -> None:
     published = read_published(RECIPES / config.recipe / PUBLISHED)
     chains = {seed: chain(config, seed) for seed in config.seeds}
     if not config.report_only:
+        show_commands(config, chains)
+        if config.dry_run:
+            return
         for stages in chains.values():
             for stage in stages.values():
                 run(stage, config.num_processes)
@@ -133,15 +143,31 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     """
     folder = RECIPES / config.recipe
     names = [name for name in CHAIN if (folder / f"{name}.yaml").is_file()]
-    overrides = read_overrides(config.overrides, names)
+    recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
+    own = {name: moved(recipe, config, seed) for name, recipe in recipes.items()}
+    links = {name: {f for f in LINKS if f not in recipes[name] or f in own[name]} for name in names}
+    overrides = read_overrides(config.overrides, links)
     stages = {}
     for name in names:
-        recipe = folder / f"{name}.yaml"
-        flags: dict[str, Any] = {"seed": seed, **moved(read_recipe(str(recipe)), config, seed)}
-        flags |= overrides[name]
+        flags: dict[str, Any] = {"seed": seed, **own[name], **overrides[name]}
         output_dir = Path(flags.pop("output_dir"))
-        stages[name] = Stage(CHAIN[name][0], output_dir, recipe, flags)
+        stages[name] = Stage(CHAIN[name][0], output_dir, folder / f"{name}.yaml", flags)
     return stages
+
+
+def show_commands(config: ReplicateConfig, chains: Mapping[int, Mapping[str, Stage]]) -> None:
+    """Print the commands of all chains; raise a UserError for flags that a stage would refuse."""
+    for stages in chains.values():
+        for name, stage in stages.items():
+            try:
+                parse(config_class(name), script_arguments(stage))
+            except UserError as error:
+                raise UserError(
+                    f"stage {name} of --recipe {config.recipe}: {error} "
+                    "(--overrides stage.flag=value is for one stage.)"
+                ) from None
+    for stage in (stage for stages in chains.values() for stage in stages.values()):
+        print(shlex.join(command(stage, config.num_processes)), flush=True)
 
 
 def moved(recipe: Mapping[str, Any], config: ReplicateConfig, seed: int) -> dict[str, Any]:
@@ -156,18 +182,24 @@ def moved(recipe: Mapping[str, Any], config: ReplicateConfig, seed: int) -> dict
     return {name: move(value) for name, value in recipe.items() if move(value) != value}
 
 
-def read_overrides(texts: Sequence[str], stages: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_overrides(
+    texts: Sequence[str], stages: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, Any]]:
     """Flags by stage, of `flag=value` and `stage.flag=value`; `[a, b]` is a list.
+
+    Args:
+        texts: The overrides; the last wins, one of a stage over one of all.
+        stages: The flags of each stage that an override of all stages leaves as they are.
 
     Raises:
         UserError: there is no `=`, or no stage of the recipe has the flag.
     """
-    known = {stage: flags_of(stage) for stage in stages}
+    known = {stage: {field.name for field in fields(config_class(stage))} for stage in stages}
     found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
-    for text in texts:
+    for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):
         name, equals, value = text.partition("=")
         stage, dot, flag = name.rpartition(".")
-        wanted = [stage] if dot else list(stages)
+        wanted = [stage] if dot else [s for s in stages if flag not in stages[s]]
         takers = [s for s in wanted if flag in known.get(s, ())]
         if flag in ("seed", "output_dir"):
             raise UserError(
@@ -186,11 +218,11 @@ def read_overrides(texts: Sequence[str], stages: Sequence[str]) -> dict[str, dic
     return found
 
 
-def flags_of(stage: str) -> set[str]:
-    """The flags of a stage's script."""
+def config_class(stage: str) -> type[Any]:
+    """What the flags of a stage's script become."""
     script, class_name = CHAIN[stage]
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    return {field.name for field in fields(getattr(module, class_name))}
+    return cast(type[Any], getattr(module, class_name))
 
 
 # ---- what was measured ---------------------------------------------------------------------------

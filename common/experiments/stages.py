@@ -117,9 +117,13 @@ def command(stage: Stage, num_processes: int) -> list[str]:
         script = [str(PATCHED), str(stage.patch), *script]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     launch = [*launcher, str(num_processes)] if num_processes > 1 else []
+    return [sys.executable, *launch, *script, *script_arguments(stage)]
+
+
+def script_arguments(stage: Stage) -> list[str]:
+    """What a run's script is given."""
     recipe = ["--config", str(stage.config)] if stage.config else []
-    flags = {**stage.flags, "output_dir": stage.output_dir}
-    return [sys.executable, *launch, *script, *recipe, *arguments(flags)]
+    return [*recipe, *arguments({**stage.flags, "output_dir": stage.output_dir})]
 
 
 def arguments(flags: Mapping[str, Any]) -> list[str]:
