@@ -4,8 +4,8 @@ r"""Reward model: learn which of two summaries people prefer.
            + lambda (r(x, y_chosen) + r(x, y_rejected))^2
 
 The first line is Stiennon et al. 2020, section 3.4, with the margin of Llama 2 (Touvron et al.
-2023, eq. 2): a column of the rows, 0 without it. The second keeps rewards near 0 (Eisenstein et al.
-2023, eq. 2); lambda is `center_rewards_coefficient`.
+2023, eq. 2): the column that `margin_column` names, else 0. The second keeps rewards near 0
+(Eisenstein et al. 2023, eq. 2); lambda is `center_rewards_coefficient`.
 
 The trunk is the SFT model, the head is new: N(0, 1/(d+1)) in variance, float32, made before
 sharding. The reward is read at the last real token: of a text the stop token, of messages the last
@@ -69,7 +69,7 @@ from common.scoring import RewardModel
 
 @dataclass
 class RewardConfig(DropoutTrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`, and may have `margin`."""
+    """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     head_init: str = knob(
         "stiennon",
@@ -79,6 +79,9 @@ class RewardConfig(DropoutTrainConfig):
     )
     center_rewards_coefficient: float = knob(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
+    )
+    margin_column: str = knob(
+        "", "column by which the chosen reward should be the higher (empty: no margin)"
     )
     group_comparisons: bool = knob(
         False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
@@ -109,7 +112,7 @@ def main(config: RewardConfig) -> None:
     resume_from = checkpoint.find(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
-    margins = pairs.margins(train_set).to(device)  # (rows,)
+    margins = pairs.margins(train_set, config.margin_column).to(device)  # (rows,)
     # What a step takes batch_size of: pairs, or prompts with all their pairs
     groups = pairs.group(train_set, by_prompt=config.group_comparisons)
     weights = pairs.weights(groups).to(device)  # (rows,) 1 / pairs of the group

@@ -233,20 +233,20 @@ def weights(groups: Sequence[Comparisons]) -> Tensor:
     return result
 
 
-def margins(examples: Sequence[Example]) -> Tensor:
-    """The column `margin` of all rows, (rows,) float32; zeros where no row has it.
+def margins(examples: Sequence[Example], column: str) -> Tensor:
+    """A column of all rows, (rows,) float32; zeros without a name.
 
     Raises:
         UserError: it is not a finite number in some row.
     """
-    if not any("margin" in example.columns for example in examples):
+    if not column:
         return torch.zeros(len(examples))
-    values: list[Any] = [example.columns.get("margin") for example in examples]
+    values: list[Any] = [example.columns.get(column) for example in examples]
     for example, value in zip(examples, values, strict=True):
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN compares as False
             raise UserError(
-                f"row {example.row + 1} of the pairs has {value!r} in its column 'margin'; it must "
-                "be a finite number in every row, or the column be absent."
+                f"row {example.row + 1} of the pairs has {value!r} in its column {column!r}; "
+                "--margin_column names one with a finite number in every row."
             )
     return torch.tensor(values, dtype=torch.float32)
 

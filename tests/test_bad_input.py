@@ -119,7 +119,6 @@ ROWS: list[Case] = [
         {"dataset_name": "short_number", "reward_funcs": "rouge_l:short"},
         ["row 2", "'short' holds int", "must be text", "'rouge_l:short'"],
     ),
-    ("train_reward", {"dataset_name": "margin_nan"}, ["row 2", "nan", "'margin'", "finite"]),
     ("evaluate", {"dataset_name": "odds"}, ["row 2", "'2:1'", "'label_probability'", "0 to 1"]),
     ("evaluate", {"dataset_name": "odds_of_2"}, ["row 1", "'label_probability'", "0 to 1"]),
     ("evaluate", {"dataset_name": "odds_nan"}, ["row 1", "nan", "'label_probability'"]),
@@ -129,7 +128,16 @@ ROWS: list[Case] = [
         {"dataset_name": "margin_huge", "margin_column": "margin"},
         ["row 1", "00...00", "column 'margin'", "number"],
     ),
-    ("train_reward", {"dataset_name": "margin_text"}, ["row 1", "'large'", "'margin'", "finite"]),
+    (
+        "train_reward",
+        {"dataset_name": "margin_nan", "margin_column": "margin"},
+        ["row 2", "nan", "'margin'", "finite"],
+    ),
+    (
+        "train_reward",
+        {"dataset_name": "margin_text", "margin_column": "margin"},
+        ["row 1", "'large'", "'margin'", "finite"],
+    ),
 ]
 FILES: list[Case] = [
     ("train_sft", {"dataset_name": ""}, ["--dataset_name is empty"]),

@@ -73,8 +73,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "cached_again": {"ref_cache_dir": "CACHE", "layout": "padded"},
 }
 REWARD_JOBS: dict[str, dict[str, Any]] = {
-    "reward": {"center_rewards_coefficient": 0.1},
-    "grouped": {"center_rewards_coefficient": 0.1, "group_comparisons": True},
+    "reward": {"center_rewards_coefficient": 0.1, "margin_column": "margin"},
+    "grouped": {
+        "center_rewards_coefficient": 0.1,
+        "group_comparisons": True,
+        "margin_column": "margin",
+    },
 }
 # Two ranks pack their rows into unequal numbers of micro-batches: some have a filler only.
 SPLITS = {1: {"micro_batch_size": 8}, 2: {"micro_batch_tokens": 60}}

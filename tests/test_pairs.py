@@ -187,15 +187,17 @@ def with_margins(*values: Any) -> list[Example]:
     return [Example(i, "p", [1], [[2], [3]], {"margin": v}) for i, v in enumerate(values)]
 
 
-def test_margins_are_a_column_or_nothing():
-    assert pairs.margins(comparisons()).tolist() == [0.0] * 6
-    assert pairs.margins(with_margins(1, 0.5)).tolist() == [1.0, 0.5]
+def test_margins_are_a_column_that_is_asked_for():
+    assert pairs.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
+    assert pairs.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [None, "big", float("nan"), True])
 def test_a_margin_that_is_no_number_is_refused(value):
     with pytest.raises(UserError, match="row 2 .* column 'margin'"):
-        pairs.margins(with_margins(1.0, value))
+        pairs.margins(with_margins(1.0, value), "margin")
+    with pytest.raises(UserError, match="row 1 .* column 'difference'"):
+        pairs.margins(with_margins(1.0), "difference")
 
 
 def test_length_balance_by_hand():

@@ -93,8 +93,8 @@ VARIANTS: dict[str, list[Flags]] = {
         *({"head_init": name} for name in HEAD_INITS if name != "stiennon"),
         {"center_rewards_coefficient": 0.1},
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
-        {"dataset_name": "COMPARISONS"},
-        {"dataset_name": "COMPARISONS", "group_comparisons": True},
+        {"dataset_name": "COMPARISONS", "margin_column": "margin"},
+        {"dataset_name": "COMPARISONS", "group_comparisons": True, "margin_column": "margin"},
         *FURTHER_LORA,
     ],
     "dpo": [
