@@ -62,6 +62,7 @@ class DataReport:
     num_rows: int
     num_kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
     truncated_prompt: str = ""  # a row of them, before and after
     num_completions_truncated: int = 0
@@ -122,8 +123,8 @@ def tokenize_rows(
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
-    when a completion is empty, a pair is identical, a prompt's header alone is too long, or a
-    conversation is.
+    when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
+    long, or a conversation is.
 
     Args:
         rows: Rows of text: as `load_rows` gives them, messages rendered.
@@ -156,6 +157,7 @@ def tokenize_rows(
         reason = _drop_reason(prompt, group)
         if prompt is None or reason:
             report.dropped[reason] += 1
+            report.first_dropped = report.first_dropped or index + 1
             continue
         report.num_prompts_truncated += prompt.is_truncated
         if prompt.is_truncated and not report.truncated_prompt:
@@ -351,6 +353,8 @@ def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
     """Why a row cannot be used, empty if it can."""
     if prompt is None:
         return "prompt over max_prompt_length"
+    if not prompt.text.strip():
+        return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
     if len(completions) == 2 and completions[0].ids == completions[1].ids:
@@ -374,7 +378,8 @@ def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
     if fraction > max_dropped_fraction or fraction == 1:
         raise UserError(
             f"split {report.split!r} would lose {report.num_dropped} of {report.num_rows} rows "
-            f"({report.drop_counts}) and max_dropped_fraction is {max_dropped_fraction}; "
+            f"({report.drop_counts}; the first is row {report.first_dropped}) and "
+            f"max_dropped_fraction is {max_dropped_fraction}; "
             "clean the data or change the length limits or max_dropped_fraction."
         )
 

@@ -56,8 +56,8 @@ def load_rows(
         dataset_config: Name of the hub data set's configuration, if it has several.
 
     Returns:
-        At least one row; texts are neither empty nor blank, or all of a row's are messages: then a
-        completion is one, of the assistant. A prompt that completions repeat is cut from them.
+        At least one row, of texts or of messages: then a completion is one, of the assistant. Any
+        may be blank. A prompt that completions repeat is cut from them.
 
     Raises:
         UserError: Names the file or split, the row (counted from 1) and the column.
@@ -297,8 +297,6 @@ def _column_fault(row: Row, column: str) -> str:
             "texts 'role' and 'content'"
         )
     texts = [value] if isinstance(value, str) else [message["content"] for message in value]
-    if not any(text.strip() for text in texts):
-        return "is empty; remove the row or fill it in"
     return _character_fault("".join(texts))
 
 

@@ -54,7 +54,6 @@ ROWS: dict[str, list[Any]] = {
     "messages_null": [{"messages": [USER, {**ANSWER, "content": None}]}],
     "messages_one": [{"messages": [ANSWER]}],
     "messages_user": [{"messages": [USER, ANSWER, USER]}],
-    "blank_answer": [{"messages": [USER, {**ANSWER, "content": " "}]}],
     "two_answers": [{"prompt": [USER], "chosen": [ANSWER, ANSWER], "rejected": [USER, ANSWER]}],
     "chat": [{"messages": [USER, ANSWER]}],  # well-formed, for a tokenizer without a template
     # other columns

@@ -68,12 +68,12 @@ ROWS: list[Case] = [
     ("train_grpo", {"dataset_name": "ragged"}, ["row 2", "['length']", "row 1"]),
     ("train_grpo", {"dataset_name": "reserved"}, ["row 1", "'completion_ids'", "rename it"]),
     # Texts
-    ("train_sft", {"dataset_name": "empty_completion"}, ["row 2", "'completion' is empty"]),
-    ("train_sft", {"dataset_name": "blank_prompt"}, ["row 1", "'prompt' is empty"]),
-    ("train_sft", {"dataset_name": "only_newlines"}, ["row 1", "'completion' is empty"]),
-    ("train_sft", {"dataset_name": "only_prompt"}, ["row 1", "'completion' is empty"]),
+    ("train_sft", {"dataset_name": "empty_completion"}, ["first is row 2", "1 empty completion"]),
+    ("train_sft", {"dataset_name": "blank_prompt"}, ["first is row 1", "1 empty prompt"]),
+    ("train_sft", {"dataset_name": "only_newlines"}, ["first is row 1", "1 empty completion"]),
+    ("train_sft", {"dataset_name": "only_prompt"}, ["first is row 1", "2 empty completion"]),
     ("train_dpo", {"dataset_name": "equal_pairs"}, ["1 of 2 rows", "1 identical pair"]),
-    ("train_dpo", {"dataset_name": "no_prefix"}, ["row 1", "'prompt' is empty"]),
+    ("train_dpo", {"dataset_name": "no_prefix"}, ["first is row 1", "1 empty prompt"]),
     ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
     # Messages
     ("train_sft", {"dataset_name": "messages"}, ["'completion'", "both be text or both be"]),
@@ -92,7 +92,6 @@ ROWS: list[Case] = [
     ),
     ("train_sft", {"dataset_name": "messages_one"}, ["row 1", "needs one before the answer"]),
     ("train_sft", {"dataset_name": "messages_user"}, ["row 1", "messages of user", "assistant"]),
-    ("train_sft", {"dataset_name": "blank_answer"}, ["row 1", "'completion' is empty"]),
     ("train_dpo", {"dataset_name": "two_answers"}, ["row 1", "'chosen'", "it must be one"]),
     ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),
     (

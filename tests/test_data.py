@@ -5,6 +5,7 @@ breaks (sentence ends, words) would end it. Completions end in exactly one stop 
 step do not depend on the number of ranks, and every epoch shows every row once.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,37 @@ def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
     assert encode(texts, tokenizer) == [ids_of(tokenizer, text) for text in texts]
 
 
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+@pytest.mark.parametrize("messages", [False, True], ids=["text", "messages"])
+def test_one_blank_row_of_many_is_dropped_and_counted(tmp_path, kind, messages):
+    """A blank prompt, and a blank answer: two of 52 rows."""
+
+    def cell(role: str, text: str) -> Any:
+        return [{"role": role, "content": text}] if messages else text
+
+    columns = {"sft": ["completion"], "preference": ["chosen", "rejected"]}[kind]
+    rows = [
+        {"prompt": cell("user", f"p {i}")} | {c: cell("assistant", f" {c} {i}") for c in columns}
+        for i in range(52)
+    ]
+    rows[3]["prompt"] = cell("user", " \n")
+    rows[30][columns[0]] = cell("assistant", "")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = synthetic.train_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}.{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    config = tiny.train_config(max_prompt_length=60)
+    file, rest = str(tmp_path / "train.jsonl"), (tokenizer, [tokenizer.eos_token_id])
+    examples = load_examples(config, file, "train", kind, *rest)
+    assert [e.row for e in examples] == [i for i in range(52) if i not in (3, 30)]
+    config.max_dropped_fraction = 0.01
+    told = "2 of 52 rows .1 empty completion, 1 empty prompt; the first is row 4"
+    with pytest.raises(UserError, match=told):
+        load_examples(config, file, "train", kind, *rest)
+
+
 def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     long_title = "TITLE: " + "long " * 60 + "\n\nPOST: p\n\nTL;DR:"
     rows = [
@@ -405,8 +437,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
         tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (
         "split 'train' would lose 4 of 7 rows (1 empty completion, 2 identical pair, "
-        "1 prompt over max_prompt_length) and max_dropped_fraction is 0.5; clean the data or "
-        "change the length limits or max_dropped_fraction."
+        "1 prompt over max_prompt_length; the first is row 3) and max_dropped_fraction is 0.5; "
+        "clean the data or change the length limits or max_dropped_fraction."
     )
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         tokenize(rows[2:3], gpt2, kind="preference", max_dropped_fraction=1.0, **limits)

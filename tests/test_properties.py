@@ -26,7 +26,7 @@ from common.generation import Rollouts, Sampler
 from common.padding import make_batch, padded_batch, shared_prefix_batch
 from common.rows import COMPLETION_COLUMNS, load_rows
 from common.scoring import Policy
-from common.truncation import split_prompt
+from common.truncation import shared_cue, split_prompt
 from train_sft import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -148,7 +148,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
             example.prompt_ids
         ) or (truncation == "start" and example.prompt != prompt)  # a cut inside a character
         if truncation == "tldr":
-            header, body, cue = split_prompt(prompt)
+            header, body, cue = split_prompt(prompt, shared_cue(prompt for prompt, _ in texts))
             assert example.prompt.startswith(header)
             assert example.prompt.endswith(cue)
             assert body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
@@ -254,16 +254,20 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
     config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1, token_cache_dir="")
     try:
         rows = load_rows(str(file), "train", kind=kind, seed=0)
-        load_examples(config, str(file), "train", kind, tokenizer, [tokenizer.eos_token_id])
+        rest = (kind, tokenizer, [tokenizer.eos_token_id])
+        examples = load_examples(config, str(file), "train", *rest)
     except UserError as error:
         assert_one_sentence(error)
         return
     for row in rows:
         values = [row[name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
         assert all(is_messages(value) for value in values) or all(
-            isinstance(value, str) and value.strip() for value in values
+            isinstance(value, str) for value in values
         )
         json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
+    for example in examples:
+        values = [rows[example.row][name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
+        assert all(is_messages(value) or value.strip() for value in values)
 
 
 def assert_one_sentence(error: Exception, *words: str) -> None:
