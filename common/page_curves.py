@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from common.page_blocks import Line, Panel
 from common.page_text import shown
@@ -102,13 +103,14 @@ def _curve(
     line: Line, colour: int, x_range: tuple[float, float], y_range: tuple[float, float]
 ) -> list[str]:
     """The points, in pale with a moving mean on top where they are many."""
-    values = list(line.y)
+    values, kept = list(line.y), _places(line.y)
     curves = [("line", values)]
     if len(values) > SMOOTH_ABOVE and not line.exact:
         curves = [("pale", values), ("line", moving_mean(values, len(values) // 30))]
     parts = []
     for kind, heights in curves:
-        path = _path(_thin(line.x), _thin(heights), x_range, y_range)
+        points = [(line.x[i], heights[i]) for i in kept]
+        path = _path(points, x_range, y_range)
         parts.append(f'<path class="{kind} k{colour}" d="{path}"/>')
     if len(values) <= MARK_BELOW:
         places = zip(line.x, values, strict=True)
@@ -117,22 +119,33 @@ def _curve(
     return parts
 
 
-def _thin(values: Sequence[float]) -> list[float]:
-    """At most `MOST_POINTS` of the values, evenly, the last one always."""
-    stride = -(-len(values) // MOST_POINTS)
-    kept = list(values[::-1][::stride])  # from the end
-    return kept[::-1]
+def _places(values: Sequence[float]) -> list[int]:
+    """Which values are drawn, at most `MOST_POINTS`: both ends, and of many the extremes.
+
+    Those of each of equal stretches, and a gap in it, so that no spike and no gap is left out.
+    """
+    if len(values) <= MOST_POINTS:
+        return list(range(len(values)))
+    num_stretches = MOST_POINTS // 3 - 1
+    bounds = [i * len(values) // num_stretches for i in range(num_stretches + 1)]
+    kept = {0, len(values) - 1}
+    for first, end in pairwise(bounds):
+        known = [i for i in range(first, end) if math.isfinite(values[i])]
+        gaps = [i for i in range(first, end) if not math.isfinite(values[i])]
+        if known:
+            kept |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+        kept |= set(gaps[:1])
+    return sorted(kept)
 
 
 def _path(
-    xs: Sequence[float],
-    ys: Sequence[float],
+    points: Sequence[tuple[float, float]],
     x_range: tuple[float, float],
     y_range: tuple[float, float],
 ) -> str:
     """Drawing commands; a value that is not finite lifts the pen."""
     commands, is_down = [], False
-    for x, y in zip(xs, ys, strict=True):
+    for x, y in points:
         if math.isfinite(y):
             commands.append(f"{'L' if is_down else 'M'}{_x(x, x_range):.1f} {_y(y, y_range):.1f}")
         is_down = math.isfinite(y)
@@ -140,9 +153,14 @@ def _path(
 
 
 def _data(line: Line, colour: int) -> dict[str, object]:
-    """What the pointer reads: the recorded values, shortened as a person reads them."""
-    xs, ys = _thin(line.x), _thin(line.y)
-    texts = [format_number(y) if math.isfinite(y) else "" for y in ys]
+    """What the pointer reads: the recorded values, shortened as a person reads them.
+
+    Of many those at even distances, so that all curves of a panel have them at the same steps.
+    """
+    number = min(len(line.x), MOST_POINTS)
+    kept = [i * (len(line.x) - 1) // max(1, number - 1) for i in range(number)]
+    texts = [format_number(line.y[i]) if math.isfinite(line.y[i]) else "" for i in kept]
+    xs = [line.x[i] for i in kept]
     return {"label": line.label, "colour": colour, "x": xs, "y": texts}
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.distributed import is_rank0
 from common.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
 from common.jsonl import read_jsonl
@@ -102,14 +104,17 @@ def draw_series(
 
 
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Mean over up to `reach` values on either side, without the missing ones (NaN)."""
-    means = []
-    for index in range(len(values)):
-        near = min(reach, index, len(values) - 1 - index)  # as far on both sides: no bias at ends
-        window = values[index - near : index + near + 1]
-        known = [value for value in window if not math.isnan(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
-    return means
+    """Mean over up to `reach` values on either side, without those that are not finite."""
+    known = np.isfinite(values)
+    sums, counts = (
+        np.concatenate([[0], np.cumsum(column)]) for column in (np.where(known, values, 0), known)
+    )
+    places = np.arange(len(values))
+    near = np.minimum(reach, np.minimum(places, places[::-1]))  # as far on both sides: no bias
+    first, end = places - near, places + near + 1
+    with np.errstate(invalid="ignore"):  # a mean of nothing is NaN
+        means = (sums[end] - sums[first]) / (counts[end] - counts[first])
+    return [float(mean) for mean in means]
 
 
 # --- one run ---

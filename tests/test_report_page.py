@@ -264,12 +264,21 @@ def test_a_gap_lifts_the_pen_and_nothing_finite_is_no_panel() -> None:
     assert panel_svg(Panel("T", "u", [Line("a", [1], [math.inf]), Line("b", [], [])])) == ""
 
 
-def test_long_curves_are_thinned_and_keep_their_last_value() -> None:
-    html = panel_svg(Panel("T", "u", [Line("a", range(10_000), [x / 7 for x in range(10_000)])]))
+def test_long_curves_are_thinned_and_keep_their_ends_their_spikes_and_their_gaps() -> None:
+    values = [x / 7 for x in range(10_000)]
+    values[4321], values[7654], values[8500] = 1e6, math.nan, -5.0
+    html = panel_svg(Panel("T", "u", [Line("a", range(10_000), values)]))
     (data,) = json.loads(Reader(html).tags[0][1]["data-lines"] or "")
     assert MOST_POINTS / 2 < len(data["x"]) == len(data["y"]) <= MOST_POINTS
-    assert data["x"][-1] == 9999
-    assert data["y"][-1] == "1,428"
+    assert (data["x"][0], data["x"][-1]) == (0, 9999)
+    assert (data["y"][0], data["y"][-1]) == ("0", "1,428")
+    (path,) = re.findall(r'<path class="pale k0" d="([^"]*)"', html)
+    points = [tuple(map(float, p.split())) for p in re.split("[ML]", path)[1:]]
+    assert len(points) <= MOST_POINTS
+    by_height = sorted(points, key=lambda point: point[1])
+    assert by_height[0][0] == pytest.approx(50 + 320 * 4321 / 9999, abs=0.1)  # up is a smaller y
+    assert by_height[-1][0] == pytest.approx(50 + 320 * 8500 / 9999, abs=0.1)
+    assert path.count("M") == 2
     assert len(html) < 40_000
 
 
