@@ -90,6 +90,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             config.num_eval_rows,
         )
         train_set = pairs_from_rollouts(config, tokenizer, stop_ids, configs[0], mesh)
+    self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
     shared_lengths = shorter_lengths(train_set)  # (rows,)
@@ -136,7 +137,6 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        self_checks.stop_token_is_trained(train_set, stop_ids)
         if config.needs_reference and paths[0] == paths[1]:
             pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)
             self_checks.dpo_starts_at_ln_2(pair_logps, ref_pair_logps)

@@ -212,8 +212,7 @@ def load_data(
     sft_set = data.load_examples(
         config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
     )
-    if config.self_check:
-        self_checks.stop_token_is_trained(train_set, stop_ids)
+    self_checks.stop_token_is_trained(train_set, stop_ids, config)
     rest = (tokenizer, stop_ids, model_config)
     return (
         data.to_end_of_turn(train_set, *rest),

@@ -63,6 +63,7 @@ def main(config: SFTConfig) -> None:
     model_config = models.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
+    self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
 
@@ -78,7 +79,6 @@ def main(config: SFTConfig) -> None:
     self_checks.layouts_agree(policy, config)
     if config.self_check:
         self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        self_checks.stop_token_is_trained(train_set, stop_ids)
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
     start_step = saver.load(resume_from)

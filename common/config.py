@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -171,6 +172,9 @@ class TrainConfig(CommonConfig):
     # --- training rows ---
     dataset_train_split: str = knob("train", "split to train on")
     num_train_rows: int = knob(0, "use the first rows only (0: all)")
+    require_stop_token: bool = knob(
+        True, "refuse completions that are all cut before their stop token (false: by design)"
+    )
 
     # --- optimisation ---
     batch_size: int = knob(64, "prompts or pairs per optimiser step, over all processes")
@@ -192,7 +196,7 @@ class TrainConfig(CommonConfig):
     report_to: str = knob("none", "none or wandb", ["none", "wandb"])
     run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = knob(10, "steps between lines of metrics.jsonl")
-    eval_steps: int = knob(0, "steps between evaluations (0: at the end only; GRPO has none)")
+    eval_steps: int = knob(0, "steps between evaluations (0: at the end only; GRPO: 0)")
     sample_steps: int = knob(
         0,
         "steps between printed samples (0: at the end only; reward models: with evaluations)",
@@ -283,7 +287,8 @@ def refuse_own_output(config: TrainConfig) -> None:
         value = getattr(config, f.name)
         for path in value if isinstance(value, list) else [value]:
             is_input = f.name.endswith((*PATHS, "reward_funcs")) and isinstance(path, str)
-            if is_input and path and f.name != "output_dir" and Path(path).exists():
+            # `os.path`: a pattern as reward function may be longer than any name of a file
+            if is_input and path and f.name != "output_dir" and os.path.exists(path):
                 place = Path(path).resolve()
                 if any(place == own or own in place.parents for own in written):
                     raise UserError(
@@ -323,9 +328,10 @@ MAY_CHANGE = frozenset(
     output_dir token_cache_dir ref_cache_dir trust_remote_code resume_from_checkpoint
     layout micro_batch_tokens micro_batch_size generation_batch_size generation_cache_tokens
     cuda_graphs gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
-    num_replicas num_sample_prompts self_check report_to run_name logging_steps eval_steps
-    sample_steps save_steps keep_last async_save metric_for_best_model load_best_model_at_end
-    profile profile_steps replay ddp_timeout dry_run dry_run_ranks dry_run_device
+    num_replicas num_sample_prompts self_check require_stop_token report_to run_name logging_steps
+    eval_steps sample_steps save_steps keep_last async_save metric_for_best_model
+    load_best_model_at_end profile profile_steps replay ddp_timeout dry_run dry_run_ranks
+    dry_run_device
     """.split()  # noqa: SIM905 - one name a line is longer
 )
 

@@ -107,6 +107,16 @@ class GRPOConfig(LoraTrainConfig):
         """Refuse values that no GRPO run may have."""
         super().__post_init__()
         require_finite(self, "missing_eos_penalty")
+        if self.eval_steps:
+            raise UserError(
+                f"--eval_steps is {self.eval_steps}; it must be 0 in GRPO, whose rows have no "
+                "completions to evaluate on; --sample_steps shows samples on the way."
+            )
+        if not self.require_stop_token:
+            raise UserError(
+                "--require_stop_token is false; it must be true in GRPO, which asks for none; "
+                "--penalize_missing_eos false is for completions that are cut by design."
+            )
         self.num_candidates = self.num_candidates or self.num_generations
         if self.num_generations < 2 or self.num_candidates < self.num_generations:
             raise UserError(

@@ -76,14 +76,26 @@ def layouts_agree(model: nn.Module, config: CommonConfig) -> None:
         )
 
 
-def stop_token_is_trained(examples: Sequence[Example], stop_ids: Sequence[int]) -> None:
+def stop_token_is_trained(
+    examples: Sequence[Example], stop_ids: Sequence[int], config: TrainConfig
+) -> None:
     """Completions that were not truncated end in a stop token, and the mask counts it.
 
     Raises:
-        RuntimeError: no completion ends in a stop token.
+        UserError: no completion ends in a stop token, and the data was not said to be so.
+        RuntimeError: the mask leaves it out.
     """
-    ended = [e for e in examples[:256] if e.completions[0][-1] in stop_ids]
-    refuse_unless(bool(ended), "no training completion ends in a stop token: stopping is untrained")
+    if not (config.self_check and config.require_stop_token):
+        return
+    looked_at = examples[:256]
+    ended = [e for e in looked_at if e.completions[0][-1] in stop_ids]
+    if not ended:
+        raise UserError(
+            f"none of the first {len(looked_at)} training completions ends in a stop token, so "
+            "that stopping would not be trained: all are longer than --max_completion_length "
+            f"{config.max_completion_length}; raise it, or say --require_stop_token false where "
+            "completions are cut by design."
+        )
     batch = padded_batch([ended[0].prompt_ids], [[ended[0].completions[0]]], stop_ids[0])
     counted = bool(batch.completion_mask[0, len(ended[0].completions[0]) - 1])
     refuse_unless(counted, "the stop token is outside the loss")

@@ -62,6 +62,7 @@ OF_STAGE: dict[str, dict[str, Any]] = {
     "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 16},
     "dpo": {"ref_cache_dir": ""},
     "grpo": {
+        "eval_steps": 0,
         "num_candidates": 6,
         "num_generations": 4,
         "reward_funcs": "gold",

@@ -46,6 +46,7 @@ COMMON = {
     "save_steps": SAVED,
 }
 GRPO = {
+    "eval_steps": 0,
     "num_candidates": 4,
     "num_generations": 3,
     "reward_funcs": "gold",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, evaluation, fsdp, padding, self_checks
-from common.config import TrainConfig
+from common.config import TrainConfig, UserError
 from common.data import Example
 from common.generation import Sampler
 from common.padding import Batch
@@ -118,13 +118,16 @@ def test_the_check_leaves_the_parameters_sharded():
 
 def test_a_trained_stop_token_is_accepted():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
-    self_checks.stop_token_is_trained(PAIRS, [STOP])
-    self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP])
+    self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
+    self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP], CONFIG)
 
 
-def test_data_without_a_stop_token_are_refused():
-    with refused("no training completion ends in a stop token"):
-        self_checks.stop_token_is_trained(PAIRS, [13])
+def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
+    words = "none of the first .* ends in a stop token.*--require_stop_token false where"
+    with pytest.raises(UserError, match=words):
+        self_checks.stop_token_is_trained(PAIRS, [13], CONFIG)
+    for flag in ("require_stop_token", "self_check"):
+        self_checks.stop_token_is_trained(PAIRS, [13], tiny.train_config(**{flag: False}))
 
 
 def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
@@ -137,7 +140,7 @@ def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
 
     monkeypatch.setattr(self_checks, "padded_batch", inferred)
     with refused("the stop token is outside the loss"):
-        self_checks.stop_token_is_trained(PAIRS, [STOP])
+        self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
