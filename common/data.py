@@ -21,6 +21,7 @@ from common.padding import AnyBatch, make_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
 from common.truncation import encode, leading_ids, shared_cue, truncate_prompt, without_leading
 
+MOST_FILLER = 10_000  # rows of a batch that is larger than its data set
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
 
@@ -456,13 +457,19 @@ class BatchOrder:
         """The order in which this process trains on the examples.
 
         Raises:
-            UserError: the global batch cannot be shared evenly.
+            UserError: the global batch cannot be shared evenly, or is nearly all filler.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
         if config.batch_size % world_size != 0:
             raise UserError(
                 f"--batch_size is {config.batch_size}, which {world_size} processes cannot share "
                 f"evenly; make it a multiple of {world_size}."
+            )
+        most = max(MOST_FILLER, len(examples))
+        if config.batch_size > most:
+            raise UserError(
+                f"--batch_size is {config.batch_size}, and there are {len(examples)} rows to take "
+                f"a batch of; lower it to {most} or less."
             )
         lengths = [example.num_tokens for example in examples]
         return cls(

@@ -9,6 +9,7 @@ rewards here are computed from the text of the completion and, some, from a colu
 """
 
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -203,7 +204,7 @@ def find_function(name: str) -> RewardFunction | None:
         return WITH_ARGUMENT[kind](argument)
     if not is_reward_model(name):
         return load_from_file(name)
-    if not Path(name).is_dir() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
+    if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
         raise UserError(
             f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "
             "model's folder or hub id."
@@ -230,7 +231,7 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     path = Path(file).expanduser()
     if not file or not function_name:
         raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
-    if not path.is_file():
+    if not os.path.isfile(path):  # also of a name that is too long
         raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if spec is None or spec.loader is None:

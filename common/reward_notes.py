@@ -70,7 +70,8 @@ def check_name(function: str, name: Any) -> None:
 def as_number(value: Any) -> float | None:
     """A finite number, also one of numpy or in a tensor, as float; None for anything else."""
     value = scalar(value)
-    if not isinstance(value, Real) or not abs(float(value)) <= LARGEST:  # NaN compares as False
+    is_number = isinstance(value, Real)
+    if not is_number or not abs(value) <= LARGEST:  # False for NaN; 10^400 does not fit a float
         return None
     return float(value)
 

@@ -308,7 +308,8 @@ def short_name(path: str, depth: int = 1) -> str:
 def check_choice(example: Example, names: Collection[str]) -> None:
     """Raise a UserError if a row names functions that are not there."""
     chosen = example.columns.get(CHOICE_COLUMN) or []
-    if not isinstance(chosen, str | list):
+    names_it = isinstance(chosen, list) and all(isinstance(name, str) for name in chosen)
+    if not isinstance(chosen, str) and not names_it:
         raise UserError(
             f"row {example.row + 1} of the prompts has {chosen!r} in its column {CHOICE_COLUMN!r}; "
             "it must be a name or a list of names."

@@ -18,7 +18,6 @@ be a coroutine. One without `**columns` gets what it names. A reward is
 import asyncio
 import inspect
 import math
-import reprlib
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from common.config import UserError, gist
+from common.errors import shown
 from common.reward_functions import KINDS, RewardFunction, find_function
 from common.reward_notes import Notes, as_number
 from common.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
@@ -82,8 +82,10 @@ class RewardSet:
         """
         given = (*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS, *columns)
         for name, function in self.functions.items():
-            for column in _needed(name, function):
-                if column not in given:
+            own = getattr(function, "columns", ())  # of a built-in: none but the row's
+            missing = [column for column in own if column not in columns]
+            for column in (*missing, *_needed(name, function)):
+                if column in missing or column not in given:
                     raise UserError(
                         f"reward function {name!r} needs the column {column!r}, and the rows have "
                         f"{', '.join(map(repr, columns)) or 'no further columns'}; "
@@ -218,8 +220,8 @@ def load_reward_functions(
     weights = [1.0] * len(names) if weights is None else list(weights)
     if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
         raise UserError(
-            f"reward_weights is {weights}; it must hold {len(names)} finite numbers, one for each "
-            f"of reward_funcs ({', '.join(names)})."
+            f"reward_weights is {weights}; it must hold one finite number for each of "
+            f"reward_funcs ({', '.join(names)})."
         )
     functions = {name: find_function(name) for name in names}
     for name, function in functions.items():
@@ -296,8 +298,7 @@ def _needed(name: str, function: RewardFunction) -> list[str]:
         raise UserError(
             f"reward function {name!r} does not tell its arguments; it must be made with `def`."
         ) from None
-    named = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
-    return [*named, *getattr(function, "columns", ())]
+    return [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
 
 
 def _call(
@@ -333,9 +334,9 @@ def _call(
         try:
             answers[row] = _checked(reward, len(ids))
         except ValueError as error:
-            shown = " ".join(reprlib.repr(reward).split())
             raise UserError(
-                f"reward function {name!r} returned {shown} for row {row} of the batch; {error}."
+                f"reward function {name!r} returned {shown(reward)} for row {row} of the batch; "
+                f"{error}."
             ) from None
     return answers
 

@@ -59,6 +59,7 @@ ROWS: dict[str, list[Any]] = {
     # other columns
     "choice": [{"prompt": "p", "reward_funcs": ["gold", "silver"]}],
     "choice_number": [{"prompt": "p", "reward_funcs": 3}],
+    "choice_object": [{"prompt": "p", "reward_funcs": [{"a": 1}]}],
     "answers": [{"prompt": "p", "answer": "#### 3"}, {"prompt": "p", "answer": "#### 3 1/2"}],
     "answer_nan": [{"prompt": "p", "answer": float("nan")}],
     "short_number": [{"prompt": "p", "short": "a"}, {"prompt": "p", "short": 7}],
@@ -114,6 +115,12 @@ def strict(prompts, completions, completion_ids, *, grade, **columns):
 
 def nan(completions, **columns):
     return [0.0, float("nan")] + [0.0] * (len(completions) - 2)
+
+def huge(completions, **columns):
+    return [10 ** 400] * len(completions)
+
+def vast(completions, **columns):
+    return [10 ** 5000] * len(completions)
 
 def few(completions, **columns):
     return [1.0]

@@ -102,6 +102,7 @@ ROWS: list[Case] = [
     # Other columns
     ("train_grpo", {"dataset_name": "choice"}, ["row 1", "'gold'", "--reward_funcs has"]),
     ("train_grpo", {"dataset_name": "choice_number"}, ["row 1", "has 3 in its", "list of names"]),
+    ("train_grpo", {"dataset_name": "choice_object"}, ["row 1", "[{'a': 1}]", "list of names"]),
     (
         "train_grpo",
         {"dataset_name": "answers", "reward_funcs": "gsm8k"},
@@ -281,6 +282,8 @@ REWARDS: list[Case] = [
     ("train_grpo", {"reward_funcs": ["gold", "gold"]}, ["'gold' twice"]),
     ("train_grpo", {"reward_funcs": "silver.py:f"}, ["'silver.py:f'", "no file 'silver.py'"]),
     ("train_grpo", {"reward_funcs": "./silver"}, ["'./silver'", "no folder", "gold"]),
+    ("train_grpo", {"reward_funcs": f"./{'x' * 300}"}, ["xxx", "no folder"]),
+    ("train_grpo", {"reward_funcs": f"regex:({'a' * 300}"}, ["regex:(a", "no pattern"]),
     ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
     ("train_grpo", {"reward_funcs": "rewards.txt:lengths"}, ["'rewards.txt:lengths'", "no folder"]),
     ("train_grpo", {"reward_funcs": "rewards.py:best"}, ["'rewards.py:best'", "no function"]),
@@ -294,15 +297,24 @@ REWARDS: list[Case] = [
     ("train_grpo", {"reward_funcs": "regex:(a"}, ["regex:(a", "no pattern", "unterminated"]),
     ("train_grpo", {"reward_funcs": "gsm8k"}, ["'gsm8k' needs the column 'answer'"]),
     ("train_grpo", {"reward_funcs": "rouge_l:short"}, ["needs the column 'short'"]),
+    ("train_grpo", {"reward_funcs": "rouge_l:prompts"}, ["needs the column 'prompts'"]),
     ("train_grpo", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
     ("evaluate", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
-    ("train_grpo", {"reward_weights": [1, 2]}, ["reward_weights is [1.0, 2.0]", "1 finite"]),
-    ("train_grpo", {"reward_weights": "nan"}, ["reward_weights is [nan]", "1 finite"]),
+    (
+        "train_grpo",
+        {"reward_weights": [1, 2]},
+        ["reward_weights is [1.0, 2.0]", "one finite"],
+    ),
+    ("train_grpo", {"reward_weights": "nan"}, ["reward_weights is [nan]", "one finite"]),
 ]
 FLAGS: list[Case] = [
     # Sizes
     ("train_sft", {"batch_size": -4}, ["--batch_size is -4", "positive"]),
     ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "positive"]),
+    *(
+        (stage, {"batch_size": 2**31 - 1}, ["--batch_size is 2147483647", " rows", "10000"])
+        for stage in ("train_sft", "train_reward", "train_dpo", "train_grpo")
+    ),
     ("train_sft", {"micro_batch_size": 0}, ["--micro_batch_size is 0", "positive"]),
     ("train_sft", {"max_completion_length": -1}, ["--max_completion_length is -1", "positive"]),
     ("train_sft", {"num_train_rows": -1}, ["--num_train_rows is -1", "0 or more"]),
@@ -369,6 +381,16 @@ FLAGS: list[Case] = [
     ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     # Contradictions
+    ("train_grpo", {"eval_steps": 5}, ["--eval_steps is 5", "must be 0", "--sample_steps"]),
+    ("train_grpo", {"require_stop_token": "false"}, ["--require_stop_token is false", "true"]),
+    *(
+        (
+            stage,
+            {"max_completion_length": 1},
+            ["none of the first", "--max_completion_length 1;", "--require_stop_token false"],
+        )
+        for stage in ("train_sft", "train_reward")
+    ),
     ("train_sft", {"num_replicas": 2}, ["--num_replicas is 2", "1 processes"]),
     (
         "train_dpo",
@@ -421,6 +443,8 @@ WEIGHTS: dict[str, list[str]] = {
 # Found when completions are judged
 FUNCTIONS: dict[str, list[str]] = {
     "nan": ["returned nan for row 1", "finite number"],
+    "huge": ["returned 1000", "for row 0", "finite number"],
+    "vast": ["returned a number of more than 4,300 digits for row 0", "finite number"],
     "few": ["returned 1 rewards for 16 completions", "one for each"],
     "nothing": ["returned no list of rewards for 16"],
     "texts": ["returned 'good' for row 0", "finite number"],

@@ -485,7 +485,7 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
     [
         ([], None, "reward_funcs is empty"),
         (["gold", "gold"], None, "names 'gold' twice"),
-        (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold 1 finite"),
+        (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold one finite"),
         (["gold"], [math.nan], "reward_weights is [nan]"),
         (["hub/model"], None, "path/to/file.py:function can be used here"),
         (["count"], None, "say of what: count:<argument>"),
@@ -496,6 +496,7 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
         (["no/such/folder"], None, "which is no folder"),
         (["./no_folder"], None, "which is no folder"),
         (["nope.py:f"], None, "there is no file 'nope.py'"),
+        ([f"{'no ' * 100}.py:f"], None, "there is no file 'no no"),
         (["{file}"], None, "add the function"),
         (["{file}:"], None, "add the function"),
         (["{file}:nope"], None, "no function of that name"),
