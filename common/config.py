@@ -33,6 +33,7 @@ Config = TypeVar("Config")
 REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
+NULL = re.compile(r"(~|null|Null|NULL|)\Z")  # in a recipe
 # Endings of the names of fields that may hold paths
 PATHS = (
     *("_path", "_dir", "dataset_name", "_from_checkpoint", "policies", "reward_models"),
@@ -467,39 +468,46 @@ def recipe_arguments(argv: Sequence[str], fields: Mapping[str, dataclasses.Field
             raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
         takes_list = fields[key].default_factory is not dataclasses.MISSING
         values = value if isinstance(value, list) and takes_list else [value]
-        if any(item is None or isinstance(item, dict | list | set | bytes) for item in values):
+        if not all(isinstance(item, str) for item in values):
             raise UserError(
                 f"--config {path} gives {shown(value)} for {key!r}; it must be one value."
             )
-        if fields[key].type in (str, list[str]) and any(isinstance(item, bool) for item in values):
-            raise UserError(
-                f"--config {path} gives {shown(value)} for {key!r}; put a text that YAML reads as "
-                "true or false in quotes."
-            )
-        try:
-            words = [str(item) for item in values]
-        except ValueError:  # hexadecimal digits, of which YAML reads any number
-            raise UserError(
-                f"--config {path} gives {shown(value)} for {key!r}; it must be shorter."
-            ) from None
-        if takes_list:
-            arguments += [f"--{key}", *words]
-        else:
-            arguments.append(f"--{key}={words[0]}")  # one argument: it may begin with a dash
+        if not takes_list:
+            arguments.append(f"--{key}={value}")  # one argument: it may begin with a dash
+            continue
+        for item in values:
+            if item.startswith("-") and not NEGATIVE_NUMBER.match(item):
+                raise UserError(
+                    f"--config {path} gives {item!r} in {key!r}; an item of a list must not begin "
+                    "with a dash, as flags do."
+                )
+        arguments += [f"--{key}", *values]
     return arguments
 
 
-def read_recipe(path: str) -> dict[Any, Any]:
+def read_recipe(path: str, *, typed: bool = False) -> dict[Any, Any]:
     """What a recipe holds, by key.
+
+    Args:
+        path: Its file.
+        typed: Numbers, dates and the like as YAML 1.1 reads them, for which 010 is 8, 1:30 is 90
+            and `no` is false. Else every value is text but for null, as on a command line: the
+            type of its field says what it is.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.
     """
     import yaml
 
+    class Texts(yaml.SafeLoader):
+        yaml_implicit_resolvers = {}  # noqa: RUF012 - as yaml has it
+
+    Texts.add_implicit_resolver("tag:yaml.org,2002:null", NULL, None)
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        recipe, nodes = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(text) if typed else Texts(text)
+        nodes = loader.get_single_node()
+        recipe = loader.construct_document(nodes) if nodes else None
     except OSError as error:
         raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
     except yaml.MarkedYAMLError as error:

@@ -64,6 +64,14 @@ def test_negative_values_and_values_like_flags(tmp_path):
     assert parse_text("dataset_test_split: ''\n", tmp_path).dataset_test_split == ""
 
 
+def test_a_recipe_says_what_a_command_line_would(tmp_path):
+    """YAML 1.1 reads 8, 90 seconds, true and a date that is none."""
+    assert parse_text("max_steps: 010\n", tmp_path).max_steps == 10
+    assert parse_text("stop_token: 1:30\n", tmp_path).stop_token == "1:30"
+    assert parse_text("run_name: yes\nbf16: yes\n", tmp_path).run_name == "yes"
+    assert parse_text("run_name: 2024-13-45\n", tmp_path).run_name == "2024-13-45"
+
+
 @pytest.mark.parametrize(
     ("recipe", "argv", "expected"),
     [
@@ -93,7 +101,7 @@ def test_lists_of_numbers_and_empty_lists(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("true", True), ("false", False), ("yes", True), ("off", False), ("'False'", False)],
+    [("true", True), ("false", False), ("yes", True), ("no", False), ("'False'", False)],
 )
 def test_booleans(text, expected, tmp_path):
     assert parse_text(f"bf16: {text}\nself_check: {text}\n", tmp_path).bf16 is expected

@@ -27,7 +27,7 @@ def read_published(file: Path) -> list[Published]:
     """
     if not file.is_file():
         return []
-    rows = read_recipe(str(file)).get("published")
+    rows = read_recipe(str(file), typed=True).get("published")
     try:
         found = [Published(**row) for row in rows or ()]
         return [replace(row, value=row.value and float(row.value)) for row in found]

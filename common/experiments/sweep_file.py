@@ -94,7 +94,7 @@ def read_sweep(path: str) -> Sweep:
     Raises:
         UserError: it cannot be read, or says something that cannot be.
     """
-    top = entry(Sweep, read_recipe(path), path, "")
+    top = entry(Sweep, read_recipe(path, typed=True), path, "")
     for key, kind in (("base", dict), ("variants", list), ("seeds", list), ("evaluation", dict)):
         if not isinstance(getattr(top, key), kind):
             raise UserError(f"--config {path} has a {key!r} of the wrong form; see sweep_file.py.")
