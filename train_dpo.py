@@ -32,7 +32,6 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 
 import gc
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ from common import (
     fsdp,
     models,
     optim,
-    plots,
     reference_cache,
     self_checks,
     token_records,
@@ -65,9 +63,9 @@ from common.scoring import Policy
 
 
 def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
-    """Train, evaluate, export."""
+    """Train, export, evaluate."""
     distributed.seed_everything(config.seed)
-    device, output_dir = distributed.device(), Path(config.output_dir)
+    device = distributed.device()
     mesh = distributed.mesh(config.num_replicas)
 
     # Data
@@ -213,16 +211,8 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
 
-    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
-    saver.stop_if_asked(total_steps, at_once=True)
-    evaluate(total_steps)
-    show_samples(total_steps)
-
-    # Export
-    saver.close()
-    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
-    logger.close()
-    plots.plot_run(output_dir)
+    # Export, final evaluation
+    export.finish(saver, logger, tokenizer, stop_ids, looks=[evaluate, show_samples])
 
 
 def pair_losses(

@@ -38,7 +38,6 @@ is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 
 from functools import partial
 from itertools import chain, product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,6 @@ from common import (
     fsdp,
     models,
     optim,
-    plots,
     reward_replay,
     rollouts,
     self_checks,
@@ -70,9 +68,9 @@ from common.scoring import Policy, ReferenceStates
 
 
 def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
-    """Train, show samples, export."""
+    """Train, export, show samples."""
     distributed.seed_everything(config.seed)
-    device, output_dir = distributed.device(), Path(config.output_dir)
+    device = distributed.device()
 
     # Data and rewards
     tokenizer = models.load_tokenizer(config.tokenizer_path, config)
@@ -141,7 +139,8 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     def show_samples(step: int) -> None:
         fixed = (eval_set or train_set)[: config.num_sample_prompts]
-        table = rollouts.sample_table(sampler, scorer, reference, fixed, config)
+        steps = (step, total_steps)
+        table = rollouts.sample_table(sampler, scorer, reference, fixed, config, *steps)
         logger.samples(step, table)
 
     # Loop
@@ -220,15 +219,8 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
 
-    # Last samples, behind the last checkpoint: a run that is killed here makes them again
-    saver.stop_if_asked(total_steps, at_once=True)
-    show_samples(total_steps)
-
-    # Export
-    saver.close()
-    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
-    logger.close()
-    plots.plot_run(output_dir)
+    # Export, last samples
+    export.finish(saver, logger, tokenizer, stop_ids, looks=[show_samples])
 
 
 def score_before_updates(

@@ -31,7 +31,6 @@ three points of the best attainable accuracy in two minutes on two CPU cores.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ from common import (
     models,
     optim,
     pairs,
-    plots,
     self_checks,
 )
 from common.config import (
@@ -98,10 +96,10 @@ class RewardConfig(DropoutTrainConfig):
         require_not_negative(self, "center_rewards_coefficient")
 
 
-def main(config: RewardConfig) -> None:
-    """Train, evaluate, shift, export."""
+def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
+    """Train, shift, export, evaluate."""
     distributed.seed_everything(config.seed)
-    device, output_dir = distributed.device(), Path(config.output_dir)
+    device = distributed.device()
 
     # Data
     tokenizer = models.load_tokenizer(config.tokenizer_path, config)
@@ -187,20 +185,15 @@ def main(config: RewardConfig) -> None:
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
 
-    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
-    saver.stop_if_asked(total_steps, at_once=True)
-    evaluate(total_steps)
-
-    # Shift to mean 0 over reference summaries, export
-    saver.close()
-    shift = 0.0
-    if sft_set:
+    def shift() -> float:
+        if not sft_set:
+            return 0.0
         rewards = evaluation.score_examples(model, sft_set, config, pad_id, "scoring references")
-        shift = -float(rewards.mean())
-        logger.log(total_steps, {"reward_shift": shift})
-    export.save_pretrained(model, tokenizer, output_dir / "model", reward_shift=shift)
-    logger.close()
-    plots.plot_run(output_dir)
+        logger.log(total_steps, {"reward_shift": -float(rewards.mean())})
+        return -float(rewards.mean())
+
+    # Export, shifted to mean 0 over reference summaries; final evaluation
+    export.finish(saver, logger, tokenizer, looks=[evaluate], shift=shift)
 
 
 def load_data(

@@ -21,7 +21,6 @@ The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from common import (
     checkpoint,
@@ -34,7 +33,6 @@ from common import (
     fsdp,
     models,
     optim,
-    plots,
     self_checks,
 )
 from common.config import is_due, is_due_before_end
@@ -51,10 +49,10 @@ class SFTConfig(DropoutTrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
 
-def main(config: SFTConfig) -> None:
-    """Train, evaluate, export."""
+def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
+    """Train, export, evaluate."""
     distributed.seed_everything(config.seed)
-    device, output_dir = distributed.device(), Path(config.output_dir)
+    device = distributed.device()
 
     # Data
     tokenizer = models.load_tokenizer(config.tokenizer_path, config)
@@ -92,6 +90,9 @@ def main(config: SFTConfig) -> None:
             eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
             logger.log(step, {"eval_loss": eval_loss})
 
+    def show_samples(step: int) -> None:
+        logger.samples(step, sampler.table(eval_set or train_set))
+
     # Loop
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
@@ -123,20 +124,12 @@ def main(config: SFTConfig) -> None:
         if is_due_before_end(step + 1, config.eval_steps, total_steps):
             evaluate(step + 1)
         if is_due_before_end(step + 1, config.sample_steps, total_steps):
-            logger.samples(step + 1, sampler.table(eval_set or train_set))
+            show_samples(step + 1)
         if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
             saver.save(step + 1)
 
-    # Final evaluation, behind the last checkpoint: a run that is killed here makes it again
-    saver.stop_if_asked(total_steps, at_once=True)
-    evaluate(total_steps)
-    logger.samples(total_steps, sampler.table(eval_set or train_set))
-
-    # Export
-    saver.close()
-    export.save_pretrained(policy, tokenizer, output_dir / "model", stop_ids=stop_ids)
-    logger.close()
-    plots.plot_run(output_dir)
+    # Export, final evaluation
+    export.finish(saver, logger, tokenizer, stop_ids, looks=[evaluate, show_samples])
 
 
 if __name__ == "__main__":

@@ -295,8 +295,11 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """End the writing; with `load_best_model_at_end`, load the best parameters. Collective.
+
+        Returns:
+            Whether that was done and they are of another step than the last that was saved.
 
         Raises:
             UserError: the disk refused.
@@ -307,19 +310,21 @@ class Checkpointer:
             self._vote[0].wait()
         name = self.config.metric_for_best_model
         if not name:
-            return
+            return False
         for best in distributed.from_rank0(best_checkpoint.ranking(self.output_dir, name)):
             if reason := files.damage(best):
                 distributed.print_rank0(f"warning: the checkpoint {best} is skipped: {reason}.")
                 continue
             distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
-            if self.config.load_best_model_at_end:
-                restore_state(best, self.model, self.optimizer, self.reference)
-            return
+            if not self.config.load_best_model_at_end:
+                return False
+            restore_state(best, self.model, self.optimizer, self.reference)
+            return files.step_of(best) != self._saved_step
         distributed.print_rank0(
             f"warning: --metric_for_best_model {name} was not logged at the step of any whole "
             "checkpoint; the last step is exported."
         )
+        return False
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -403,16 +408,27 @@ class Checkpointer:
         if not self._is_stop_agreed(at_once):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        folder = files.folder_of(self.output_dir, step)
+        who = signals.received() or "a signal to another rank"
+        raise signals.Stopped(f"stopped after step {step} by {who}; {self.keep(step)}.")
+
+    def keep(self, step: int) -> str:
+        """Save the state after `step` steps unless that was done; how to go on. Collective.
+
+        Raises:
+            UserError: the disk refuses.
+        """
         if self._saved_step != step:
-            self._save(step, folder)
+            self._save(step, files.folder_of(self.output_dir, step))
         self.wait()
+        return self.how_to_go_on(step)
+
+    def how_to_go_on(self, step: int) -> str:
+        """Which command goes on from the checkpoint after `step` steps, "" if there is none."""
+        if self._saved_step != step:
+            return ""
         is_found = self.config.resume_from_checkpoint in ("auto", "latest")
         how = "" if is_found else " with --resume_from_checkpoint auto"
-        raise signals.Stopped(
-            f"stopped after step {step} by {signals.received() or 'a signal to another rank'}; the "
-            f"same command{how} goes on from {folder}."
-        )
+        return f"the same command{how} goes on from {files.folder_of(self.output_dir, step)}"
 
     def _is_stop_agreed(self, at_once: bool) -> bool:
         """Whether any rank had got a signal when it was last asked, or now. Collective."""

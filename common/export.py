@@ -1,6 +1,6 @@
-"""Plain model folders, which transformers, TRL and peft load as they are."""
+"""Plain model folders, which transformers, TRL and peft load as they are; the end of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,66 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from common import distributed, fsdp, lora, run_state
+from common import distributed, fsdp, lora, plots, run_state
+from common.checkpoint import Checkpointer, cause
 from common.checkpoint_files import replacing
+from common.config import UserError, gist
+from common.metrics import RunLogger
+
+
+def finish(
+    saver: Checkpointer,
+    logger: RunLogger,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int] = (),
+    *,
+    looks: Sequence[Callable[[int], None]],
+    shift: Callable[[], float] = lambda: 0.0,
+) -> None:
+    """End a run: export, and only then look at what was made. Collective.
+
+    An evaluation, a judge or a user's function that fails cannot take the trained model with it. A
+    run that is killed behind its last checkpoint does all of this again.
+
+    Args:
+        saver: of the run; where it was asked to load the best checkpoint, and that is not the last
+            step, the model is exported a second time.
+        logger: of the run, which it closes.
+        tokenizer: as for `save_pretrained`.
+        stop_ids: as for `save_pretrained`.
+        looks: evaluate, and show samples, after so many steps.
+        shift: measures the `reward_shift` of `save_pretrained`.
+
+    Raises:
+        UserError: the model could not be written; a checkpoint of the last step is kept.
+        RuntimeError: it is written, and what comes after that failed.
+    """
+    step, folder = logger.total_steps, saver.output_dir / "model"
+
+    def export() -> None:
+        added = shift()
+        try:
+            save_pretrained(saver.model, tokenizer, folder, stop_ids=stop_ids, reward_shift=added)
+        except UserError as error:  # on every rank
+            raise UserError(f"{error}; {saver.keep(step)}.") from None
+
+    saver.stop_if_asked(step, at_once=True)
+    export()
+    saver.wait()
+    try:
+        for look in looks:
+            look(step)
+        if saver.close():
+            export()
+    except Exception as error:
+        again = saver.how_to_go_on(step) or "evaluate.py measures it"
+        raise RuntimeError(
+            f"the model is whole in {folder}, its last evaluation or table of samples is not made "
+            f"({again}): {gist(error)}"
+        ) from error
+    finally:
+        logger.close()
+        plots.plot_run(saver.output_dir)
 
 
 def save_pretrained(
@@ -30,27 +88,46 @@ def save_pretrained(
         folder: replaced whole once the new one is complete.
         stop_ids: recorded as the generation config's eos ids, so that `generate` stops there.
         reward_shift: added to every score (see `fold_reward_shift`).
+
+    Raises:
+        UserError: rank 0 could not write it; on every rank.
     """
     state = run_state.once_each(module, fsdp.full_state_dict(module))
+    failure = ""
     if distributed.is_rank0():
-        wrapper: Any = module
-        lm = wrapper.lm
-        state = {name.removeprefix("lm."): tensor for name, tensor in state.items()}
-        if lora.adapted_layers(lm):
-            with replacing(folder.with_name("adapter")) as partial:
-                lora.save_adapter(lm, state, partial)
-                tokenizer.save_pretrained(partial)
-            state = lora.merged_state(lm, state)
-        if reward_shift and not fold_reward_shift(lm, state, reward_shift):
-            lm.config.reward_shift = wrapper.shift + reward_shift  # it may have come with one
-        if stop_ids and getattr(lm, "generation_config", None) is not None:
-            lm.generation_config.eos_token_id = list(stop_ids)
-            lm.generation_config.pad_token_id = tokenizer.pad_token_id
-        lm.config.use_cache = True
-        with replacing(folder) as partial:
-            lm.save_pretrained(partial, state_dict=state)
+        try:
+            write(module, state, tokenizer, folder, stop_ids, reward_shift)
+        except Exception as error:  # of a disk, or whatever transformers refuses
+            failure = f"the model {folder} could not be written ({cause(error)})"
+    if failure := distributed.from_rank0(failure):
+        raise UserError(failure)
+
+
+def write(
+    module: Any,
+    state: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    stop_ids: Sequence[int],
+    reward_shift: float,
+) -> None:
+    """Write the folders of `save_pretrained`, given the whole state by the module's names."""
+    lm = module.lm
+    state = {name.removeprefix("lm."): tensor for name, tensor in state.items()}
+    if lora.adapted_layers(lm):
+        with replacing(folder.with_name("adapter")) as partial:
+            lora.save_adapter(lm, state, partial)
             tokenizer.save_pretrained(partial)
-    distributed.barrier()
+        state = lora.merged_state(lm, state)
+    if reward_shift and not fold_reward_shift(lm, state, reward_shift):
+        lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
+    if stop_ids and getattr(lm, "generation_config", None) is not None:
+        lm.generation_config.eos_token_id = list(stop_ids)
+        lm.generation_config.pad_token_id = tokenizer.pad_token_id
+    lm.config.use_cache = True
+    with replacing(folder) as partial:
+        lm.save_pretrained(partial, state_dict=state)
+        tokenizer.save_pretrained(partial)
 
 
 def fold_reward_shift(lm: Any, state: dict[str, torch.Tensor], shift: float) -> bool:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -176,10 +177,27 @@ def load_trained_policy(
     `lora.add_adapters`.
     """
     if config.lora_r == 0:
-        return load_policy(path, model_config, config)
-    lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
-    lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
+        lm = load_policy(path, model_config, config)
+    else:
+        lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
+    mend_generation_config(lm, path)
     return lm
+
+
+def mend_generation_config(lm: PreTrainedModel, path: str) -> None:
+    """Drop settings of sampling that transformers reads, but refuses to write after the training.
+
+    Many published folders have a temperature without `do_sample`, which has no effect.
+    """
+    try:
+        lm.generation_config.validate(strict=True)
+    except ValueError:
+        lm.generation_config = GenerationConfig.from_model_config(lm.config)
+        distributed.print_rank0(
+            f"warning: the settings in generation_config.json of {path!r} contradict each other "
+            "and are not in the exported model; its special tokens are."
+        )
 
 
 def head_std(head_init: str, width: int) -> float:

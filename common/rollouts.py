@@ -5,7 +5,6 @@ that its baseline is made of are all equal: its advantages are 0.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,13 +118,14 @@ def reward(
     examples: list[Example],
     rollouts: Rollouts,
     config: GRPOConfig,
-    step: int = 0,
-    total_steps: int = 0,
+    step: int,
+    total_steps: int,
 ) -> Rewards:
-    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective."""
-    is_training = total_steps > 0
-    parts = (scorer, examples, rollouts, config, step, total_steps)
-    with reward_replay.kept(*parts) if is_training else nullcontext():
+    """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective.
+
+    `step` is the number of finished steps of the run's `total_steps`.
+    """
+    with reward_replay.kept(scorer, examples, rollouts, config, step, total_steps):
         scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     lengths = rollouts.lengths.view(rewards.shape)
@@ -465,6 +465,8 @@ def sample_table(
     reference: Policy | AdapterReference | None,
     examples: list[Example],
     config: GRPOConfig,
+    step: int,
+    total_steps: int,
 ) -> list[dict[str, object]]:
     """Some completions of fixed prompts with fixed noise, their rewards and advantages. Collective.
 
@@ -480,7 +482,7 @@ def sample_table(
         top_k=config.top_k,
         top_p=config.top_p,
     )
-    scored = reward(scorer, examples, rollouts, config)
+    scored = reward(scorer, examples, rollouts, config, step, total_steps)
     rewards = scored.total  # (N, G)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(rewards, scale=scale, baseline=baseline)

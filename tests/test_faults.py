@@ -13,15 +13,18 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train_dpo
 import train_grpo
 import train_reward
 import train_sft
-from common import optim, plots, signals
+from common import evaluation, export, optim, plots, signals
+from common.checkpoint_files import folder_of
 from common.config import UserError, parse
 from common.jsonl import read_jsonl
+from common.metrics import RunLogger
 
 pytestmark = pytest.mark.usefixtures("process_group")
 BAD_ROW = 5
@@ -186,3 +189,85 @@ def test_an_exploding_run_stops_before_the_update(
     config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
     with pytest.raises(RuntimeError, match="at step 2 .* nothing was changed"):
         train_sft.main(config)
+
+
+# ---- behind the last step ------------------------------------------------------------------------
+
+AT_THE_END = """
+def judge(completions, trainer_state, **columns):
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [1 / (1 - share) + len(completion) for completion in completions]
+"""
+ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
+
+
+@pytest.mark.parametrize("stage", [*CONFIGS])
+def test_what_fails_behind_the_export_leaves_the_model(
+    stage: str,
+    inputs: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A judge that cannot say anything of a finished run; elsewhere a screen that is gone."""
+    main, _ = CONFIGS[stage]
+    more: dict[str, Any] = {"dataset_test_split": "train", "max_prompt_length": 80}
+    if stage == "grpo":
+        (tmp_path / "rewards.py").write_text(AT_THE_END)
+        more |= ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
+    else:
+        monkeypatch.setattr(RunLogger, "samples", lambda *_: print(1 / 0))
+    more |= {"ref_cache_dir": ""} if stage == "dpo" else {}
+    run = tmp_path / "run"
+    config = config_of(stage, inputs, tokenizer_folder, run, save_steps=2, **more)
+    with pytest.raises(RuntimeError, match="the model is whole in .* division by zero") as caught:
+        main(config)
+    assert f"the same command goes on from {run}/checkpoints/step_00000004" in str(caught.value)
+    exported = (run / "model" / "model.safetensors").read_bytes()
+
+    monkeypatch.undo()
+    (tmp_path / "rewards.py").write_text(AT_THE_END.replace("1 - share", "2 - share"))
+    main(config)
+    assert (run / "model" / "model.safetensors").read_bytes() == exported
+    assert {row["step"] for row in read_jsonl(run / "samples.jsonl")} == {4}
+    assert [r["step"] for r in read_jsonl(run / "metrics.jsonl") if "grad_norm" in r] == [4]
+
+
+def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
+    inputs: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no such thing")
+
+    fields = {"max_prompt_length": 80, "save_steps": 0}
+    config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
+    monkeypatch.setattr(export, "replacing", refuse)
+    with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
+        train_sft.main(config)
+    monkeypatch.undo()
+    train_sft.main(config)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "grad_norm" in line] == [4]
+
+
+@pytest.mark.parametrize("best", [2, 4])
+def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
+    best: int,
+    inputs: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which one that is, only the last evaluation can tell."""
+    fields: dict[str, Any] = {"max_prompt_length": 80, "dataset_test_split": "train"}
+    fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
+    fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
+    losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
+    monkeypatch.setattr(evaluation, "sft_loss", lambda *_: next(losses))
+    run = tmp_path / "run"
+    train_sft.main(config_of("sft", inputs, tokenizer_folder, run, **fields))
+    (shard,) = folder_of(run, best).glob("*.safetensors")
+    name = "transformer.h.0.attn.c_attn.weight"
+    expected = load_file(shard)[f"model.lm.{name}"]
+    assert torch.equal(load_file(run / "model" / "model.safetensors")[name], expected)

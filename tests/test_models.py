@@ -27,6 +27,7 @@ from transformers import (
 
 from common import distributed, export, fsdp, models, optim
 from common.config import TrainConfig, UserError
+from common.lora import LoraTrainConfig
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -122,6 +123,24 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
     assert loaded.generation_config.eos_token_id == [5, 0]
     assert loaded.generation_config.pad_token_id == 1
     assert loaded.config.use_cache
+
+
+@pytest.mark.parametrize("odd", [{"temperature": 0.7}, {"top_p": 0.9, "length_penalty": 2.0}])
+def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
+    odd, tmp_path, capsys
+):
+    path = save_policy(tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(odd))
+    lengths = {"max_prompt_length": 40, "max_completion_length": 20}
+    config = LoraTrainConfig(output_dir="unused", model_name_or_path=path, **lengths)
+    model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
+    lm = models.load_trained_policy(path, model_config, config)
+    assert "generation_config.json of" in capsys.readouterr().out
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[5, 0])
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert not odd.keys() & written.keys()
+    assert (written["eos_token_id"], written["bos_token_id"]) == ([5, 0], 0)
 
 
 def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):

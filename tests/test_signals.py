@@ -1,7 +1,7 @@
 """A real run that is sent a signal saves, says so and exits with status 0; again, it goes on.
 
 Each of the three signals is sent to a process in mid-run; a signal in the last evaluation, and a
-kill there, lose no step.
+kill there, lose no step and find the model exported.
 """
 
 import signal
@@ -73,7 +73,8 @@ def test_a_kill_in_the_last_evaluation_loses_no_step(tmp_path: Path) -> None:
     inputs = ROOT / "assets" / "recipes" / "demo" / "gpt2-tiny.json"
     flags = {"max_steps": 3, "save_steps": 2, "dataset_test_split": "validation"}
     process = start(tmp_path, inputs, num_eval_rows=250, micro_batch_tokens=150, **flags)
-    wait_for(checkpoint_files.folder_of(tmp_path, 3).exists, process)
+    made = (checkpoint_files.folder_of(tmp_path, 3), tmp_path / "model")
+    wait_for(lambda: all(folder.exists() for folder in made), process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
     assert all("eval_loss" not in line for line in read_jsonl(tmp_path / "metrics.jsonl"))
