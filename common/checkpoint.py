@@ -38,8 +38,8 @@ def find(config: TrainConfig) -> Path | None:
 
     Raises:
         UserError: the folder that was named is no whole checkpoint, all of them are damaged,
-            `auto` finds one of a run with another config, or `output_dir` has a model that is not
-            of this stage.
+            `auto` finds one of a run with another config, or there is none and `output_dir` has a
+            model of another config, or of another stage.
     """
     if distributed.is_rank0():
         refuse_other_stage(config)
@@ -63,6 +63,8 @@ def find(config: TrainConfig) -> Path | None:
             f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
             "anew."
         )
+    if distributed.is_rank0():
+        refuse_other_model(config)
     if wanted == "latest":
         distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
     return None
@@ -81,6 +83,24 @@ def refuse_other_stage(config: TrainConfig) -> None:
         raise UserError(
             f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
             f"{stage} would replace it; name another folder."
+        )
+
+
+def refuse_other_model(config: TrainConfig) -> None:
+    """Raise a UserError if the run would replace a finished model of another config."""
+    import yaml
+
+    output_dir = Path(config.output_dir)
+    try:
+        saved = yaml.safe_load((output_dir / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    differences = files.changed_fields(saved, config) if isinstance(saved, dict) else []
+    if differences and (output_dir / "model").exists():
+        raise UserError(
+            f"{output_dir / 'model'} is of another run: {'; '.join(differences)}; give the same "
+            "values to make it again, another --output_dir, or --resume_from_checkpoint none to "
+            "replace it."
         )
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from common import best_checkpoint, checkpoint, checkpoint_files, fsdp, optim, output_lock, signals
 from common.checkpoint import Checkpointer
-from common.config import UserError
+from common.config import UserError, save_run_files
 from common.distributed import mesh
 from common.jsonl import json_line, read_jsonl
 from common.scoring import Policy
@@ -294,6 +294,20 @@ def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
         find(saved)
     (saved / "environment.json").write_text('{"stage": "TrainConfig"}')
     assert find(saved) is not None
+
+
+def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(
+    tmp_path: Path,
+) -> None:
+    config = tiny.train_config(output_dir=str(tmp_path))
+    save_run_files(tmp_path, config, 1)
+    assert find(tmp_path, seed=5) is None  # it was killed early: there is nothing to lose
+    (tmp_path / "model").mkdir()
+    assert find(tmp_path, logging_steps=3) is None
+    for wanted in ("auto", "latest"):
+        with pytest.raises(UserError, match="model is of another run: seed was 0 and is 5; give"):
+            find(tmp_path, wanted, seed=5)
+    assert find(tmp_path, "none", seed=5) is None
 
 
 def test_a_run_does_not_replace_what_it_reads(tmp_path: Path) -> None:
