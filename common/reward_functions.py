@@ -228,7 +228,7 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
         UserError: There is none, or the file cannot be run; names the flag.
     """
     file, _, function_name = name.rpartition(":")
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))  # Path's own raises for an unknown ~user
     if not file or not function_name:
         raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
     if not os.path.isfile(path):  # also of a name that is too long

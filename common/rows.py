@@ -27,6 +27,7 @@ COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
 ARGUMENTS = ("prompts", "completions", "completion_ids")
 TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 OWN_COLUMNS = ("prompt_ids", "has_stop")
+RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 NO_MESSAGES = ", of which 'messages' is no list of messages with the texts 'role' and 'content'"
 
@@ -65,13 +66,15 @@ def load_rows(
     assert kind in COMPLETION_COLUMNS, kind
     if dataset_name == "synthetic":
         return synthetic.make_rows(kind, split, num_rows or None, seed)
-    path = Path(dataset_name).expanduser()
+    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
     if path.is_dir():
         files = _split_files(path, split)
     elif path.is_file():
         files = [_single_file(path, split)]
     elif _looks_like_path(dataset_name):
         raise UserError(f"dataset_name {dataset_name!r} does not exist; give a file or a folder.")
+    elif how := _how_it_is_made(dataset_name):
+        raise UserError(f"dataset_name {dataset_name!r} does not exist: {how}.")
     else:
         files = []
     if files:
@@ -128,6 +131,19 @@ def _looks_like_path(name: str) -> bool:
     )
 
 
+def _how_it_is_made(name: str) -> str:
+    """Who makes a folder `data/...` that is not there, if a recipe of this checkout names it."""
+    for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
+        text = recipe.read_text(encoding="utf-8")
+        is_own = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
+        if is_own and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
+            maker = recipe.with_name("make_rows.py")
+            if maker.is_file():
+                return f"`python {maker}` makes it; its first lines say from what"
+            return f"the first lines of {recipe} say how it is made"
+    return ""
+
+
 def _single_file(path: Path, split: str) -> Path:
     """The file itself if it holds the split: `train`, or the split that it is named after."""
     if not path.name.endswith(SUFFIXES):
@@ -180,8 +196,9 @@ def _read_file(path: Path) -> list[Row]:
         return _parse_json(_decode(data, os.fspath(path)), os.fspath(path))
     except UserError:
         raise
-    except (OSError, ValueError, EOFError, RuntimeError, zlib.error) as error:
-        # pyarrow raises the first two, and NotImplementedError; lists in lists a RecursionError
+    except (OSError, ValueError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
+        # pyarrow raises the first two, NotImplementedError, and for dates that Python cannot hold
+        # OverflowError; lists in lists a RecursionError
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 

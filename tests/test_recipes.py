@@ -213,10 +213,14 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(
     assert rewards == {f"reward/{name}" for name in config.reward_funcs}
 
 
+CLASSIFIER = "siebert/sentiment-roberta-large-english"
+GOLD = "assets/recipes/sentiment/gold.py"
+
+
 def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, monkeypatch):
     """The paper's chain: reviews, SFT, pairs that a classifier labels, DPO, and GRPO on it."""
     monkeypatch.setattr(plots, "plot_run", lambda folder: None)
-    save_classifier(working_directory / "siebert" / "sentiment-roberta-large-english")
+    save_classifier(working_directory / CLASSIFIER)
     make_imdb(working_directory)
     for stage in SENTIMENT:
         smaller: dict[str, int] = {**SMALLER[stage], "num_eval_rows": 4}
@@ -237,7 +241,7 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, m
         pairs = load_rows(str(folder / "pairs"), split, kind="preference", seed=0)
         assert 0 < len(pairs) <= 4 * 6, "of four samples of four prompts, but for equal rewards"
         assert all(row["chosen_reward"] > row["rejected_reward"] for row in pairs)
-        gold = load_reward_functions(config.reward_funcs, [1.0])
+        gold = load_reward_functions([f"{GOLD}:{CLASSIFIER}"], [1.0])
         texts = [[row[name] for row in pairs] for name in ("chosen", "rejected")]
         for completions, name in zip(texts, ("chosen_reward", "rejected_reward"), strict=True):
             prompts = [row["prompt"] for row in pairs]
@@ -259,7 +263,15 @@ def make_imdb(folder: Path) -> None:
             text = f"A {sentiment} film,<br /><br />number {n} of the {split} ones, and short."
             (folder / "aclImdb" / split / sentiment / f"{n}_1.txt").write_text(text)
     script = RECIPES / "sentiment" / "make_rows.py"
-    subprocess.run([sys.executable, script, "aclImdb", "data/imdb"], cwd=folder, check=True)
+    command = [sys.executable, str(script), "aclImdb", "data/imdb", "--tokenizer"]
+    offline = {"HF_HUB_OFFLINE": "1", "PATH": ""}
+    gone = subprocess.run(
+        [*command, "no/model"], cwd=folder, capture_output=True, text=True, env=offline, check=False
+    )
+    assert gone.returncode == 1
+    assert gone.stderr.startswith("error: ")
+    assert gone.stderr.count("\n") == 1
+    subprocess.run([*command, "gpt2-large"], cwd=folder, check=True)
     rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft", seed=0)
     assert len(rows) == 12
     tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2-large")

@@ -163,10 +163,41 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "must end in .jsonl" in refusal(str(tmp_path / "g.csv"), "train")
 
 
-@pytest.mark.parametrize("name", ["data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope"])
+@pytest.mark.parametrize(
+    "name", ["data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope", "~nosuchuser/a"]
+)
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatch):
     monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
     assert f"{name!r} does not exist" in refusal(name, "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("data/gsm8k", "`python assets/recipes/gsm8k/make_rows.py` makes it"),
+        ("data/imdb", "`python assets/recipes/sentiment/make_rows.py` makes it"),
+        ("data/scitldr", "the first lines of assets/recipes/scitldr/sft.yaml say how"),
+        (
+            "data/summeval_preference",
+            "the first lines of assets/recipes/scitldr/reward.yaml say how",
+        ),
+    ],
+)
+def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+    assert told in refusal(name, "train")
+
+
+def test_a_date_that_python_cannot_hold_is_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"prompt": ["p"], "when": pyarrow.array([2**31 - 1], pyarrow.date32())}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert "a.parquet cannot be read: days=2147483647" in refusal(
+        str(tmp_path / "a.parquet"), "train"
+    )
 
 
 def test_a_hub_id_without_a_network_fails_in_one_sentence_at_once(monkeypatch):

@@ -1,6 +1,10 @@
 """The gold reward of controlled sentiment generation: a classifier's probability of `positive`.
 
-The classifier is that of Rafailov et al. 2023, C.1. Every process holds a copy (355M parameters).
+    --reward_funcs assets/recipes/sentiment/gold.py:positive
+    --reward_funcs assets/recipes/sentiment/gold.py:FOLDER_OR_HUB_ID
+
+The classifier is that of Rafailov et al. 2023, C.1, or the one that is named: any with a label
+`positive`. Every process holds a copy (355M parameters).
 """
 
 import functools
@@ -13,20 +17,29 @@ CLASSIFIER = "siebert/sentiment-roberta-large-english"
 BATCH_SIZE = 64
 
 
+def __getattr__(name: str) -> Any:
+    """The same reward by another classifier, as if it were a function of this file."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return functools.partial(positive, classifier_name=name)
+
+
 @functools.cache
-def classifier() -> tuple[Any, Any, int]:
+def classifier(name: str) -> tuple[Any, Any, int]:
     """Tokenizer, model and the number of the label `positive`."""
-    tokenizer = AutoTokenizer.from_pretrained(CLASSIFIER)
-    model = AutoModelForSequenceClassification.from_pretrained(CLASSIFIER, use_safetensors=True)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForSequenceClassification.from_pretrained(name, use_safetensors=True)
     labels = {name.lower(): number for name, number in model.config.label2id.items()}
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     return tokenizer, model.eval().to(device), labels["positive"]
 
 
 @torch.no_grad()
-def positive(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+def positive(
+    prompts: list[str], completions: list[str], classifier_name: str = CLASSIFIER, **columns: Any
+) -> list[float]:
     """Probability, in [0, 1], that a prompt with its completion is a positive review."""
-    tokenizer, model, label = classifier()
+    tokenizer, model, label = classifier(classifier_name)
     texts = [p + c for p, c in zip(prompts, completions, strict=True)]
     found: list[float] = []
     for first in range(0, len(texts), BATCH_SIZE):

@@ -1,14 +1,15 @@
 """IMDb reviews as prompts and their continuations, for controlled sentiment generation.
 
     python assets/recipes/sentiment/make_rows.py stanfordnlp/imdb data/imdb
-    python assets/recipes/sentiment/make_rows.py aclImdb data/imdb
+    python assets/recipes/sentiment/make_rows.py aclImdb data/imdb --tokenizer FOLDER_OR_HUB_ID
 
 reads the reviews of Maas et al. 2011 from the hub, or from the folder of the original archive
-(ai.stanford.edu/~amaas/data/sentiment), and writes `train.jsonl` (all 25,000) and
-`validation.jsonl` (1,024 of the test split). A prompt is the first 2 to 8 GPT-2 tokens of a review,
-as in Rafailov et al. 2023, C.1; the completion is the rest.
+(https://ai.stanford.edu/~amaas/data/sentiment), and writes `train.jsonl` (all 25,000) and
+`validation.jsonl` (1,024 of the test split). A prompt is the first 2 to 8 tokens of a review (of
+gpt2-large, by default), as in Rafailov et al. 2023, C.1; the completion is the rest.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-TOKENIZER = "gpt2-large"
 SHORTEST, LONGEST = 2, 8  # tokens of a prompt
 NUM_HELD_OUT = 1024
 
@@ -49,9 +49,9 @@ def rows(texts: list[str], tokenizer: Any) -> Iterator[dict[str, str]]:
             yield {"prompt": text[:end], "completion": text[end:]}
 
 
-def main(source: str, target: str) -> None:
+def main(source: str, target: str, tokenizer_name: str) -> None:
     """Write both splits."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
     Path(target).mkdir(parents=True, exist_ok=True)
     for split, name, limit in (("train", "train", None), ("test", "validation", NUM_HELD_OUT)):
         texts = reviews(source, split)[:limit]
@@ -61,6 +61,12 @@ def main(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: make_rows.py HUB_ID_OR_FOLDER TARGET_FOLDER")
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("source", help="hub id, or the folder of the archive")
+    parser.add_argument("target", help="folder to write to")
+    parser.add_argument("--tokenizer", default="gpt2-large", help="hub id or folder")
+    given = parser.parse_args()
+    try:
+        main(given.source, given.target, given.tokenizer)
+    except (OSError, ValueError) as error:  # no file, and nothing from the hub
+        sys.exit(f"error: {' '.join(str(error).split())}")
