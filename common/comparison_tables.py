@@ -14,6 +14,7 @@ from common.terminal import NOT_MEASURED, markdown_table
 
 SMALLEST_P = 1e-4
 LEVEL = 0.05
+MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
 NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
 
 
@@ -30,7 +31,8 @@ class NamedTable:
 def tables(comparison: Mapping[str, Any]) -> list[NamedTable]:
     """All tables of a comparison, in the order of a report."""
     found = [accuracy_table(comparison), difference_table(comparison), *split_tables(comparison)]
-    return [*found, calibration_table(comparison)] if comparison["calibration"] else found
+    found += [calibration_table(comparison)] if comparison["calibration"] else []
+    return [table for table in found if table.rows]
 
 
 def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
@@ -55,11 +57,15 @@ def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
 
 
 def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
-    """Every two systems on the same pairs; two baselines are not compared with each other."""
+    """Every two systems but the baselines on the same pairs; of many, each against the best one."""
+    systems = [s for s in comparison["systems"] if s["name"] not in BASELINES]
+    names = {system["name"] for system in systems}
+    shown = [d for d in comparison["differences"] if {d["first"], d["second"]} <= names]
+    if len(systems) > MOST_COMPARED:
+        best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
+        shown = [d for d in shown if best in (d["first"], d["second"])]
     rows = []
-    for d in comparison["differences"]:
-        if d["first"] in BASELINES and d["second"] in BASELINES:
-            continue
+    for d in shown:
         gain = f"{signed(d['difference'])} {interval(d['low'], d['high'], signed)}"
         counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
         p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
@@ -72,7 +78,8 @@ def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
         "which one of the two counts more (a tie counts one half). McNemar's p is exact and "
         "two-sided and takes pairs as independent; p over prompts is that of the permutation test "
         "that swaps the two systems on all pairs of a prompt at once. Neither is corrected for the "
-        "number of comparisons.",
+        f"number of comparisons. Of more than {MOST_COMPARED} systems only the differences to the "
+        "one of the highest accuracy are shown; results.json has all, baselines too.",
     )
 
 

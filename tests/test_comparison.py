@@ -314,7 +314,7 @@ def test_tables_show_every_system_and_its_numbers():
     accuracy = found["systems"][0]["accuracy"]
     first = tables["Preference accuracy of every system"].rows[0]
     assert first[:2] == ["rm3", f"{100 * accuracy['accuracy']:.1f}"]
-    assert len(tables["Differences on the same pairs"].rows) == 3
+    assert [row[0] for row in tables["Differences on the same pairs"].rows] == ["rm3 - lm3"]
     matrix = comparison_tables.difference_matrix(found).splitlines()
     gain = found["differences"][1]["difference"]  # the first system minus the third
     assert gain != 0
@@ -322,6 +322,21 @@ def test_tables_show_every_system_and_its_numbers():
     assert f"{-100 * gain:+.1f}" in matrix[4]
     assert comparison_tables.p_value(0.00001) == "< 0.0001"
     assert comparison_tables.signed(-0.0) == "+0.0"
+
+
+def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none():
+    table = random_table(0)
+    draws = np.random.default_rng(1).normal(size=(10, 12, 2))
+    names = [*(f"rm{i}" for i in range(1, 7)), *BASELINES]
+    table.scores |= dict(zip(names, draws, strict=True))
+    found = comparison.compare(table)
+    shown = comparison_tables.difference_table(found).rows
+    best = max(found["systems"], key=lambda s: s["accuracy"]["accuracy"])["name"]
+    assert len(shown) == 7
+    assert all(best in row[0].split(" - ") for row in shown)
+    few = {**found, "systems": [s for s in found["systems"] if s["name"] in ("rm0", *BASELINES)]}
+    titles = [table.title for table in comparison_tables.tables(few)]
+    assert "Differences on the same pairs" not in titles
 
 
 # ---- a whole evaluation --------------------------------------------------------------------------
