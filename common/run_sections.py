@@ -91,6 +91,7 @@ def _measured(name: str, generation: Mapping[str, Any]) -> Completion:
     notes = [f"{k} {format_number(v)}" for k, v in values.items() if v is not None]
     if generation.get("num_tokens") is not None:
         notes.append(f"{generation['num_tokens']} tokens")
+        notes.append(f"stopped by {'stop token' if generation['stopped'] else 'length limit'}")
     return Completion(name, generation["completion"], ", ".join(notes))
 
 

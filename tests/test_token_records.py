@@ -247,13 +247,14 @@ def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None
     results = {"samples": [{"prompt": "p", "reference": None, "completions": {"SFT": "short"}}]}
     (section,) = completions_section(results, tmp_path)
     assert section.blocks[0].samples[0].frames[0].completions == [Completion("SFT", "short")]
-    own = {"completion": "a reference", "num_tokens": 3, "rewards": {"gold": 1.0}}
-    made = {"completion": "made", "num_tokens": 4, "rewards": {"gold": None, "rm": 0.5}, "kl": 2.25}
+    own = {"completion": "a reference", "num_tokens": 3, "stopped": True, "rewards": {"gold": 1.0}}
+    made = {"completion": "made", "num_tokens": 4, "stopped": False, "kl": 2.25}
+    made["rewards"] = {"gold": None, "rm": 0.5}
     line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}, "verdicts": []}
     (tmp_path / "completions.jsonl").write_text(json.dumps(line) + "\n")
     (section,) = completions_section(results, tmp_path)
     assert section.blocks[0].samples[0].frames[0].completions == [
-        Completion("reference", "a reference", "gold 1, 3 tokens"),
-        Completion("SFT", "made", "rm 0.5, KL 2.25, 4 tokens"),
+        Completion("reference", "a reference", "gold 1, 3 tokens, stopped by stop token"),
+        Completion("SFT", "made", "rm 0.5, KL 2.25, 4 tokens, stopped by length limit"),
     ]
     assert completions_section({}, tmp_path / "none") == []
