@@ -280,8 +280,9 @@ def draw(results: Result, path: Path) -> None:
     below = [max(0.0, line["ratio"] - min(line["ratio_by_round"])) for line in lines]
     above = [max(0.0, max(line["ratio_by_round"]) - line["ratio"]) for line in lines]
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    bars = axes.bar(places, ratios, yerr=[below, above], capsize=3, color="tab:blue", label="ours")
-    axes.bar_label(bars, fmt="%.1fx", padding=3)
+    axes.bar(places, ratios, yerr=[below, above], capsize=3, color="tab:blue", label="ours")
+    for place, ratio in zip(places, ratios, strict=True):  # at the foot: goals are at the top
+        axes.text(place, 0.2, f"{ratio:.1f}x", ha="center", color="white", weight="bold")
     axes.axhline(1, color="black", linewidth=1, label="TRL")
     marked = [i for i, line in enumerate(lines) if line["reach"]]
     heights = [lines[i]["reach"] for i in marked]
@@ -294,7 +295,7 @@ def draw(results: Result, path: Path) -> None:
         f"{here['threads']} thread(s), {here['cpu']}",
         fontsize=10,
     )
-    axes.legend()
+    axes.legend(loc="upper left")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
