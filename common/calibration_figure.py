@@ -1,6 +1,7 @@
 """The picture of a comparison's calibration."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ def draw(comparison: Mapping[str, Any], path: Path) -> list[Path]:
         for i, (axes, (name, found)) in enumerate(zip(grid, curves.items(), strict=False)):
             draw_curve(axes, found["bins"], COLOURS[i % len(COLOURS)])
             error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
-            axes.set(title=f"{name}\n{error}", xlabel="predicted probability")
+            title = f"{textwrap.fill(name, 34)}\n{error}"
+            axes.set(title=title, xlabel="predicted probability")
             axes.set(ylabel="share preferred", xlim=(0, 1), ylim=(0, 1), aspect="equal")
         for axes in grid[len(curves) :]:
             axes.set_visible(False)

@@ -83,7 +83,10 @@ def _axes(panel: Panel, x_range: tuple[float, float], y_range: tuple[float, floa
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place}" y2="{place}"/>'
         )
         parts.append(f'<text class="ytick" x="{LEFT - 6}" y="{place}">{_tick(value)}</text>')
+    whole = all(float(x).is_integer() for line in panel.lines for x in line.x)  # steps
     for value in ticks(*x_range):
+        if whole and not value.is_integer():
+            continue
         place = f"{_x(value, x_range):.1f}"
         parts.append(
             f'<text class="xtick" x="{place}" y="{HEIGHT - BOTTOM + 15}">{_tick(value)}</text>'

@@ -171,12 +171,28 @@ def _draw_panel(
         steps, values = series(records, name)
         line = {"color": COLOURS[index % len(COLOURS)], "label": name}
         draw_series(axes, steps, values, smooth=name not in EXACT, **line)
-    axes.set(title=title, xlabel="optimiser step", ylabel=unit)
+    axes.set(title=title, ylabel=unit)
+    _label_steps(axes)
     axes.margins(x=0.02)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
     axes.ticklabel_format(axis="y", useOffset=False)
     if len(names) > 1:
-        axes.legend(loc="best")
+        draw_legend(axes)
+
+
+def _label_steps(axes: Any) -> None:
+    axes.set_xlabel("optimiser step")
+    axes.xaxis.get_major_locator().set_params(integer=True)  # of few steps it would label halves
+
+
+def draw_legend(axes: Any) -> None:
+    """A legend above what is drawn, for which the axis is made longer."""
+    labels = axes.get_legend_handles_labels()[1]
+    num_columns = 2 if max(map(len, labels)) < 20 else 1
+    share = 0.05 + 0.13 * math.ceil(len(labels) / num_columns)  # of the height
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + (high - low) * share / (1 - share))
+    axes.legend(loc="upper left", ncols=num_columns)
 
 
 def save(figure: Any, path: Path, dpi: int = DPI) -> Path:
@@ -206,7 +222,8 @@ def summary_figure(
         figure = Figure(figsize=(14, 5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
         grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))
         figure.suptitle(
-            f"{results['dataset']}: held-out, {results['num_pairs']:,} preference pairs",
+            f"{dataset_title(results['dataset'])}: held-out, {results['num_pairs']:,} preference "
+            "pairs",
             fontweight="bold",
         )
         names = dict.fromkeys([*(system["name"] for system in results["systems"]), *run_dirs])
@@ -217,6 +234,18 @@ def summary_figure(
         _draw_reward_curves(figure.add_subplot(grid[0, 2]), records)
         _draw_loss_curves(figure.add_subplot(grid[1, 2]), records, colours)
         return save(figure, output_path)
+
+
+def dataset_title(name: str) -> str:
+    """A data set in a title: of a path that leads from the root, the end."""
+    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+
+def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The judges of completions that are neither reward models, which are systems, nor `gold`."""
+    others = {"gold", *(s["name"] for s in systems if s.get("kind") == "reward_model")}
+    judges = dict.fromkeys(judge for system in systems for judge in system.get("rewards") or {})
+    return [judge for judge in judges if judge not in others]
 
 
 def _draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:
@@ -231,8 +260,8 @@ def _draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, 
     attainable = results.get("attainable_accuracy")
     if attainable is not None:
         ends.append(100 * attainable)
-        _draw_level(axes, 100 * attainable, f"attainable {100 * attainable:.1f}")
-    _draw_level(axes, 50.0, "chance 50")
+        _draw_level(axes, 100 * attainable, f"attainable\n{100 * attainable:.1f}")
+    _draw_level(axes, 50.0, "chance\n50")
     margin = 0.1 * (max(ends) - min(ends))
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
@@ -240,20 +269,27 @@ def _draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, 
 def _draw_reward(
     axes: Any, systems: Sequence[Mapping[str, Any]], colours: Mapping[str, str]
 ) -> None:
-    is_gold = any(system.get("gold_reward") for system in systems)
-    key = "gold_reward" if is_gold else "reward"
-    scored = [system for system in systems if system.get(key)]
-    if not scored:
+    """The mean of the gold reward, else of the first reward function, else reward model."""
+    choices = [
+        ("Gold reward of completions", "{:.3f}", [s.get("gold_reward") for s in systems]),
+        *(
+            (f"Reward {judge!r}", "{:.3f}", [(s.get("rewards") or {}).get(judge) for s in systems])
+            for judge in reward_functions(systems)
+        ),
+        ("Reward-model score of completions", "{:.2f}", [s.get("reward") for s in systems]),
+    ]
+    shown = next((choice for choice in choices if any(choice[2])), None)
+    if shown is None:
         _draw_nothing(axes, "Reward", "no system was scored by a reward")
         return
+    title, number, found = shown
     intervals = {
-        system["name"]: tuple(system[key][part] for part in ("mean", "low", "high"))
-        for system in scored
+        system["name"]: tuple(own[part] for part in ("mean", "low", "high"))
+        for system, own in zip(systems, found, strict=True)
+        if own
     }
-    _draw_intervals(axes, intervals, colours, "{:.3f}" if is_gold else "{:.2f}")
-    title = "Gold reward of completions" if is_gold else "Reward-model score of completions"
-    unit = "gold reward" if is_gold else "score of the reward model"
-    axes.set(title=f"{title}, 95% interval", ylabel=f"mean {unit}")
+    _draw_intervals(axes, intervals, colours, number)
+    axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
     axes.margins(y=0.15)
 
 
@@ -278,8 +314,8 @@ def _draw_intervals(
 
 def _draw_level(axes: Any, level: float, label: str) -> None:
     axes.axhline(level, color=GREY, linestyle="--", linewidth=1)
-    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-    axes.annotate(label, (0, level), xytext=(4, 3), fontsize=8, color=GREY, **place)
+    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
+    axes.annotate(label, (1, level), xytext=(4, 0), fontsize=8, color=GREY, **place)
 
 
 def _draw_nothing(axes: Any, title: str, text: str) -> None:
@@ -288,22 +324,23 @@ def _draw_nothing(axes: Any, title: str, text: str) -> None:
 
 
 def _draw_reward_curves(axes: Any, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Reward in the runs that sample; each reward function too where there are several."""
+    """Reward in the runs that sample; each reward function too that is not all of the reward."""
     curves = []
     for run, lines in records.items():
-        functions = recorded(lines, [FUNCTION_PREFIX])
-        names = ["reward", *functions] if len(functions) > 1 else ["reward"]
-        curves += [(run, name, *series(lines, name)) for name in recorded(lines, names)]
+        rewards = series(lines, "reward")
+        for name in recorded(lines, ["reward", FUNCTION_PREFIX]):
+            if name == "reward" or series(lines, name) != rewards:
+                curves.append((run, name, *series(lines, name)))
     if not curves:
         _draw_nothing(axes, "Reward in training", "no run recorded a reward")
         return
     for index, (run, name, steps, values) in enumerate(curves):
-        # Dashed: a function that makes up the whole reward does not hide it.
         style = "-" if name == "reward" else "--"
         colour, label = COLOURS[index % len(COLOURS)], f"{run}: {name}"
         draw_series(axes, steps, values, color=colour, label=label, linestyle=style)
-    axes.set(title="Reward in training", xlabel="optimiser step", ylabel="mean reward")
-    axes.legend(loc="best")
+    axes.set(title="Reward in training", ylabel="mean reward")
+    _label_steps(axes)
+    draw_legend(axes)
 
 
 def _draw_loss_curves(
@@ -324,4 +361,4 @@ def _draw_loss_curves(
         label = f"{name} ({steps[-1]:,} steps)"
         draw_series(axes, shares, values, color=colours[name], label=label)
     axes.set(title="Training loss", xlabel="% of the run's steps", ylabel="nats per token or pair")
-    axes.legend(loc="best")
+    draw_legend(axes)

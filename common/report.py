@@ -7,13 +7,14 @@ completions by system).
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 from common import comparison_tables, generation_tables
 from common.config import config_dict
 from common.distributed import is_rank0
-from common.plots import summary_figure
+from common.plots import dataset_title, reward_functions, summary_figure
 from common.report_page import (
     Block,
     Picture,
@@ -38,10 +39,13 @@ def results_table(results: Mapping[str, Any]) -> str:
 def systems_table(results: Mapping[str, Any]) -> Table:
     """The systems of `results.json`.
 
-    Intervals are 95%; an en dash stands where nothing was measured.
+    Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
+    left out.
     """
+    functions = reward_functions(results["systems"])
     headers = ["stage", "accuracy % [95% CI]", "attainable", "gold reward [95% CI]"]
-    headers += ["RM score [95% CI]", "KL", "length", "stop %", "minutes", "GB"]
+    headers += [*(f"{name} [95% CI]" for name in functions), "RM score [95% CI]", "KL", "length"]
+    headers += ["stop %", "minutes", "GB"]
     attainable = results.get("attainable_accuracy")
     rows = [
         [
@@ -49,6 +53,7 @@ def systems_table(results: Mapping[str, Any]) -> Table:
             _accuracy(system.get("accuracy")),
             _cell(attainable, "{:.1f}", scale=100),
             _interval(system.get("gold_reward"), "{:.3f}"),
+            *(_interval((system.get("rewards") or {}).get(name), "{:.3f}") for name in functions),
             _interval(system.get("reward"), "{:.2f}"),
             _cell((system.get("kl") or {}).get("mean"), "{:.2f}"),
             _cell(system.get("length"), "{:.1f}"),
@@ -58,7 +63,8 @@ def systems_table(results: Mapping[str, Any]) -> Table:
         ]
         for system in results["systems"]
     ]
-    return Table(headers, rows)
+    shown = [any(cell != NOT_MEASURED for cell in column) for column in zip(*rows, strict=True)]
+    return Table(list(compress(headers, shown)), [list(compress(row, shown)) for row in rows])
 
 
 def _cell(value: float | None, number: str, scale: float = 1) -> str:
@@ -109,7 +115,8 @@ def chain_report(
         *samples_section(run_dirs),
         _reading_section(results),
     ]
-    return [*write_page(output_dir, f"Results on {results['dataset']}", blocks), picture]
+    title = f"Results on {dataset_title(results['dataset'])}"
+    return [*write_page(output_dir, title, blocks), picture]
 
 
 def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
@@ -134,9 +141,12 @@ def send(results: Mapping[str, Any], config: Any) -> None:
 def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     """What was measured of the systems, without intervals: value by `<system>/<what>`."""
     numbers = {}
+    functions = reward_functions(results["systems"])
     for system in results["systems"]:
-        for name in ("accuracy", "gold_reward", "reward", "kl", *PLAIN_NUMBERS):
-            value = system.get(name)
+        rewards = system.get("rewards") or {}
+        measured = {**{name: rewards.get(name) for name in functions}, **system}
+        for name in ("accuracy", "gold_reward", *functions, "reward", "kl", *PLAIN_NUMBERS):
+            value = measured.get(name)
             if isinstance(value, Mapping):
                 value = value["accuracy" if name == "accuracy" else "mean"]
             if value is not None:

@@ -180,13 +180,39 @@ def test_the_table_by_hand(results: dict[str, Any]) -> None:
     lines = results_table(results).splitlines()
     assert len({len(line) for line in lines}) == 1  # aligned
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    sft = ["SFT", "50.0 [43.0, 57.0]", "84.2", "0.550 [0.500, 0.600]", "–", "–"]
+    sft = ["SFT", "50.0 [43.0, 57.0]", "84.2", "0.550 [0.500, 0.600]"]
     assert cells[2] == [*sft, "20.0", "95.0", "2.5", "1.23"]
-    reward = ["Reward model", "81.2 [75.0, 86.0]", "84.2", "–", "–", "–", "–", "–", "2.5", "1.23"]
+    reward = ["Reward model", "81.2 [75.0, 86.0]", "84.2", "–", "–", "–", "2.5", "1.23"]
     assert cells[3] == reward
     assert len(cells[0]) == len(reward)
+    assert not {"RM score [95% CI]", "KL"} & set(cells[0])  # columns of nothing
     results["attainable_accuracy"] = None
     assert "84.2" not in results_table(results)
+    assert "attainable" not in results_table(results)
+
+
+def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
+    results: dict[str, Any],
+) -> None:
+    from matplotlib.figure import Figure
+
+    sft, judge = results["systems"]
+    judge["kind"] = "reward_model"
+    sft["gold_reward"] = None
+    sft["rewards"] = {
+        name: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
+        for name, mean in (("Reward model", 2.0), ("positive", 0.891), ("short", 0.25))
+    }
+    headers, _, row, empty = (line.split("|") for line in results_table(results).splitlines())
+    assert [h.strip() for h in headers[4:6]] == ["positive [95% CI]", "short [95% CI]"]
+    assert [c.strip() for c in row[4:6]] == ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]"]
+    assert empty[4].strip() == "–"
+    axes = Figure().subplots()
+    plots._draw_reward(axes, results["systems"], {"SFT": "black"})
+    assert "'positive'" in axes.get_title("left") + axes.get_title()
+    (dot,) = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    assert dot.get_ydata().tolist() == [0.891]
+    assert report.system_numbers(results)["SFT/positive"] == 0.891
 
 
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(
@@ -195,10 +221,12 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     lines = [{"step": s, "loss": 1 / s} for s in range(1, 100)]
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
+    results["dataset"] = "/home/someone/data/pairs"
     written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
     names = ["report.html", "report.md", "plots/summary.png"]
     assert written == [tmp_path / "eval" / name for name in names]
     text = written[1].read_text()
+    assert text.startswith("# Results on data/pairs\n")
     assert results_table(results) in text
     assert "(plots/summary.png)" in text
     assert "(../the%20run/plots/curves.png)" in text
@@ -249,6 +277,22 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     assert high > 86.0
     ends = [path.vertices[:, 1].tolist() for c in axes.collections for path in c.get_paths()]
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
+
+
+def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() -> None:
+    from matplotlib.figure import Figure
+
+    lines = [{"step": s, "reward": s, "reward/judge": s, "reward/gold": -s} for s in (1, 2, 3)]
+    figure = Figure()
+    axes = figure.subplots()
+    plots._draw_reward_curves(axes, {"grpo": lines})
+    figure.canvas.draw()
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == ["grpo: reward", "grpo: reward/gold"]  # the judge is all of the reward
+    box = axes.get_legend().get_window_extent()
+    highest = axes.transData.transform((3, 3))[1]
+    assert box.y0 > highest
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
 
 
 # --- wandb ---

@@ -257,6 +257,11 @@ def test_a_curve_is_drawn_where_its_values_are() -> None:
     assert at[1.0] == pytest.approx(y1, abs=0.1)
 
 
+def test_steps_are_labelled_by_whole_numbers() -> None:
+    html = panel_svg(Panel("T", "u", [Line("a", [1, 2, 3], [1.0, 2.0, 4.0])]))
+    assert re.findall(r'class="xtick"[^>]*>([\d.]+)<', html) == ["1", "2", "3"]
+
+
 def test_a_gap_lifts_the_pen_and_nothing_finite_is_no_panel() -> None:
     html = panel_svg(Panel("T", "u", [Line("a", range(4), [1.0, math.nan, 2.0, 3.0])]))
     (path,) = re.findall(r'<path class="line k0" d="([^"]*)"', html)
