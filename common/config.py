@@ -556,10 +556,14 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     Raises:
         UserError: they cannot be written.
     """
+    import torch
+
     packages = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise
         "world_size": world_size,
         "git_commit": git_commit(),
         "packages": {name: package_version(name) for name in packages},
@@ -575,6 +579,14 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         raise UserError(
             f"--output_dir {output_dir} cannot be written: {error.strerror or gist(error)}."
         ) from None
+
+
+def cpu_model() -> str:
+    """The name of this machine's processor, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def package_version(name: str) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -167,6 +168,8 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     assert set(environment) == {
         "python",
         "platform",
+        "cpu",
+        "cpu_capability",
         "world_size",
         "git_commit",
         "packages",
@@ -175,6 +178,8 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "started",
     }
     assert environment["world_size"] == 3
+    assert environment["cpu"]
+    assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])
     for name in ("torch", "transformers", "datasets", "tokenizers", "numpy"):
         assert environment["packages"][name] == importlib.import_module(name).__version__

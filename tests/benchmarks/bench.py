@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.config import cpu_model
 from tests.benchmarks import flops, our_stages, processes
 from tests.benchmarks.fixture import SHAPES
 from tests.benchmarks.rows import REACH_MEMORY, ROWS, BenchRow, num_steps
@@ -163,11 +164,6 @@ def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, fl
 
 def machine(threads: int) -> Result:
     """What it ran on."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = info.read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), cpu)
     versions = {}
     for package in PACKAGES:
         try:
@@ -176,7 +172,7 @@ def machine(threads: int) -> Result:
             versions[package] = "not installed"
     python = platform.python_version()
     return {
-        "cpu": cpu,
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
         "python": python,
