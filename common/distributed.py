@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from common import failures, paths, signals
+from common import failures, paths, signals, terminal
 from common.config import CommonConfig, TrainConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -42,6 +42,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     With `--dry_run true` the run is only planned, before any process group.
     """
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
+    terminal.keep_printing()
     try:
         config = parse(config_class)
         if isinstance(config, TrainConfig):
@@ -88,16 +89,12 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def plan(config: TrainConfig) -> None:
-    """Print on rank 0 what a run takes, or as much of it as the reader wants (`| head`)."""
+    """Print on rank 0 what a run takes."""
     from common import planner  # which imports this module
 
     if own_rank() == 0:
         quieten()
-        try:
-            planner.dry_run(config)
-        except BrokenPipeError:
-            # Python would write what is left once more when it ends, and complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        planner.dry_run(config)
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:

@@ -5,6 +5,8 @@ import reprlib
 import sys
 from collections.abc import Callable
 
+from common.terminal import keep_printing
+
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
 WORD = re.compile(r"(\S{60})\S{240,}")  # longer than most paths
@@ -25,6 +27,7 @@ class UserError(ValueError):
 
 def run_command(main: Callable[[], None]) -> None:
     """Run what needs no process group; a `UserError` ends it with its sentence and status 2."""
+    keep_printing()
     try:
         main()
     except UserError as error:

@@ -85,4 +85,6 @@ def json_line(record: Mapping[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
+    # Half of a surrogate pair, which UTF-8 cannot hold, becomes \udxxx: JSON's own escape for it.
+    return text.encode(errors="backslashreplace").decode()

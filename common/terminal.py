@@ -1,5 +1,7 @@
 """What a person reads in a terminal: numbers, aligned tables, the progress bar."""
 
+import contextlib
+import io
 import math
 import re
 import sys
@@ -116,6 +118,37 @@ def _wrapped(text: str, width: int, max_lines: int, *, keep_end: bool) -> list[s
         return [ellipsis + kept[0][-(width - 1) :], *kept[1:]]
     kept = lines[:max_lines]
     return [*kept[:-1], kept[-1][: width - 1] + ellipsis]
+
+
+class LastingFile(io.FileIO):
+    """A file to which writing never fails: what it does not take is dropped."""
+
+    def write(self, data: Any) -> int:
+        """Write, if somebody still reads (`| head`) and the disk is not full."""
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def keep_printing() -> None:
+    """From now on nothing that is printed ends the process, neither by whom nor by what is read.
+
+    Characters that the terminal's encoding has not got, and halves of surrogate pairs, are shown as
+    escapes. Where somebody else has replaced stdout or stderr, that stays.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        with contextlib.suppress(AttributeError, OSError):  # there is none, or it is no file
+            stream = getattr(sys, name)
+            if stream.fileno() == number:
+                stream.flush()
+                lasting = io.TextIOWrapper(
+                    io.BufferedWriter(LastingFile(number, "w", closefd=False)),
+                    encoding=stream.encoding,
+                    errors="backslashreplace",
+                    line_buffering=stream.line_buffering,
+                )
+                setattr(sys, name, lasting)
 
 
 class LineStream:

@@ -775,22 +775,43 @@ def test_a_script_prints_the_sentence_alone_and_exits_with_2(flags, sentence, fo
     assert not Path("run").exists()
 
 
-def test_a_plan_whose_reader_has_gone_ends_in_silence(folder):
-    """As `--dry_run true | head -1` does, or `| true`."""
+SPEAKS = """
+def speaks(completions, log_extra, **columns):
+    log_extra("note", ["half a pair \\ud83d of \xe9"] * len(completions))
+    print("\\ud83d \xe9", flush=True)
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize(("is_read", "plans"), [(False, True), (False, False), (True, False)])
+def test_nothing_that_is_printed_ends_a_run(is_read, plans, folder, tmp_path):
+    """On a terminal in ASCII, to a reader that has gone (`| true`), and halves of pairs."""
+    Path("speaks.py").write_text(SPEAKS, encoding="utf-8")
+    flags = {"dry_run": str(plans), "output_dir": tmp_path, "reward_funcs": "speaks.py:speaks"}
+    flags |= {"num_sample_prompts": 1, "sample_steps": 1}
     reader, writer = os.pipe()
-    os.close(reader)
-    argv = arguments("train_sft", {"dry_run": "true"})
+    if not is_read:
+        os.close(reader)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     result = subprocess.run(
-        [sys.executable, str(ROOT / "train_sft.py"), *argv],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(ROOT / "train_grpo.py"), *arguments("train_grpo", flags)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **ascii_only},
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     os.close(writer)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr
+    assert "Error" not in result.stderr  # slow machines draw a bar there
+    if is_read:
+        with os.fdopen(reader) as output:
+            assert "\\ud83d \\xe9\n" in output.read()
+    if not plans:
+        assert (tmp_path / "model" / "model.safetensors").exists()
+        (*_, line) = read_jsonl(tmp_path / "samples.jsonl")
+        assert line["logged/note"] == "half a pair \ud83d of \xe9"
 
 
 @pytest.mark.parametrize(
