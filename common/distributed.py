@@ -155,6 +155,12 @@ def die_with_launcher() -> None:
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+        # torchrun may have been killed before that, while this process imported: then its parent is
+        # the first process (or a session's), which in a container can be torchrun itself.
+        parent = os.getppid()
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+        if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:

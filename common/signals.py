@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: the first makes it save and end, a second ends it at once.
 
-Slurm and spot instances announce themselves with SIGTERM or SIGUSR1, a person with Ctrl-C.
+Slurm and spot instances announce themselves with SIGTERM or SIGUSR1, a person with Ctrl-C, a
+connection or a terminal that is lost with SIGHUP.
 
 Python calls a signal's handler in the main thread, when that comes back from a matrix product or
 from waiting for another rank, which may be never. So a thread is told of each signal by its number
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # torchrun passes on what the whole process group was sent, so a worker gets the same signal twice.
 SAME_SIGNAL = 1.0  # seconds
 
@@ -28,6 +29,8 @@ class Stopped(Exception):  # noqa: N818 - it is no error
 def listen(is_lost: Callable[[], bool] = lambda: False, *, speaks: bool = True) -> None:
     """From now on `received` tells of a signal, and only a second one ends the process.
 
+    SIGHUP stays ignored where `nohup` has said so.
+
     Args:
         is_lost: whether another rank has failed. Then torchrun sends SIGTERM, and this one, which
             may wait for that rank, ends at once.
@@ -38,7 +41,8 @@ def listen(is_lost: Callable[[], bool] = lambda: False, *, speaks: bool = True) 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in STOPPING:
-        signal.signal(number, lambda *_: None)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing)
     threading.Thread(target=_watch, args=(reading, is_lost, speaks), daemon=True).start()
 

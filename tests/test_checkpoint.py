@@ -517,6 +517,25 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     assert are_equal(state(other), expected)
 
 
+def test_a_lost_connection_stops_a_run_unless_nohup_has_said_no() -> None:
+    program = """
+import os, signal, time
+from common import signals
+for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
+    signal.signal(signal.SIGHUP, handler)
+    signals.listen(speaks=False)
+    os.kill(os.getpid(), signal.SIGHUP)
+    while signals.received() != name:
+        time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGUSR1)  # which came after it
+while not signals.received():
+    time.sleep(0.01)
+assert signals.received() == "SIGUSR1"
+"""
+    root = Path(__file__).resolve().parents[1]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
+
+
 def test_a_second_signal_ends_the_process_at_once() -> None:
     """Within a second it is the launcher passing on the first. Also while the main thread hangs."""
     program = """

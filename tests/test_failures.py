@@ -474,3 +474,34 @@ def test_a_restarted_process_meets_the_living_only() -> None:
     parts[0].set("key", "of both")
     assert parts[1].get("key") == b"of both"
     assert not shared.check(["key", "old/key"])
+
+
+ORPHAN = """
+import ctypes, os, subprocess, sys, time
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+LAUNCHER = '''
+import subprocess, sys
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).pid)
+'''
+WORKER = '''
+import os, time
+from common import distributed
+while open(f"/proc/{os.getppid()}/comm").read().strip() != os.environ["PARENT"]:
+    time.sleep(0.05)
+distributed.die_with_launcher()
+os._exit(7)
+'''
+prctl = ctypes.CDLL(None).prctl
+prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what an orphan becomes a child of
+prctl(PR_SET_NAME, os.environ["PARENT"].encode(), 0, 0, 0)
+pid = int(subprocess.check_output([sys.executable, "-c", LAUNCHER, WORKER]))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize(("parent", "status"), [("systemd", -signal.SIGKILL), ("pt_elastic", 7)])
+def test_a_process_whose_torchrun_died_while_it_imported_ends(parent: str, status: int) -> None:
+    variables = environment(TORCHELASTIC_RUN_ID="none", PARENT=parent)
+    command = [sys.executable, "-c", ORPHAN]
+    assert subprocess.check_output(command, env=variables, text=True) == f"{status}\n"

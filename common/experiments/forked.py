@@ -68,7 +68,9 @@ def run_here(words: Sequence[str], output: int) -> NoReturn:
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", 1, encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", closefd=False)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the driver's
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)  # not the driver's
     sys.argv = list(words)
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     status = 1

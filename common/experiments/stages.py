@@ -261,7 +261,9 @@ def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
 
 def exit_with_status(main: Callable[[], None]) -> None:
     """Run a driver; it ends with the statuses of a stage, and takes its child along."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for asked in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) != signal.SIG_IGN:  # as by nohup
+            signal.signal(asked, lambda number, _: sys.exit(128 + number))
     try:
         run_command(main)
     except StageFailed as failure:
