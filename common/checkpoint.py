@@ -325,9 +325,7 @@ class Checkpointer:
             UserError: the disk refused.
         """
         self.wait()
-        self._thread.shutdown()
-        if self._vote is not None:
-            self._vote[0].wait()
+        self._end()
         name = self.config.metric_for_best_model
         if not name:
             return False
@@ -345,6 +343,15 @@ class Checkpointer:
             "checkpoint; the last step is exported."
         )
         return False
+
+    def _end(self) -> None:
+        """End the thread, the last vote and the process group with its threads. Collective."""
+        self._thread.shutdown()
+        if self._vote is not None:
+            self._vote[0].wait()
+        distributed.barrier()  # nobody closes a connection from which another still reads
+        group, self._group = self._group, None
+        dist.destroy_process_group(group)
 
     # ---- resuming --------------------------------------------------------------------------------
 
@@ -420,6 +427,7 @@ class Checkpointer:
             UserError: an earlier checkpoint could not be written.
         """
         if self.config.replay and step > self._start_step:
+            self._end()
             raise signals.Stopped(f"replayed step {step}: every number is finite.")
         if self._writing is not None and self._writing.done():
             self.wait()
@@ -429,7 +437,9 @@ class Checkpointer:
             return
         self.optimizer.zero_grad(set_to_none=True)
         who = signals.received() or "a signal to another rank"
-        raise signals.Stopped(f"stopped after step {step} by {who}; {self.keep(step)}.")
+        how_to_go_on = self.keep(step)
+        self._end()
+        raise signals.Stopped(f"stopped after step {step} by {who}; {how_to_go_on}.")
 
     def keep(self, step: int) -> str:
         """Save the state after `step` steps unless that was done; how to go on. Collective.

@@ -3,6 +3,7 @@
 Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
+import atexit
 import ctypes
 import os
 import random
@@ -62,7 +63,18 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         refuse(error)
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
         fail(error)
+    leave()
+
+
+def leave() -> None:
+    """End the process groups; one of several processes leaves with status 0."""
+    is_alone = world_size() == 1
     dist.destroy_process_group()
+    if not is_alone:
+        # FSDP still refers to groups, which keeps gloo's threads. One that sees a peer's connection
+        # close while C++ takes this process apart could crash it.
+        atexit._run_exitfuncs()
+        close_and_exit(0)
 
 
 def refuse(error: UserError) -> NoReturn:

@@ -126,7 +126,7 @@ def answer(call_file: Path) -> None:
         file.with_suffix(".error").write_text(traceback.format_exc())
         distributed.close_and_exit(1)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    distributed.leave()
 
 
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:

@@ -58,7 +58,7 @@ class Refusals:
         """Exit status of a run that may come to its end: then 0."""
         module = importlib.import_module(stage)
         self.monkeypatch.setattr(sys, "argv", [f"{stage}.py", *argv])
-        self.monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+        self.monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
         # Runs before this one, in the same process group, have left their failures and steps.
         self.monkeypatch.setattr(distributed, "store", dist.HashStore)
         self.monkeypatch.setattr(failures, "_progress", None)

@@ -517,6 +517,28 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     assert are_equal(state(other), expected)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are named in /proc")
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None) -> None:
+    """Neither the thread nor the process group, with which threads of gloo end."""
+
+    def num_groups() -> int:
+        names = (task / "comm" for task in Path("/proc/self/task").iterdir())
+        return sum(name.read_text().startswith("gloo") for name in names)
+
+    before = num_groups()
+    saver = tiny.checkpointer(tmp_path, *trained())
+    saver.save(1)
+    assert num_groups() == before + 1
+    if is_stopped:
+        with pytest.raises(signals.Stopped):
+            saver.stop_if_asked(1)
+    else:
+        saver.close()
+    assert num_groups() == before
+    assert not any(thread.is_alive() for thread in saver._thread._threads)
+
+
 def test_a_lost_connection_stops_a_run_unless_nohup_has_said_no() -> None:
     program = """
 import os, signal, time
