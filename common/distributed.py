@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -30,6 +31,7 @@ from common.config import CommonConfig, TrainConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
+DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
 _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 
 
@@ -110,7 +112,17 @@ def plan(config: TrainConfig) -> None:
 
 
 def refuse_without_gpu(config: CommonConfig) -> None:
-    """Raise a UserError for what no CPU can do, before anything is loaded."""
+    """Raise a UserError for what no CPU can do, or where a GPU that is there cannot be used."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    is_there = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
+    if torch.version.cuda and is_there and not is_hidden and not torch.cuda.is_available():
+        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
+        raise UserError(
+            f"torch is built for CUDA {torch.version.cuda} and cannot use the GPU of this machine "
+            f"with the NVIDIA driver {driver.group() if driver else 'that it has'}; update the "
+            "driver, install a torch for an older CUDA, or train on the CPU, with "
+            "CUDA_VISIBLE_DEVICES= before the command."
+        )
     if config.cuda_graphs and device().type == "cpu":
         raise UserError("--cuda_graphs true needs a GPU, and there is none.")
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from ranks import ROOT, environment, launch, run_stages
@@ -505,3 +506,29 @@ def test_a_process_whose_torchrun_died_while_it_imported_ends(parent: str, statu
     variables = environment(TORCHELASTIC_RUN_ID="none", PARENT=parent)
     command = [sys.executable, "-c", ORPHAN]
     assert subprocess.check_output(command, env=variables, text=True) == f"{status}\n"
+
+
+@pytest.mark.parametrize("visible", ["0", "", None])
+def test_a_driver_that_is_too_old_is_no_reason_to_train_on_the_cpu(
+    visible: str | None, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Unless the user has hidden the GPU, or there is none."""
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
+    )
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(distributed, "DEVICES", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = tiny.train_config()
+    distributed.refuse_without_gpu(config)
+    (tmp_path / "nvidia0").touch()
+    if visible == "":
+        distributed.refuse_without_gpu(config)
+        return
+    with pytest.raises(UserError, match="CUDA 13.0 .* driver 535.129.03; .* CUDA_VISIBLE_DEVICES="):
+        distributed.refuse_without_gpu(config)
