@@ -5,6 +5,7 @@ Without torchrun a run is a process group of one, so that every stage is written
 
 import atexit
 import ctypes
+import json
 import os
 import random
 import re
@@ -88,10 +89,19 @@ def refuse(error: UserError) -> NoReturn:
         # only this rank was refused, as by a file that is missing on one machine.
         time.sleep(REFUSED_ALONE_AFTER)
     if first in ("", cause):
-        print(f"error: {error}{failures.aside(own_rank())}", file=sys.stderr, flush=True)
+        sentence = f"error: {error}{failures.aside(own_rank())}"
+        print(sentence, file=sys.stderr, flush=True)
+        tell_torchrun(sentence)
     else:
         time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
     close_and_exit(2)
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Have torchrun end with the sentence: it prints some 40 lines of its own below ours."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": told}))
 
 
 def fail(error: BaseException) -> NoReturn:

@@ -12,6 +12,7 @@ import gzip
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -826,6 +827,9 @@ def test_two_processes_print_the_sentence_once(flags, sentence, folder):
     script = str(ROOT / "train_sft.py")
     result = run_script([*torchrun, script, *arguments("train_sft", flags)])
     assert result.returncode != 0
-    assert result.stderr.count(f"error: {sentence}") == 1
+    assert len(re.findall(rf"^error: {re.escape(sentence)}", result.stderr, re.MULTILINE)) == 1
+    *_, last, rule = result.stderr.splitlines()  # of torchrun's own summary
+    assert f": error: {sentence}" in last
+    assert set(rule) == {"="}
     assert "failed:" not in result.stderr.split("error: ")[0]
     assert not Path("run").exists()
