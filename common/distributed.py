@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 from torch.distributed.rendezvous import rendezvous
 
 from common import failures, paths, signals, terminal
-from common.config import CommonConfig, TrainConfig, UserError, parse
+from common.config import CommonConfig, TrainConfig, UserError, gist, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -156,7 +156,7 @@ def start(timeout: float = 1800.0) -> None:
     quieten()
     backend = "gloo"
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = number_in("LOCAL_RANK", 0)
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"process {local_rank} of this machine has no GPU: there are "
@@ -167,7 +167,7 @@ def start(timeout: float = 1800.0) -> None:
     _limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         die_with_launcher()
-        shared, number, size = next(rendezvous("env://", timeout=_limit))
+        shared, number, size = meet()
         shared.set_timeout(_limit)
         dist.init_process_group(
             backend,
@@ -179,6 +179,26 @@ def start(timeout: float = 1800.0) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def meet() -> tuple[Any, int, int]:
+    """The store that all processes share, this one's number, and how many there are.
+
+    Raises:
+        UserError: the environment does not describe a group of processes, or nobody is there.
+    """
+    try:
+        shared, number, size = next(rendezvous("env://", timeout=_limit))
+        if not 0 <= number < size:
+            raise ValueError(f"there is no process {number} of {size}")
+    except (ValueError, dist.DistError) as error:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        given = ", ".join(f"{name} {os.environ.get(name, 'not set')}" for name in names)
+        raise UserError(
+            f"the processes of this run cannot meet ({gist(error)}); the environment has {given}. "
+            "torchrun sets all four; without RANK a run is a single process."
+        ) from error
+    return shared, number, size
 
 
 def die_with_launcher() -> None:
@@ -240,12 +260,12 @@ def was_restarted() -> bool:
 
 def own_rank() -> int:
     """This process's number, also before `start`."""
-    return int(os.environ.get("RANK", "0"))
+    return number_in("RANK", 0)
 
 
 def host() -> int:
     """The number of the machine this process runs on, as torchrun counts them."""
-    return int(os.environ.get("GROUP_RANK", "0"))
+    return number_in("GROUP_RANK", 0)
 
 
 def quieten() -> None:
@@ -257,7 +277,13 @@ def quieten() -> None:
 
 def launched_ranks() -> int:
     """Number of processes that torchrun says there are, 1 without it; also before `start`."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+    return number_in("WORLD_SIZE", 1) if "RANK" in os.environ else 1
+
+
+def number_in(variable: str, default: int) -> int:
+    """An environment variable's number; the default where it has none, which `start` refuses."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
 
 
 def rank() -> int:

@@ -477,6 +477,31 @@ def test_a_restarted_process_meets_the_living_only() -> None:
     assert not shared.check(["key", "old/key"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"WORLD_SIZE": "abc"}, "'abc'); the environment has RANK 1, WORLD_SIZE abc, MASTER_ADDR "),
+        ({"RANK": "abc"}, "'abc'); the environment has RANK abc, "),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR not set, MASTER_PORT "),
+        ({"WORLD_SIZE": "1"}, "(there is no process 1 of 1); "),
+        ({"MASTER_ADDR": "no.invalid"}, "while trying to connect to (no.invalid, "),
+    ],
+)
+def test_an_environment_of_no_group_is_refused(changes: Any, said: str, monkeypatch: Any) -> None:
+    there = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    group["MASTER_PORT"] = str(there.port)
+    monkeypatch.setattr(distributed, "_limit", timedelta(seconds=1))
+    for name, value in (group | changes).items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=re.escape(said)):
+        distributed.meet()
+    assert distributed.own_rank() in (0, 1)
+    assert distributed.launched_ranks() in (1, 2)
+
+
 ORPHAN = """
 import ctypes, os, subprocess, sys, time
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
