@@ -754,7 +754,7 @@ def run_script(command: list[str], **environment: str) -> subprocess.CompletedPr
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **offline},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

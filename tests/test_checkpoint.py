@@ -566,6 +566,8 @@ from common import signals
 signals.listen(speaks=False)
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)
+while not signals.received():
+    time.sleep(0.01)
 time.sleep(0.2)
 print(signals.received(), flush=True)
 signals.SAME_SIGNAL = 0.5

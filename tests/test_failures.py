@@ -133,7 +133,7 @@ def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
             command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT
         )
         try:
-            status = process.wait(120)
+            status = process.wait(300)
             ended = time.time()
             assert not marked(mark), "processes are left behind"
         finally:

@@ -755,6 +755,7 @@ def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
     assert {name: p.dtype for name, p in sampler.copy.replica.named_parameters()} == dtypes
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_a_packed_layer_with_a_bias_of_another_dtype():
     layer = torch.nn.Linear(8, 5).to(torch.bfloat16)
     layer.weight = torch.nn.Parameter(layer.weight.float())

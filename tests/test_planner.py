@@ -388,7 +388,7 @@ def test_operations_of_a_step(shapes: Path):
 
 
 def dry_run_script(arguments: list[str]) -> str:
-    return ranks.run_script(arguments, 1, timeout=120)
+    return ranks.run_script(arguments, 1)
 
 
 def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):

@@ -51,7 +51,7 @@ if plan == "stop":
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "inherited"
     signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
     (output / f"listens_{os.environ['RANK']}_of_{os.environ['WORLD_SIZE']}").touch()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not signals and time.monotonic() < deadline:
         time.sleep(0.05)
 if "finish" in plan:
@@ -129,7 +129,7 @@ def test_usr1_stops_the_training_processes_and_queues_the_job_again(folder: Path
     job = submit(folder, "stop")
     listening = [folder / "run" / f"listens_{rank}_of_2" for rank in (0, 1)]
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not all(file.exists() for file in listening):
             assert job.poll() is None, job.communicate()
             assert time.monotonic() < deadline, "the training processes did not start"
@@ -138,7 +138,7 @@ def test_usr1_stops_the_training_processes_and_queues_the_job_again(folder: Path
         assert len(pids) == 4  # torchrun and a training process, twice
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=300)
     finally:
         for pid in [*processes_of_step(folder), job.pid]:
             if pid != job.pid or job.poll() is None:
@@ -168,7 +168,7 @@ def test_what_is_queued_again(
     (folder / "run" / "model" / "config.json").touch()
     os.utime(folder / "run" / "model" / "config.json", (0, 0))
     job = submit(folder, plan)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert job.returncode == status
     assert requeued(folder) == jobs
     assert text in output
@@ -181,7 +181,7 @@ def test_a_job_that_was_cancelled_is_not_queued_again(
     """Although it has saved before it ended, as after USR1."""
     with_plain_processes(folder)
     job = submit(folder, "save, fail", state)
-    output, _ = job.communicate(timeout=60)
+    output, _ = job.communicate(timeout=300)
     assert requeued(folder) == jobs
     assert job.returncode == (0 if jobs else 3)
     assert ("job 4711 was cancelled" in output) == (not jobs)

@@ -180,7 +180,7 @@ def test_once_prints_one_picture_without_control_characters(tmp_path: Path) -> N
     run_of(tmp_path / "sft", "max_steps: 2\n", {"step": 1, "loss": 1.0})
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = program(str(tmp_path / "sft"), str(tmp_path / "later"), "--once", **both)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert "later  not started" in out
     assert "loss" in out
