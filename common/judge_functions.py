@@ -96,7 +96,7 @@ def ask(
         "completions_b": [pair[1] for pair in pairs],
     }
     try:
-        values = call_by_name(judge, inputs)
+        values = call_by_name(judge, inputs, name)
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         raise UserError(
             f"judge function {name!r} raised {type(error).__name__} on a batch of {len(rows)} "

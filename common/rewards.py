@@ -18,8 +18,10 @@ be a coroutine. One without `**columns` gets what it names. A reward is
 import asyncio
 import inspect
 import math
+import os
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -311,16 +313,15 @@ def _call(
     """The function's checked answers on some rows of the batch, by row; not called for none."""
     if not rows:
         return {}
-    inputs = {key: [values[row] for row in rows] for key, values in arguments.items()}
     try:
-        rewards = call_by_name(function, inputs | notes.arguments(rows))
+        rewards = call_by_name(function, _copies(arguments, rows) | notes.arguments(rows), name)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
         # A reward model is no code of the user's.
         kind = RuntimeError if is_collective(function) else UserError
-        where = _where_it_fails(function, inputs, notes, rows)
-        is_text = isinstance(inputs["completions"][0], str)
+        where = _where_it_fails(function, arguments, notes, rows)
+        is_text = isinstance(arguments["completions"][0], str)
         given = "" if is_text else "; its prompts and completions were lists of messages"
         raise kind(
             f"reward function {name!r} raised {type(error).__name__} on {where}: {gist(error)}"
@@ -330,9 +331,9 @@ def _call(
         rewards, len(rows), f"reward function {name!r}", "rewards", "completions"
     )
     answers = {}
-    for row, reward, ids in zip(rows, rewards, inputs["completion_ids"], strict=True):
+    for row, reward in zip(rows, rewards, strict=True):
         try:
-            answers[row] = _checked(reward, len(ids))
+            answers[row] = _checked(reward, len(arguments["completion_ids"][row]))
         except ValueError as error:
             raise UserError(
                 f"reward function {name!r} returned {shown(reward)} for row {row} of the batch; "
@@ -354,13 +355,59 @@ def one_for_each(
     return values
 
 
-def call_by_name(function: Callable[..., Any], inputs: Mapping[str, Any]) -> list[Any] | None:
-    """Call a function with what it takes; a coroutine is waited for. None: it gave no list."""
+def _copies(arguments: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> dict[str, Any]:
+    """The arguments of these rows, for a function to change: the trainer goes on with its own."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(inner) for key, inner in value.items()}
+        return [copied(inner) for inner in value] if isinstance(value, list) else value
+
+    return {key: [copied(values[row]) for row in rows] for key, values in arguments.items()}
+
+
+@contextmanager
+def _put_back(name: str) -> Iterator[None]:
+    """Around a function of the user's: what is global, and would change the training, stays.
+
+    Random numbers are not: no stage draws from a global generator while it trains.
+
+    Raises:
+        UserError: it cannot be put back; names the function.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    has_grad, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
+    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # found also if it is moved
+    has_group = torch.distributed.is_initialized()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)  # no stage sets one
+        torch.set_grad_enabled(has_grad)
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        os.fchdir(folder)
+        os.close(folder)
+        if has_group and not torch.distributed.is_initialized():
+            raise UserError(f"the function {name!r} ended the process group of the run.")
+
+
+def call_by_name(
+    function: Callable[..., Any], inputs: Mapping[str, Any], name: str
+) -> list[Any] | None:
+    """Call a function with what it takes; a coroutine is waited for. None: it gave no list.
+
+    Raises:
+        UserError: it changed what cannot be put back; names it.
+    """
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs = {key: value for key, value in inputs.items() if key in parameters}
-    answers: Any = function(**inputs)
-    answers = asyncio.run(answers) if inspect.iscoroutine(answers) else answers
+    with _put_back(name):
+        answers: Any = function(**inputs)
+        answers = asyncio.run(answers) if inspect.iscoroutine(answers) else answers
     # A dict or a set has no order that a list of completions could follow.
     is_list = isinstance(answers, Iterable) and not isinstance(answers, Mapping | Set | str | bytes)
     return list(answers) if is_list else None
@@ -413,15 +460,14 @@ def _total(answer: Answer) -> float:
 
 def _where_it_fails(
     function: RewardFunction,
-    inputs: Mapping[str, Sequence[Any]],
+    arguments: Mapping[str, Sequence[Any]],
     notes: Notes,
     rows: Sequence[int],
 ) -> str:
     """The first row on which a function that raised on the batch raises alone."""
-    for index, row in enumerate([] if is_collective(function) else rows):
+    for row in [] if is_collective(function) else rows:
         try:
-            alone = {key: [values[index]] for key, values in inputs.items()}
-            call_by_name(function, alone | notes.arguments([row]))
+            call_by_name(function, _copies(arguments, [row]) | notes.arguments([row]), "")
         except (Exception, SystemExit):
             return f"row {row} of the batch"
     return f"a batch of {len(rows)} rows"

@@ -6,8 +6,10 @@ function written for TRL gets what TRL (1.16) gives it.
 """
 
 import asyncio
+import copy
 import itertools
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,40 @@ def test_a_function_gets_texts_ids_and_columns_by_name():
         "completion_ids": [[0], [1]],
         "facts": [{"k": 1}, {"k": 2}],
     }
+
+
+def test_a_function_changes_nothing_that_is_trained_on(tmp_path, monkeypatch):
+    """Neither what it is given, nor what is global: it works on copies, and that is put back."""
+
+    def wild(prompts: list, completion_ids: list, prompt_ids: list, facts: list) -> list[float]:
+        for rows in (completion_ids, prompt_ids, prompts):
+            rows[0].clear()
+            rows.clear()
+        facts[0]["k"].append(2)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(threads + 1)
+        os.chdir(tmp_path)
+        return [0.0] if facts[0]["k"] == [1, 2] else [1.0]
+
+    monkeypatch.chdir("/")
+    threads = torch.get_num_threads()
+    given = {"prompts": [[{"role": "user"}]], "completions": ["c"], "completion_ids": [[5, 6]]}
+    columns = {"prompt_ids": [[3, 4]], "facts": [{"k": [1]}]}
+    before = copy.deepcopy((given, columns))
+    functions = {"wild": wild, "again": wild}  # the second one gets what the first did
+    assert RewardSet(functions, [1, 1])(**given, columns=columns).total.tolist() == [0]
+    assert (given, columns) == before
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.get_default_device().type == "cpu"
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == threads
+    assert os.getcwd() == "/"
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", iter([True, False]).__next__)
+    with pytest.raises(UserError, match="the function 'wild' ended the process group"):
+        RewardSet({"wild": wild}, [1])(**given, columns=columns)
 
 
 def test_a_row_may_name_its_own_functions():
