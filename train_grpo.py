@@ -14,7 +14,8 @@ Each variant of the field is one flag, defined in `common/grpo_config.py`; the f
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
-   without replacement by Gumbel noise). The baseline is the mean of all candidates or of the kept.
+   without replacement by Gumbel noise). The candidates are samples: RSO's are a set of texts, here
+   only with `distinct_candidates`. The baseline is the mean of all candidates or of the kept.
 2. Global normalisation of the kept advantages over ranks (`normalize_globally`).
 3. A completion that did not stop has the reward `missing_eos_penalty` (Huang et al. 2024).
 4. Completions are cut at the first stop token before they are scored.

@@ -131,7 +131,13 @@ def step_advantages(
 
 
 def rejection_sample(
-    rewards: Tensor, *, num_keep: int, temperature: float, method: str, seed: int | Tensor
+    rewards: Tensor,
+    *,
+    num_keep: int,
+    temperature: float,
+    method: str,
+    seed: int | Tensor,
+    texts: Tensor | None = None,
 ) -> Tensor:
     """Choose which candidates of each prompt to keep, each at most once.
 
@@ -150,6 +156,9 @@ def rejection_sample(
         method: One of `REJECTION_METHODS`.
         seed: An integer, or (N,) int64 with a seed per prompt, so that the choice does not depend
             on which rank or batch holds the prompt.
+        texts: (N, K) int64, equal where candidates of a prompt have the same text; for `rso` and
+            `gumbel`. The candidates are then a set of texts, as RSO's are: one is not drawn again
+            before all others are. None counts a text as often as it was sampled.
 
     Returns:
         (N, num_keep) int64 indices of candidates: for `rso` and `gumbel` in the order in which they
@@ -172,7 +181,7 @@ def rejection_sample(
         seed = hash_counters(seed, torch.arange(num_prompts, device=rewards.device))
     seeds = seed.to(rewards.device)[:, None]  # (N, 1)
     keep = _keep_rso if method == "rso" else _keep_gumbel
-    return keep(rewards / temperature, num_keep, seeds)
+    return keep(rewards / temperature, num_keep, seeds, first_of_text(rewards, texts))
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -185,21 +194,34 @@ def effective_sample_size(weights: Tensor) -> Tensor:
 
 
 def num_candidates_seen(
-    rewards: Tensor, *, num_keep: int, temperature: float, method: str, seed: Tensor
+    rewards: Tensor,
+    *,
+    num_keep: int,
+    temperature: float,
+    method: str,
+    seed: Tensor,
+    texts: Tensor | None = None,
 ) -> Tensor:
     """How many candidates `rejection_sample` looks at, (N,) int64; its arguments.
 
-    All K, but for `rso`, which stops in its first pass as soon as it has accepted enough.
+    All, but for `rso`, which stops in its first pass as soon as it has accepted enough.
     """
-    num_prompts, num_candidates = rewards.shape
-    everyone = torch.full((num_prompts,), num_candidates, device=rewards.device)
+    left = first_of_text(rewards, texts)  # (N, K)
+    everyone = left.sum(dim=1)
     if method != "rso":
         return everyone
-    left = torch.ones_like(rewards, dtype=torch.bool)
     seeds = seed.to(rewards.device)[:, None]
     accepted = _rso_accepts(rewards.double() / temperature, left, seeds, 0)  # (N, K)
     not_enough = accepted.long().cumsum(dim=1) < num_keep  # (N, K), after each candidate
-    return torch.minimum(not_enough.sum(dim=1) + 1, everyone)
+    return torch.minimum((not_enough & left).sum(dim=1) + 1, everyone)
+
+
+def first_of_text(rewards: Tensor, texts: Tensor | None) -> Tensor:
+    """Whether no candidate (N, K) before has the same text; True everywhere without texts."""
+    if texts is None:
+        return torch.ones_like(rewards, dtype=torch.bool)
+    is_same = texts[:, :, None] == texts[:, None, :]  # (N, K, K)
+    return ~is_same.tril(-1).any(dim=2).to(rewards.device)
 
 
 def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Tensor:
@@ -211,30 +233,36 @@ def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Te
     return uniform(salt, seeds, number, candidates) < probabilities
 
 
-def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
-    """RSO's algorithm 1 for all prompts at once; scores (N, K) are rewards / temperature."""
+def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Tensor:
+    """RSO's algorithm 1 for all prompts at once; scores (N, K) are rewards / temperature.
+
+    The candidates that are not the `first` of their text (N, K) are left until no other is.
+    """
     num_prompts, num_candidates = scores.shape
     candidates = torch.arange(num_candidates, device=scores.device).expand_as(scores)  # (N, K)
     # One column more than is kept: what comes too late is written there.
     kept = torch.zeros((num_prompts, num_keep + 1), dtype=torch.long, device=scores.device)
     num_kept = torch.zeros((num_prompts, 1), dtype=torch.long, device=scores.device)
-    left = torch.ones_like(scores, dtype=torch.bool)
+    remaining = torch.ones_like(first)
     # Every pass accepts at least the best candidate left, so num_keep passes are enough.
     for number in range(num_keep):
+        left = remaining & first
+        left = torch.where(left.any(dim=1, keepdim=True), left, remaining)
         accepted = _rso_accepts(scores, left, seeds, number)  # (N, K)
         slots = num_kept + accepted.long().cumsum(dim=1) - 1
         slots = torch.where(accepted, slots, num_keep).clamp(max=num_keep)
         kept.scatter_(1, slots, candidates)
-        left = left & ~accepted
+        remaining = remaining & ~accepted
         num_kept = num_kept + accepted.sum(dim=1, keepdim=True)
     return kept[:, :num_keep]
 
 
-def _keep_gumbel(scores: Tensor, num_keep: int, seeds: Tensor) -> Tensor:
-    """Top num_keep of the scores (N, K) plus standard Gumbel noise -log(-log u)."""
+def _keep_gumbel(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Tensor:
+    """Top num_keep of the scores (N, K) plus standard Gumbel noise -log(-log u), `first` before."""
     salt = derive_seed(0, "rejection_sample", "gumbel")
     noise = uniform(salt, seeds, torch.arange(scores.shape[1], device=scores.device))  # (N, K)
-    return (scores - torch.log(-torch.log(noise))).topk(num_keep, dim=1).indices
+    ranks = (scores - torch.log(-torch.log(noise))).argsort(dim=1).argsort(dim=1)  # (N, K)
+    return (ranks + first * scores.shape[1]).topk(num_keep, dim=1).indices
 
 
 def _keep_max_variance(rewards: Tensor, num_keep: int) -> Tensor:

@@ -41,6 +41,12 @@ class Rollouts:
         self.token_logps += other.token_logps
         self.has_stop += other.has_stop
 
+    def numbered(self, num_prompts: int) -> Tensor:
+        """(N, K) int64: a number for each completion, the same for the same tokens."""
+        numbers: dict[tuple[int, ...], int] = {}
+        found = [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.completion_ids]
+        return torch.tensor(found).view(num_prompts, -1)
+
     def texts(self, tokenizer: Any) -> list[str]:
         """The completions as text, without the stop token."""
         return [

@@ -45,6 +45,9 @@ class GRPOConfig(LoraTrainConfig):
     # --- selection and advantages ---
     rejection_method: str = knob("rso", "how candidates are kept", REJECTION_METHODS)
     rejection_temperature: float = knob(0.5, "of rejection sampling, in units of reward")
+    distinct_candidates: bool = knob(
+        False, "rso and gumbel draw from a set of texts, as RSO's paper does, not from all samples"
+    )
     baseline: str = knob("all", "mean over all candidates or the kept ones", ["all", "kept"])
     advantage_baseline: str = knob(
         "mean", "subtract the mean of the group, or of the other completions (RLOO)", BASELINES
@@ -190,6 +193,12 @@ def refuse_sampling(config: GRPOConfig) -> None:
     if not config.sampler_correction_cap >= 1:  # NaN compares as False
         raise UserError(
             f"--sampler_correction_cap is {config.sampler_correction_cap}; it must be 1 or more."
+        )
+    is_drawn = config.num_candidates > config.num_generations
+    if config.distinct_candidates and (config.rejection_method == "max_variance" or not is_drawn):
+        raise UserError(
+            "--distinct_candidates is true; it must be false with --rejection_method max_variance "
+            "and where --num_candidates is --num_generations: nothing is drawn."
         )
     if config.overlong_buffer >= config.max_completion_length:
         raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.advantages import rejection_sample
+from common.advantages import first_of_text, rejection_sample
 from common.config import UserError
 from common.data import Example
 from common.generation import Rollouts
@@ -28,9 +28,15 @@ PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
 def choose_pairs(
-    rewards: Tensor, *, method: str, num_accepted: int, temperature: float, seeds: Tensor
+    rewards: Tensor,
+    *,
+    method: str,
+    num_accepted: int,
+    temperature: float,
+    seeds: Tensor,
+    texts: Tensor | None = None,
 ) -> Tensor:
-    """Which candidates of each prompt to compare.
+    """Which candidates of each prompt to compare: those of equal text are one.
 
     - `rso_tournament`: statistical rejection sampling accepts some candidates (Liu et al. 2023,
       algorithm 1), which meet each other in random pairs, each once: first-round ranking (section
@@ -44,33 +50,46 @@ def choose_pairs(
         num_accepted: Even, at most K; for `rso_tournament`, which makes half as many pairs.
         temperature: RSO's beta, in the unit of the rewards; for `rso_tournament`.
         seeds: (N,) int64, one per prompt: the choice does not depend on the rank or batch.
+        texts: (N, K) int64, equal where candidates of a prompt have the same text; None: nowhere.
 
     Returns:
         (N, P, 2) int64 indices of candidates, the one with the higher reward first; equal rewards
-        have no winner.
+        have no winner. -1 where there were too few texts for so many pairs.
     """
     check_choice("method", method, PAIR_METHODS)
+    is_first = first_of_text(rewards, texts)  # (N, K)
     if method == "best_worst":
         return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
     if method == "all":
-        places = torch.combinations(torch.arange(rewards.shape[1]))  # (P, 2)
-        return higher_first(rewards, places.expand(len(rewards), -1, -1))
+        places = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
+        return higher_first(rewards, places, is_first)
     assert num_accepted % 2 == 0, "a tournament's first round pairs all who were accepted"
     accepted = rejection_sample(
-        rewards, num_keep=num_accepted, temperature=temperature, method="rso", seed=seeds
+        rewards,
+        num_keep=num_accepted,
+        temperature=temperature,
+        method="rso",
+        seed=seeds,
+        texts=texts,
     )  # (N, M)
     # Late ones were accepted in a later pass, so are worse: neighbours are no random opponents.
-    salt = derive_seed(0, "tournament")
-    shuffled = uniform(salt, seeds[:, None], torch.arange(num_accepted)).argsort(1)  # (N, M)
+    order = uniform(derive_seed(0, "tournament"), seeds[:, None], torch.arange(num_accepted))
+    shuffled = (order + ~is_first.gather(1, accepted)).argsort(
+        1
+    )  # (N, M), a text's first ones first
     rounds = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
-    return higher_first(rewards, rounds)
+    return higher_first(rewards, rounds, is_first)
 
 
-def higher_first(rewards: Tensor, places: Tensor) -> Tensor:
-    """Pairs of candidates (N, P, 2), each turned so that the higher reward (N, K) is first."""
+def higher_first(rewards: Tensor, places: Tensor, is_first: Tensor) -> Tensor:
+    """Pairs of candidates (N, P, 2), each turned so that the higher reward (N, K) is first.
+
+    -1 in place of a pair with a candidate that is not the first of its text (N, K).
+    """
+    is_pair = is_first.gather(1, places.flatten(1)).view_as(places).all(-1, keepdim=True)
     scores = rewards.gather(1, places.flatten(1)).view_as(places)  # (N, P, 2)
     is_reversed = (scores[..., 1] > scores[..., 0])[..., None]  # (N, P, 1)
-    return torch.where(is_reversed, places.flip(-1), places)
+    return torch.where(is_reversed, places.flip(-1), places).where(is_pair, -1)
 
 
 @dataclass
@@ -135,6 +154,8 @@ def add_rollouts(
         report.num_candidates += num_candidates
         report.reward_sum += float(rewards[n].double().sum())
         for winner, loser in chosen_pairs[n].tolist():
+            if winner < 0:
+                continue
             places = (n * num_candidates + winner, n * num_candidates + loser)
             values = (float(rewards[n, winner]), float(rewards[n, loser]))
             if values[0] == values[1]:

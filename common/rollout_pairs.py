@@ -61,6 +61,7 @@ def pairs_from_rollouts(
             num_accepted=config.num_generations,
             temperature=config.rejection_temperature,
             seeds=pairs.prompt_seeds(examples, config.seed),
+            texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
         texts = rollouts.texts(tokenizer)
         pairs.add_rollouts(report, indices, rollouts, texts, rewards, chosen_pairs)

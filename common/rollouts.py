@@ -186,6 +186,7 @@ def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str
         "temperature": config.rejection_temperature,
         "method": config.rejection_method,
         "seed": hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
+        "texts": groups.rollouts.numbered(len(groups.rows)) if config.distinct_candidates else None,
     }
 
 

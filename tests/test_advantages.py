@@ -369,6 +369,39 @@ def test_frequencies_of_ordered_draws(method: str, exact: object, beta: float):
         assert abs(frequency - inclusion) < 4.5 * spread + 1e-9
 
 
+TEXTS = torch.tensor([7, 7, 3, 3])  # the candidates a, a, b, b
+
+
+@pytest.mark.parametrize("method", ["rso", "gumbel"])
+def test_of_a_set_of_texts_each_is_drawn_once_before_any_twice(method: str):
+    """RSO's Y is such a set: of a, a, b, b with rewards 1, 1, 0, 0 it keeps a and b."""
+    rewards, texts = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(500, 4), TEXTS.expand(500, 4)
+    options = {"temperature": 0.1, "method": method, "seed": 3}
+    drawn = advantages.rejection_sample(rewards, num_keep=2, **options)
+    assert (TEXTS[drawn] == 7).all(1).double().mean() > 0.99  # samples: a twice
+    of_set = advantages.rejection_sample(rewards, num_keep=2, texts=texts, **options)
+    assert of_set.sort(1).values.tolist() == [[0, 2]] * 500
+    more = advantages.rejection_sample(rewards, num_keep=3, texts=texts, **options)
+    assert (TEXTS[more[:, :2]].sort(1).values == torch.tensor([3, 7])).all()
+    assert (more[:, 2] == 1).double().mean() > 0.99  # a again, which is the better one
+    # Without equal texts it is what it was.
+    options = {"num_keep": 3, "temperature": 1.0, "method": method, "seed": 3}
+    plain = advantages.rejection_sample(rewards, **options)
+    unequal = torch.arange(4).expand(500, 4)
+    assert torch.equal(advantages.rejection_sample(rewards, texts=unequal, **options), plain)
+
+
+def test_of_a_set_of_texts_those_are_seen_that_algorithm_1_asks_a_number_for():
+    rewards = torch.tensor([[1.0, 1.0, 1.0, 0.5, 1.0]])
+    options = {"temperature": 1e-3, "method": "rso", "seed": torch.tensor([0])}
+    texts = torch.tensor([[0, 0, 1, 2, 3]])
+    seen = [
+        advantages.num_candidates_seen(rewards, num_keep=keep, texts=texts, **options).item()
+        for keep in (1, 2, 3, 4)
+    ]
+    assert seen == [1, 2, 4, 4]
+
+
 @pytest.mark.parametrize("method", ["rso", "gumbel"])
 def test_choice_does_not_depend_on_where_the_prompt_is(method: str):
     rewards = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))

@@ -382,6 +382,7 @@ FLAGS: list[Case] = [
     ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     # Contradictions
+    ("train_grpo", {"distinct_candidates": "true"}, ["--distinct_candidates is true", "drawn"]),
     ("train_grpo", {"eval_steps": 5}, ["--eval_steps is 5", "must be 0", "--sample_steps"]),
     ("train_grpo", {"require_stop_token": "false"}, ["--require_stop_token is false", "true"]),
     *(

@@ -160,6 +160,15 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 # ---- what is collated ----------------------------------------------------------------------------
 
 
+def test_candidates_are_samples_or_a_set_of_texts():
+    groups = new_groups([[1.0, 1.0, 0.0, 0.0]])
+    groups.rollouts.completion_ids = [[5], [5], [6], [6]]
+    flags = {"num_generations": 2, "num_candidates": 4, "rejection_temperature": 0.1}
+    for is_set, expected in ((False, [[0, 1]]), (True, [[0, 2]])):
+        config = new_config(distinct_candidates=is_set, **flags)
+        assert rollouts.select(groups, config, 0).sort(1).values.tolist() == expected
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("limits", [(64, 4096), (3, 4096), (64, 40), (1, 1)])
 def test_kept_completions_bring_their_log_probs_and_places(layout, limits):

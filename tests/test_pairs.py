@@ -107,6 +107,23 @@ def test_a_prompt_s_pairs_do_not_depend_on_its_batch():
     assert torch.equal(together, torch.cat(apart))
 
 
+@pytest.mark.parametrize("method", ["rso_tournament", "all"])
+def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
+    """Of a, a, b, b two are accepted: always a and b, of which a wins; and no text meets itself."""
+    rewards, seeds = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(200, 4), torch.arange(200)
+    texts = torch.tensor([7, 7, 3, 3]).expand(200, 4)
+    rest = {"method": method, "temperature": 0.1, "seeds": seeds, "texts": texts}
+    for num_accepted in (2, 4):
+        found = pairs.choose_pairs(rewards, num_accepted=num_accepted, **rest)
+        for own in found.tolist():
+            assert [pair for pair in own if pair != [-1, -1]] == [[0, 2]]
+    ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
+    report, rollouts = pairs.PairReport(), Rollouts(ids, [], [True] * 4)
+    assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
+    pairs.add_rollouts(report, [0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])
+    assert (len(report.pairs), report.num_equal) == (1, 0)
+
+
 def rollouts_of(texts: list[str]) -> Rollouts:
     tokenizer = tiny.tokenizer()
     ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
