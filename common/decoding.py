@@ -243,7 +243,9 @@ class DecodingCache:
             if self.bias is None and not self.mask.all():
                 bias = torch.zeros_like(self.mask, dtype=key.dtype)
                 self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
-            self.prompt_keys[layer] = to_branches(key, self.index), to_branches(value, self.index)
+            # Contiguous: a batched product would copy them all for every token that is drawn.
+            keys, values = (to_branches(x, self.index).contiguous() for x in (key, value))
+            self.prompt_keys[layer] = keys, values
             shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
             self.own_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
             if self.is_static and self.own_bias is None:

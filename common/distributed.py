@@ -154,6 +154,9 @@ def start(timeout: float = 1800.0) -> None:
     if dist.is_initialized():
         return
     quieten()
+    # With a mask it plans anew for every shape and may give NaN gradients to queries of masked rows
+    # (github.com/pytorch/pytorch/issues/196678); other fused kernels take its place.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "gloo"
     if torch.cuda.is_available():
         local_rank = number_in("LOCAL_RANK", 0)

@@ -206,7 +206,7 @@ def places_of(groups: Groups, kept: Tensor) -> Tensor:
 
 def rows_of(groups: Groups, kept: Tensor, places: Tensor) -> Tensor:
     """The row numbers (B,) of the prompts of kept candidates, by their places among the N*G."""
-    return groups.rows[places // kept.shape[1]]
+    return groups.rows[places.cpu() // kept.shape[1]]
 
 
 def is_flat(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import decoding, distributed, fsdp, generation, noise
 from common.config import UserError
@@ -576,6 +577,38 @@ def test_what_a_cuda_graph_would_replay_draws_the_same(family, monkeypatch):
     assert recorded == sorted(set(recorded), reverse=True)
     for one, other in zip(replayed.token_logps, plain.token_logps, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_token_copies_no_prompt_on_a_gpu():
+    """Its products read the prompts' keys and values where they lie."""
+    lm = tiny.causal_lm("llama")
+    prompts = [list(range(2, 42)), list(range(3, 20))]
+    with torch.no_grad():
+        on_cpu, on_gpu = (decoding.SharedDecoder(lm, prompts, 3, 8).cache for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(6, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 6, 2, 1, 8, generator=generator)
+    for cache in (on_cpu, on_gpu):
+        cache.append()
+    expected = on_cpu.attend(0, query, key, value, 0.4)
+    with CopiedNumbers() as copied:
+        found = on_gpu.attend(0, tiny.on_gpu(query), key, value, 0.4)
+    torch.testing.assert_close(found.as_subclass(Tensor), expected, rtol=0, atol=1e-5)
+    assert max(copied.numbers, default=0) < on_gpu.prompt_keys[0][0].numel()
+
+
+class CopiedNumbers(TorchDispatchMode):
+    """How many numbers each copy of a tensor has."""
+
+    def __enter__(self) -> "CopiedNumbers":
+        self.numbers: list[int] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
+            self.numbers.append(result.numel())
+        return result
 
 
 def test_a_cuda_graph_needs_a_gpu():

@@ -233,6 +233,15 @@ def test_a_step_in_which_nothing_counts_has_one_empty_micro_batch():
     assert [bool(part.batch.completion_mask.any()) for part in micro_batches] == [False]
 
 
+def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
+    """Places on the device must not index what is kept on the host."""
+    groups = new_groups([[0.0, 1.0], [1.0, 0.0]])
+    kept = torch.tensor([[0, 1], [1, 0]])
+    places = torch.arange(kept.numel())
+    expected = rollouts.rows_of(groups, kept, places)
+    assert torch.equal(rollouts.rows_of(groups, kept, tiny.on_gpu(places)), expected)
+
+
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
     config = new_config(num_generations=2, num_minibatches=3)

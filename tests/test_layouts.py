@@ -539,6 +539,12 @@ def test_a_deep_copy_computes_with_its_own_last_block(family):
     assert float((changed.token_logps - unchanged.token_logps).abs().max()) > 0.1
 
 
+def test_attention_is_never_left_to_cudnn():
+    """Which is preferred on new GPUs, and gives NaN gradients where a row sees nothing."""
+    distributed.start()
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 # ---- the self-check ------------------------------------------------------------------------------
 
 CONFIG = tiny.train_config()

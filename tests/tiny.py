@@ -8,7 +8,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,26 @@ def batch_of(
     places = torch.arange(len(rows))
     batch = Batch(ids, mask, position_ids(mask), is_completion[:, 1:], real, places)
     return batch.to(distributed.device())
+
+
+class OnGpu(Tensor):
+    """A tensor of the host that says it is on a GPU, and as there cannot index one of the host."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and not isinstance(args[0], cls):
+            raise RuntimeError("indices should be on the same device as the indexed tensor (cpu)")
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result.as_subclass(Tensor) if func is Tensor.cpu else result
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    """As if it had been copied there."""
+    return tensor.as_subclass(OnGpu)
 
 
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:
