@@ -176,12 +176,15 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
 def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
     """Raise a UserError for prompt and completion that the model's positions do not hold."""
-    limit = getattr(model_config, "max_position_embeddings", None)
+    limit = max_positions(model_config)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
+        why = ""
+        if limit != getattr(model_config, "max_position_embeddings", None):
+            why = ": beyond them it computes every text of a batch by the longest one (longrope)"
         raise UserError(
             f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
-            f"{config.max_completion_length} is more than the {limit} positions of {path!r}."
+            f"{config.max_completion_length} is more than the {limit} positions of {path!r}{why}."
         )
     window = getattr(model_config, "sliding_window", None)  # 0: none, as Qwen2-MoE writes it
     if config.layout == "shared_prefix" and window and needed > window:
@@ -189,6 +192,23 @@ def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfi
             f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
             f"plus --max_completion_length is {needed}; use --layout padded."
         )
+
+
+def max_positions(model_config: PretrainedConfig) -> int | None:
+    """Tokens of the longest text whose scores are its own; None for a model without a limit.
+
+    A text beyond the original length switches longrope to other angles for *all* rows of its batch,
+    as one beyond all positions does with dynamic rotary embeddings (transformers 5.23,
+    `modeling_rope_utils.dynamic_rope_update`).
+    """
+    limits = [getattr(model_config, "max_position_embeddings", None)]
+    for spelling in ("rope_parameters", "rope_scaling"):  # the second one in code of a model's own
+        rope = getattr(model_config, spelling, None) or {}
+        for one in (rope, *rope.values()):  # of all layers, or of each type of layer
+            if isinstance(one, dict) and "longrope" in (one.get("rope_type"), one.get("type")):
+                original = getattr(model_config, "original_max_position_embeddings", None)
+                limits.append(one.get("original_max_position_embeddings", original))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def is_encoder(model_config: PretrainedConfig) -> bool:

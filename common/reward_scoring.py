@@ -127,7 +127,7 @@ class RewardModelFunction:
         """Raise a UserError for texts that are too long in this model's own tokens."""
         pairs = zip(prompt_ids, completion_ids, strict=True)
         longest = max((len(prompt) + len(ids) for prompt, ids in pairs), default=0)
-        limit = getattr(self.model_config, "max_position_embeddings", None)
+        limit = model_checks.max_positions(self.model_config)
         if limit is not None and longest > limit:
             raise UserError(
                 f"a prompt with its completion is {longest} tokens of the reward model "

@@ -7,6 +7,7 @@ safetensors and built-in code is loaded.
 """
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -454,6 +455,42 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(fields, parts,
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, "policy", tiny.tokenizer(), short_config(**fields))
     assert_one_sentence(caught.value, *parts)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}),
+        ("llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}}),
+        (
+            "gemma3_text",
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": LONGROPE | {"original_max_position_embeddings": 32},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+                "head_dim": 8,
+            },
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
+        ),
+    ],
+    ids=["phi3", "llama", "by layer type", "dynamic"],
+)
+def test_angles_of_the_longest_row_are_refused(family, fields, tmp_path):
+    """What a text scores would depend on the length of those beside it."""
+    tiny.model_config(family, vocab_size=300, **fields).save_pretrained(tmp_path)
+    read = functools.partial(models.read_model_config, str(tmp_path), "policy", None)
+    read(short_config(max_prompt_length=12))
+    with pytest.raises(UserError) as caught:
+        read(short_config(max_prompt_length=13))
+    assert_one_sentence(caught.value, "more than the 32 positions")
 
 
 def test_a_shape_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
