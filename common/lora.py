@@ -27,12 +27,19 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed
 from common.config import TrainConfig, UserError, gist, knob, require_not_negative, require_positive
+from common.errors import shown
 from common.model_checks import refuse_not_finite
 from common.noise import derive_seed
 
 TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in peft's weights file
+# Settings with which peft computes something else than W + (alpha / r) B A
+VARIANTS = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication"),
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config"),
+    *("target_parameters", "trainable_token_indices"),
+)
 
 
 @dataclass
@@ -75,7 +82,7 @@ def base_path(path: str) -> str:
     """The model that an adapter's folder was trained on; any other path as it is.
 
     Raises:
-        UserError: its settings cannot be read, are none of LoRA, or do not name its base.
+        UserError: its settings cannot be read, are none of plain LoRA, or do not name its base.
     """
     if not is_adapter(path):
         return path
@@ -85,6 +92,12 @@ def base_path(path: str) -> str:
         raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
     if fields.get("peft_type") != "LORA":
         raise UserError(f"the adapter in {path!r} is {fields.get('peft_type')}; it must be LORA.")
+    for name in VARIANTS:
+        if fields.get(name):
+            raise UserError(
+                f"the adapter in {path!r} has {name} {shown(fields[name])}; it must be plain LoRA, "
+                "W + (alpha / r) B A."
+            )
     if not fields.get("base_model_name_or_path"):
         raise UserError(f"{path}/{SETTINGS_FILE} names no base_model_name_or_path.")
     return str(fields["base_model_name_or_path"])
@@ -117,6 +130,11 @@ def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
             raise UserError(
                 f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: "
                 f"{name!r} is {tuple(found[name].shape)}, not {tuple(parameter.shape)}."
+            )
+        if not found[name].is_floating_point():
+            raise UserError(
+                f"{folder}/{WEIGHTS_FILE} has {name!r} as {found[name].dtype}; it must hold "
+                "floating-point numbers."
             )
         parameter.data.copy_(found[name])
     refuse_not_finite(f"{folder}/{WEIGHTS_FILE}", targets.items())

@@ -1,5 +1,6 @@
 """What is refused of a model's folder or configuration before its weights are read."""
 
+import json
 import math
 import re
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -54,12 +56,23 @@ def check_sizes(
             raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
         if isinstance(size, int) and size > most:
             raise UserError(f"{path!r} has {name} {shown(size)}; it must be at most {most:,}.")
-    spare = 0 if kind == "policy" else 1  # a pad token of its own, which gets an embedding
-    if tokenizer is not None and len(tokenizer) > model_config.vocab_size + spare:
+    if tokenizer is None:
+        return
+    # A pad token of its own gets an embedding.
+    own_pad = tokenizer.pad_token if kind in ("reward_model", "trunk") else None
+    num_ids = count_ids(tokenizer, without=own_pad)
+    if num_ids > model_config.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens but {path!r} has embeddings for "
-            f"{model_config.vocab_size}; give the model's own --tokenizer_name_or_path."
+            f"the tokenizer has {len(tokenizer)} tokens with ids up to {num_ids - 1} but {path!r} "
+            f"has embeddings for {model_config.vocab_size}; give the model's own "
+            "--tokenizer_name_or_path."
         )
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase, without: str | None = None) -> int:
+    """Rows that an embedding of all the tokenizer's ids has; their numbers may have gaps."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return 1 + max((i for token, i in vocabulary.items() if token != without), default=-1)
 
 
 def check_max_length(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -103,6 +116,44 @@ def check_location(path: str, what: str) -> None:
         raise UserError(f"the {what} folder {path!r} does not exist.")
     elif not looks_local:
         hub.is_reachable()
+
+
+def refuse_quantised(path: str, model_config: PretrainedConfig) -> None:
+    """Raise a UserError for weights of few bits, which cannot be trained, or read in an own way."""
+    settings = getattr(model_config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings)
+        raise UserError(
+            f"{path!r} has a quantization_config ({shown(method)}); give a model whose weights are "
+            "floating-point numbers."
+        )
+
+
+def check_weight_files(path: str, folder: Path) -> None:
+    """Raise a UserError for tensors of no floating-point numbers, or not where the index says.
+
+    Args:
+        path: as the user gave it.
+        folder: where its files are; of them only the headers are read.
+    """
+    index = folder / "model.safetensors.index.json"
+    places: dict[str, str] = {}
+    if index.is_file() and not (folder / "model.safetensors").is_file():  # which is read first
+        places = json.loads(index.read_text())["weight_map"]
+    for name in sorted(set(places.values()) or {"model.safetensors"}):
+        if not (folder / name).is_file():
+            continue  # the hub's conversion of a pickle, which lies elsewhere
+        with safe_open(folder / name, framework="pt") as file:
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        for key, dtype in dtypes.items():
+            if dtype not in ("F64", "F32", "F16", "BF16") and BUFFERS.search(key) is None:
+                raise UserError(
+                    f"the weights of {path!r} have {key!r} as {dtype}; they must be floating-point "
+                    "numbers of at least 16 bits."
+                )
+        for key, place in places.items():
+            if place == name and key not in dtypes:
+                raise UserError(f"{path!r} has no {key!r} in {name}, where {index.name} places it.")
 
 
 def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

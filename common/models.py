@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from common import distributed, fsdp, lora, synthetic
 from common.config import CommonConfig, UserError, gist
@@ -30,9 +31,12 @@ from common.model_checks import (
     check_location,
     check_max_length,
     check_sizes,
+    check_weight_files,
+    count_ids,
     pickle_hint,
     reason,
     refuse_not_finite,
+    refuse_quantised,
     refuse_unknown_fields,
     refuse_unread,
 )
@@ -117,8 +121,9 @@ def read_model_config(
     path = lora.base_path(path)
     model_config = find_config(path, tokenizer, config)
     check_kind(path, model_config, kind)
+    check_sizes(path, model_config, kind, tokenizer)
+    refuse_quantised(path, model_config)
     if kind != "encoder":  # its texts are other tokens
-        check_sizes(path, model_config, kind, tokenizer)
         check_lengths(path, model_config, config)
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
     # build the model without reading it.
@@ -144,7 +149,8 @@ def find_config(
             fields = json.loads(Path(path).read_text())
             refuse_unknown_fields(path, fields)
             if tokenizer is not None:
-                fields |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+                num_ids, eos_id = count_ids(tokenizer), tokenizer.eos_token_id
+                fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
             return AutoConfig.for_model(**fields)
         return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
@@ -248,8 +254,9 @@ def load_reward_model(
     lora.merge_folder(lm, fsdp.blocks(lm), path)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
-    if len(tokenizer) > lm.config.vocab_size:
-        lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
+    if num_ids > lm.config.vocab_size:
+        lm.resize_token_embeddings(num_ids, mean_resizing=False)
     lm.config.pad_token_id = tokenizer.pad_token_id
     if fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
@@ -326,6 +333,7 @@ def load(
             f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
             f"{pickle_hint(path)}."
         ) from None
+    check_weight_files(path, Path(cached_file(path, "config.json")).parent)
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]

@@ -98,6 +98,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "long_vocabulary": {"vocab_size": 10**400},
     "number_class": {"architectures": [3]},
     "text_class": {"architectures": "GPT2LMHeadModel"},
+    "quantised": {"quantization_config": {"quant_method": "no_such_method", "bits": 4}},
 }
 # Folders of these names in a run's folder
 FOLDERS = (
@@ -252,9 +253,22 @@ def make_weights(folder: Path) -> None:
         ("inf_weight", {"transformer.ln_f.weight": torch.full((8,), -torch.inf)}),
         ("fewer_layers", {"transformer.h.1.ln_1.weight": torch.ones(8)}),
         ("extra_weight", {"adapter.weight": torch.ones(3)}),
+        ("int8_weight", {"transformer.ln_f.bias": torch.ones(8, dtype=torch.int8)}),
+        ("bool_weight", {"transformer.ln_f.bias": torch.ones(8, dtype=torch.bool)}),
     ):
         shutil.copytree(folder / "policy", folder / name)
         save_file(weights | odd, folder / name / "model.safetensors", metadata={"format": "pt"})
+
+    shutil.copytree(folder / "no_weights", folder / "wrong_shard")
+    shards = {"a.safetensors": dict(weights), "b.safetensors": {}}
+    bias = shards["a.safetensors"].pop("transformer.ln_f.bias")
+    shards["b.safetensors"] = {"transformer.ln_f.bias": bias}
+    for shard, tensors in shards.items():
+        save_file(tensors, folder / "wrong_shard" / shard, metadata={"format": "pt"})
+    places = {key: shard for shard, tensors in shards.items() for key in tensors}
+    places |= {"transformer.ln_f.weight": "b.safetensors"}  # it is in the other one
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "wrong_shard" / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def make_configs(folder: Path) -> None:
@@ -273,11 +287,12 @@ def make_adapters(folder: Path) -> None:
     """Adapters on the policy: one with a NaN, one that names its layers by a broken pattern."""
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_{}.weight"
     weights = {name.format("A"): torch.full((2, 8), torch.nan), name.format("B"): torch.ones(24, 2)}
-    for folder_name, targets in (("nan_adapter", ["c_attn"]), ("pattern_adapter", ".*(")):
+    kinds = {"nan_adapter": {}, "pattern_adapter": {"target_modules": ".*("}}
+    for folder_name, fields in (kinds | {"dora_adapter": {"use_dora": True}}).items():
         (folder / folder_name).mkdir()
         save_file(weights, folder / folder_name / "adapter_model.safetensors")
         settings = {"peft_type": "LORA", "base_model_name_or_path": "policy", "r": 2}
-        settings |= {"target_modules": targets, "fan_in_fan_out": True}
+        settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True} | fields
         (folder / folder_name / "adapter_config.json").write_text(json.dumps(settings))
 
 

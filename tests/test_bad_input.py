@@ -248,6 +248,8 @@ MODELS: list[Case] = [
     ("train_sft", {"model_name_or_path": "no_vocabulary"}, ["'no_vocabulary'", "vocab_size -1"]),
     ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
     ("train_reward", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
+    ("train_sft", {"model_name_or_path": "quantised"}, ["quantization_config ('no_such_method')"]),
+    ("train_sft", {"model_name_or_path": "dora_adapter"}, ["use_dora True", "plain LoRA"]),
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
     ("train_reward", {"model_name_or_path": "t5"}, ["'t5' is a t5 model"]),
@@ -441,6 +443,9 @@ WEIGHTS: dict[str, list[str]] = {
     "nan_weight": ["nan in 'transformer.h.0.mlp.c_fc.weight'", "must be finite"],
     "inf_weight": ["-inf in 'transformer.ln_f.weight'", "must be finite"],
     "fewer_layers": ["have 'transformer.h.1.ln_1.weight'", "config.json has not"],
+    "int8_weight": ["'transformer.ln_f.bias' as I8", "floating-point"],
+    "bool_weight": ["'transformer.ln_f.bias' as BOOL", "floating-point"],
+    "wrong_shard": ["no 'transformer.ln_f.weight' in b.safetensors", "index.json places it"],
 }
 # Found when completions are judged
 FUNCTIONS: dict[str, list[str]] = {

@@ -18,6 +18,8 @@ import ranks
 import tiny
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -491,6 +493,29 @@ def test_angles_of_the_longest_row_are_refused(family, fields, tmp_path):
     with pytest.raises(UserError) as caught:
         read(short_config(max_prompt_length=13))
     assert_one_sentence(caught.value, "more than the 32 positions")
+
+
+def tokenizer_with_a_gap(largest: int) -> PreTrainedTokenizerFast:
+    """Three tokens, one of which has a far larger id than their number says."""
+    backend = Tokenizer(WordLevel({"<|endoftext|>": 0, "a": 1, "b": largest}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@pytest.mark.parametrize("kind", ["policy", "trunk"])
+def test_ids_without_an_embedding_are_refused_however_few_tokens_there_are(kind, tmp_path):
+    path = save_policy(tmp_path / "policy")  # 300 embeddings
+    models.read_model_config(path, kind, tokenizer_with_a_gap(299), short_config())
+    with pytest.raises(UserError) as caught:
+        models.read_model_config(path, kind, tokenizer_with_a_gap(300), short_config())
+    assert_one_sentence(caught.value, "ids up to 300", "embeddings for 300")
+
+
+def test_a_shape_gets_an_embedding_for_every_id(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}))
+    tokenizer = tokenizer_with_a_gap(70)
+    model_config = models.read_model_config(str(path), "policy", tokenizer, short_config())
+    assert model_config.vocab_size == 71
 
 
 def test_a_shape_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
