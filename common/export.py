@@ -137,11 +137,12 @@ def fold_reward_shift(lm: Any, state: dict[str, torch.Tensor], shift: float) -> 
     in transformers' classifiers, so this is how plain transformers sees the shift as well. RMSNorm
     has no bias; then nothing is changed and the result is False.
     """
-    prefix = lm.base_model_prefix
-    for name, part in reversed(list(lm.base_model.named_children())):
-        if isinstance(part, nn.LayerNorm) and part.bias is not None:
-            head = state["score.weight"][0]  # (D,)
-            key = f"{prefix}.{name}.bias"
+    head = state["score.weight"][0]  # (D,)
+    inside = {part for block in fsdp.blocks(lm) for part in block.modules()}
+    for name, part in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
+        is_norm = isinstance(part, nn.LayerNorm) and part not in inside
+        if is_norm and part.bias is not None and part.bias.shape == head.shape:
+            key = f"{lm.base_model_prefix}.{name}.bias"
             state[key] = state[key] + shift * head / head.square().sum()
             return True
     return False

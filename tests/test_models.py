@@ -241,11 +241,12 @@ def transformers_rewards(folder: Path, side: str = "right") -> Tensor:
     return logits[:, 0]
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "opt"])
 def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
-    """With its shift: in the weights of GPT-2, in the config where the last norm has no bias."""
+    """With its shift: in the weights where the last norm has a bias, else in the config."""
     config = short_config(learning_rate=0.05)
-    model, tokenizer = new_reward_model(save_policy(tmp_path / "policy", family), config)
+    shape = {"ffn_dim": 64, "word_embed_proj_dim": 32} if family == "opt" else {}
+    model, tokenizer = new_reward_model(save_policy(tmp_path / "policy", family, **shape), config)
     batch = batch_of_rows(tokenizer.pad_token_id)
     update(model, lambda: model(batch).square().mean(), config)
     with torch.no_grad():
@@ -256,7 +257,7 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
 
     plain = transformers_rewards(folder)
     saved_shift = json.loads((folder / "config.json").read_text()).get("reward_shift", 0.0)
-    assert (saved_shift == 0) == (family == "gpt2")
+    assert (saved_shift == 0) == (family in ("gpt2", "opt"))
     torch.testing.assert_close(plain + saved_shift, raw + shift, rtol=0, atol=1e-5)
     if family != "gpt2":  # rotary positions are relative: transformers may pad either side
         left = transformers_rewards(folder, side="left")
