@@ -21,7 +21,7 @@ class DropoutTrainConfig(LoraTrainConfig):
 
     dropout: float = knob(
         0.0,
-        "share of activations set to 0 in training, wherever the model has dropout; --layout "
+        "share of activations set to 0 in training, in every dropout layer of the model; --layout "
         "padded only",
     )
 

@@ -30,7 +30,8 @@ METRICS: dict[str, str] = {
     "eval_loss": "Loss over the whole held-out split, in the units of `loss`.",
     "eval_accuracy": "Preference accuracy on the whole held-out split; a tie counts one half.",
     # --- what the policy does to its tokens ---
-    "entropy": "Entropy of the policy's next-token distribution in nats, mean over the tokens.",
+    "entropy": "Entropy of the policy's next-token distribution at the temperature of sampling, in "
+    "nats, mean over the tokens.",
     # --- pairs; a reward is the model's score, or the implicit one in DPO, beta log(pi / ref): over
     # the completion's length where all losses take that, without ref where none does ---
     "accuracy": "Share of the step's pairs whose chosen reward is the higher; a tie is one half.",

@@ -225,8 +225,8 @@ def refuse_reference(config: GRPOConfig) -> None:
         )
     if config.kl_correction and config.kl_estimator not in ("k1", "k3"):
         raise UserError(
-            f"--kl_correction is true; it must be false with --kl_estimator {config.kl_estimator}, "
-            "whose gradient is that of the KL without it."
+            f"--kl_correction is true; it must be false with --kl_estimator {config.kl_estimator}: "
+            "full is exact without it, and k2 times the ratio has another gradient than the KL."
         )
 
 

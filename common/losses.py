@@ -194,7 +194,8 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     With d = log ref - log pi, and expectations over tokens drawn from pi:
 
     - `k1` = -d: unbiased, of either sign; as a loss its expected gradient is 0: for rewards.
-    - `k2` = d^2 / 2: biased; as a loss its expected gradient is that of KL(pi || ref).
+    - `k2` = d^2 / 2: biased; as a loss its expected gradient is that of KL(pi || ref), on tokens
+      of pi itself only: times the ratio it is that of something else.
     - `k3` = exp(d) - d - 1: unbiased, never negative (DeepSeekMath eq. 4); as a loss its expected
       gradient is that of KL(ref || pi).
 
@@ -326,7 +327,8 @@ def policy_loss(
         delta: Bound of `clip`, above 1 + epsilon_high, on the ratio of a token with negative
             advantage, which the two bounds leave unlimited; None = no bound.
         ratio_level: See `probability_ratio`. At sequence level the gradient of `clip` is that of
-            GSPO's eq. 5 when a completion has one advantage.
+            GSPO's eq. 5 when a completion has one advantage and `aggregate` is told `grpo`: the
+            others weigh a completion by its tokens.
 
     Returns:
         (B, C), to be minimised; 0 where the mask is False.
