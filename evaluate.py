@@ -172,7 +172,7 @@ def main(config: EvaluateConfig) -> None:
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-        self_checks.layouts_agree(policy, config)
+        self_checks.loaded_model(policy, config)
         logps = evaluation.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
         read = pair_scores.policy_scores(
             config.policy_scores, logps, ref_logps, token_counts(scored), betas[path]

@@ -109,7 +109,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
             reference = AdapterReference(policy)
         else:
             reference = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-        self_checks.layouts_agree(reference, config)
+        self_checks.loaded_model(reference, config)
         ref_pair_logps = score(reference, train_set[:1], *rest)  # (1, 2), for the self-check
         ref_shown_logps = token_records.token_logps(reference, shown, config, pad_id)
         score_all = partial(reference_logps, reference, weights, tokenizer, config)
@@ -132,12 +132,10 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.layouts_agree(policy, config)
-    if config.self_check:
-        self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
-        if config.needs_reference and paths[0] == paths[1]:
-            pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)
-            self_checks.dpo_starts_at_ln_2(pair_logps, ref_pair_logps)
+    self_checks.loaded_model(policy, config)
+    if config.self_check and config.needs_reference and paths[0] == paths[1]:
+        pair_logps = score(policy, train_set[:1], *rest)  # (1, 2)
+        self_checks.dpo_starts_at_ln_2(pair_logps, ref_pair_logps)
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
     start_step = saver.load(resume_from)

@@ -98,15 +98,13 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     elif config.beta > 0:
         frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
         reference = fsdp.shard(frozen, config, mesh)
-        self_checks.layouts_agree(reference, config)
+        self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
     scorer.load(mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.layouts_agree(policy, config)
-    if config.self_check:
-        self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
+    self_checks.loaded_model(policy, config, is_projected=config.has_exact_kl)
     updated = reference if moves else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)

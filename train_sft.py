@@ -74,9 +74,7 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.layouts_agree(policy, config)
-    if config.self_check:
-        self_checks.padding_invariance(policy, train_set[0], pad_id, config.bf16)
+    self_checks.loaded_model(policy, config)
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
     start_step = saver.load(resume_from)

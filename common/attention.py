@@ -39,8 +39,10 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     Raises:
         UserError: the model brings an attention of its own that cannot be replaced.
     """
-    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name.
-    if not (getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa):
+    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name;
+    # Llama 4, whose layers see chunks, does not even name its decoder.
+    is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
+    if not is_plain or lm.base_model is lm:
         raise UserError(
             f"{type(lm).__name__} has an attention of its own, which cannot share a prompt; use "
             "--layout padded."

@@ -124,7 +124,8 @@ class CommonConfig:
         "download a model",
     )
 
-    # --- watching ---
+    # --- checks and watching ---
+    self_check: bool = knob(True, "check every loaded model before it is used")
     num_sample_prompts: int = knob(3, "prompts in the printed table of samples (0: no table)")
 
     def __post_init__(self) -> None:
@@ -192,8 +193,7 @@ class TrainConfig(CommonConfig):
     adam_epsilon: float = knob(1e-8, "AdamW epsilon")
     max_grad_norm: float = knob(1.0, "clip the global gradient norm to this (0: measure only)")
 
-    # --- checks, logging, evaluation, checkpoints ---
-    self_check: bool = knob(True, "check the loaded model before the first step")
+    # --- logging, evaluation, checkpoints ---
     report_to: str = knob("none", "none or wandb", ["none", "wandb"])
     run_name: str = knob("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = knob(10, "steps between lines of metrics.jsonl")

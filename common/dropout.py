@@ -68,6 +68,12 @@ def end_step(model: nn.Module, config: DropoutTrainConfig) -> None:
 
 
 def set_share(model: nn.Module, share: float) -> None:
-    """What every dropout layer sets to 0. The model's mode says whether blocks are recomputed."""
-    for layer in layers(model):
-        layer.p = share
+    """What every dropout layer sets to 0; it and the module that has it are told that they train.
+
+    The others stay in the mode that `fsdp.set_mode` gave them.
+    """
+    for part in model.modules():
+        for layer in part.children():
+            if isinstance(layer, nn.Dropout):
+                layer.p = share
+                layer.training = part.training = True

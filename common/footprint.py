@@ -343,7 +343,7 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, cop
         lm.to(torch.bfloat16)
     fsdp.fuse_gelu(lm)
     attention.use_shared_prefix(lm, blocks[-1])
-    lm.train()
+    lm.eval()
     count = Count({p.untyped_storage()._cdata for p in lm.parameters()}, copies)
     ids, positions = torch.zeros(2, 1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:

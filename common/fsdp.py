@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from common import attention, distributed, lora
@@ -94,8 +95,7 @@ def shard(
             break
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(module)
-    # Hugging Face models recompute activations in training mode only.
-    module.train(any(p.requires_grad for p in module.parameters()))
+    set_mode(module, config)
     for block in blocks(module) if config.compile else []:
         block.compile(dynamic=True)
     if distributed.world_size() == 1 and not config.bf16 and not config.cpu_offload:
@@ -163,6 +163,21 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
     fuse_gelu(lm)
     if config.layout == "shared_prefix":
         attention.use_shared_prefix(lm, (blocks(lm) or [lm])[-1])
+
+
+def set_mode(module: nn.Module, config: CommonConfig) -> None:
+    """Evaluation mode, since the other one brings noise of many names: `layerdrop`, `jitter`.
+
+    Only where activations are recomputed Hugging Face's blocks must be told that they train, or,
+    of a model without such blocks, all of it. `dropout.start_step` turns dropout on.
+    """
+    module.eval()
+    if config.gradient_checkpointing and any(p.requires_grad for p in module.parameters()):
+        layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+        for layer in layers:
+            layer.training = True
+        if not layers:
+            module.train()
 
 
 def fuse_gelu(lm: nn.Module) -> None:

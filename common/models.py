@@ -129,7 +129,7 @@ def read_model_config(
     # build the model without reading it.
     model_config.dtype = torch.float32
     for name, value in model_config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+        if "drop" in name and isinstance(value, int | float):  # dropout, resid_pdrop, layerdrop
             setattr(model_config, name, 0.0)
     return model_config
 

@@ -59,7 +59,7 @@ class RewardModelFunction:
         lm = models.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
         frozen = RewardModel(lm).requires_grad_(False)
         self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
-        self_checks.layouts_agree(self.model, self.config)
+        self_checks.loaded_model(self.model, self.config)
 
     @torch.no_grad()
     def __call__(

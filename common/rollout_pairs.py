@@ -36,7 +36,7 @@ def pairs_from_rollouts(
     order = data.BatchOrder.of_training(config, prompts)
     lm = models.load_policy(config.model_name_or_path, model_config, config)
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-    self_checks.layouts_agree(policy, config)
+    self_checks.loaded_model(policy, config)
     scorer.load(mesh)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
     report = pairs.PairReport()

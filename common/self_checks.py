@@ -6,6 +6,7 @@ every rank runs them.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,57 +24,85 @@ from common.scoring import RewardModel, sequence_scores
 TOLERANCE = {False: 1e-3, True: 0.1}
 
 
-def padding_invariance(model: nn.Module, example: Example, pad_id: int, bf16: bool) -> None:
-    """The score of a sequence does not change when a longer one stands beside it.
+def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool = False) -> None:
+    """What a model says of a sequence is a function of its tokens.
 
-    Its prompt is then padded on the left and its completion on the right.
+    Its score is the same when it is computed once more; beside a sequence as long as they come,
+    which pads it on both sides; and with a prompt computed once for several completions.
 
-    Raises:
-        RuntimeError: it does, as for GPT-2 without position ids.
-    """
-    prompt = example.prompt_ids
-    completion = example.completions[0] if example.completions else prompt[-4:]
-    half_prompt = prompt[len(prompt) // 2 :]
-    half_completion = completion[: (len(completion) + 1) // 2]
-    alone = padded_batch([half_prompt], [[half_completion]], pad_id)
-    beside = padded_batch([half_prompt, prompt], [[half_completion], [completion]], pad_id)
-    with torch.no_grad():
-        device = distributed.device()
-        difference = (
-            sequence_scores(model, alone.to(device)) - sequence_scores(model, beside.to(device))[:1]
-        )
-    fsdp.reshard(model)
-    num_summed = 1 if isinstance(model, RewardModel) else len(half_completion)
-    refuse_unless(
-        float(difference.abs().max()) <= TOLERANCE[bf16] * math.sqrt(num_summed),
-        f"padding changes the score of a sequence by {float(difference.abs().max()):.3g}: "
-        "the model ignores position_ids or attention_mask",
-    )
-
-
-def layouts_agree(model: nn.Module, config: CommonConfig) -> None:
-    """Prompts computed once give the scores of the padded layout, which transformers computes.
+    Args:
+        model: policy, reference or reward model, in the mode in which it will be used.
+        config: lengths, layout and `bf16`; `self_check` false leaves out all but the last.
+        is_projected: whether hidden states are projected apart from the model also if padded.
 
     Raises:
-        UserError: they do not, as for a model that scales or caps its logits.
+        RuntimeError: chance or padding changes it, as for GPT-2 without position ids.
+        UserError: sharing a prompt does, or the model scales or caps its logits.
     """
-    if config.layout == "padded":
-        return
+    name, is_shared = type(model.lm).__name__, config.layout == "shared_prefix"
     vocab_size = model.lm.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-    prompts = [[(7 * i + 1) % vocab_size for i in range(length)] for length in (5, 9)]
-    completions = [[prompts[0][:3], prompts[1][:5]], [prompts[1][2:6], prompts[0][:2]]]
+    room = config.max_prompt_length + config.max_completion_length
+    longest = max(9, min(room, config.micro_batch_tokens // 3) - 5)
+    ids = [(7 * i + 1) % vocab_size for i in range(longest)]
+    pairs = ([ids[:5], ids[:9]], [[ids[:3], ids[:5]], [ids[2:6], ids[:2]]])
+    one = TOLERANCE[config.bf16]  # of the reward of a sequence, or of one token
+    limit = one * math.sqrt(5)
+    padded = scores(model, padded_batch(*pairs, 0))  # (4,)
+    if config.self_check:
+        gap = largest(padded - scores(model, padded_batch(*pairs, 0)))
+        refuse_unless(gap <= limit, f"a batch scored twice differs by {gap:.3g}: {name} adds noise")
+        short = ([ids[:5], ids[4:9]], [[ids[5:8]], [ids[1:4]]])  # of the same length
+        long = ([*short[0], ids], [*short[1], [ids[:5]]])
+        alone, beside = (scores(model, padded_batch(*rows, 0)) for rows in (short, long))
+        gap = largest(alone - beside[:2])
+        refuse_unless(
+            gap <= one * (1 if isinstance(model, RewardModel) else math.sqrt(3)),
+            f"padding changes the score of a sequence by {gap:.3g}: {name} ignores position_ids or "
+            "attention_mask",
+        )
+    if is_shared:
+        gap = largest(padded - scores(model, shared_prefix_batch(*pairs, 0)))
+        if not gap <= limit:
+            raise UserError(
+                f"a prompt computed once for several completions changes the scores of {name} by "
+                f"{gap:.3g}; use --layout padded."
+            )
+    if (is_shared or is_projected) and not isinstance(model, RewardModel):
+        remedy = "--layout padded" if is_shared else "--kl_estimator k1, k2 or k3"
+        refuse_changed_logits(model, padded_batch(*pairs, 0), remedy)
+
+
+def scores(model: nn.Module, batch: AnyBatch) -> Tensor:
+    """Scores (B,) of whole completions. Collective."""
     with torch.no_grad():
-        padded, shared = (
-            sequence_scores(model, make(prompts, completions, 0).to(distributed.device()))
-            for make in (padded_batch, shared_prefix_batch)
-        )
+        result = sequence_scores(model, batch.to(distributed.device()))
     fsdp.reshard(model)
-    difference = float((padded - shared).abs().max())
-    if not difference <= TOLERANCE[config.bf16] * math.sqrt(5):
-        raise UserError(
-            f"a prompt computed once for several completions changes the scores of "
-            f"{type(model.lm).__name__} by {difference:.3g}; use --layout padded."
-        )
+    return result
+
+
+def largest(difference: Tensor) -> float:
+    """The largest absolute value; NaN if there is one."""
+    return float(difference.abs().max())
+
+
+def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> None:
+    """Raise a UserError for a policy whose logits are not what its head puts out. Collective.
+
+    The head is made to put out a large number everywhere, so that no cap can be missed.
+    """
+    lm: Any = model.lm
+    logits: list[Tensor] = []
+    hooks = [
+        lm.get_output_embeddings().register_forward_hook(
+            lambda head, inputs, output: torch.full_like(output, 1024.0)
+        ),
+        lm.register_forward_hook(lambda lm, inputs, output: logits.append(output.logits)),
+    ]
+    scores(model, batch)
+    for hook in hooks:
+        hook.remove()
+    if not bool((logits[0] == 1024.0).all()):
+        raise UserError(f"{type(lm).__name__} scales or caps its logits; use {remedy}.")
 
 
 def stop_token_is_trained(

@@ -28,8 +28,8 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, export, models
-from common.config import parse
+from common import distributed, export, models, self_checks
+from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -542,6 +542,33 @@ def test_what_is_found_when_the_weights_have_been_read(stage, flags, parts, refu
     message = refusals.sentence(stage, arguments(stage, flags))
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "expected"),
+    [
+        ("train_sft", {}, ["Policy"]),
+        ("train_reward", {}, ["RewardModel"]),
+        ("train_dpo", {}, ["Policy", "Policy"]),
+        ("train_dpo", {"lora_r": 2}, ["AdapterReference", "Policy"]),
+        ("train_grpo", {"reward_funcs": "judge"}, ["Policy", "RewardModel", "Policy"]),
+        ("evaluate", {"reward_models": "judge"}, ["RewardModel", "Policy"]),
+    ],
+)
+def test_every_model_is_checked_before_it_is_used(
+    stage, flags, expected, refusals, monkeypatch, tmp_path
+):
+    """The reference, reward models and what is evaluated as the policy that is trained."""
+    seen: list[str] = []
+
+    def check(model: Any, config: Any, **options: Any) -> None:
+        seen.append(type(model).__name__)
+        if len(seen) == len(expected):
+            raise UserError("enough.")
+
+    monkeypatch.setattr(self_checks, "loaded_model", check)
+    status, _ = refusals.run(stage, arguments(stage, flags | {"output_dir": tmp_path}))
+    assert (status, seen) == (2, expected)
 
 
 @pytest.mark.parametrize(("name", "parts"), FUNCTIONS.items(), ids=list(FUNCTIONS))

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody gives it
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import dropout
+from common import distributed, dropout, fsdp
 from common.config import UserError
 from common.dropout import DropoutTrainConfig
 from common.scoring import Policy, sequence_scores
@@ -28,7 +28,8 @@ def policy(share: float) -> Policy:
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(tiny.model_config("gpt2"))
     dropout.refuse_without(lm, config(dropout=share))
-    return Policy(lm)
+    fields = config(dropout=share, gradient_checkpointing=True)
+    return fsdp.shard(Policy(lm), fields, distributed.mesh())
 
 
 def scores(model: Policy) -> list[float]:
@@ -77,7 +78,8 @@ def test_it_reaches_embeddings_residuals_and_attention(monkeypatch):
     scores(model)
     dropout.end_step(model, config(dropout=0.25))
     scores(model)
-    assert model.training, "in the other mode no activation is recomputed"
+    for block in fsdp.blocks(model):
+        assert block.training, "in the other mode no activation is recomputed"
     assert shares == [0.25, 0.25, 0.0, 0.0]
 
 

@@ -21,7 +21,7 @@ from ranks import launch, run_and_listen, run_stages, untimed_lines
 from torch import Tensor
 
 import train_grpo
-from common import checkpoint_files, distributed, fsdp, rollouts
+from common import checkpoint_files, distributed, fsdp, rollouts, self_checks
 from common.advantages import EPSILON
 from common.config import UserError
 from common.generation import Rollouts
@@ -487,20 +487,26 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
         finite_difference_agrees(policy, reference, rows)
 
 
-def test_logits_that_are_not_the_head_s_are_refused():
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_that_are_not_the_head_s_are_refused(layout):
+    """A cap of 30, as Gemma 2's, which logits below 1 would hide."""
     lm = tiny.causal_lm("gpt2")
+    with torch.no_grad():
+        lm.lm_head.weight *= 1e-2
+    config = tiny.train_config(max_prompt_length=40, max_completion_length=8, layout=layout)
     plain = lm.forward
 
-    def scaled(**inputs: Any) -> Any:
+    def capped(**inputs: Any) -> Any:
         output = plain(**inputs)
-        output.logits = output.logits / 4
+        output.logits = 30 * torch.tanh(output.logits / 30)
         return output
 
-    batch = make_batch("padded", [[5, 6]], [[[7, 8]]], PAD)
-    Policy(lm)(batch, with_hidden=True)
-    lm.forward = scaled
-    with pytest.raises(UserError, match="--kl_estimator is full, and GPT2LMHeadModel scales"):
-        Policy(lm)(batch, with_hidden=True)
+    self_checks.loaded_model(Policy(lm), config, is_projected=True)
+    lm.forward = capped
+    with pytest.raises(UserError, match="GPT2LMHeadModel scales or caps its logits; use"):
+        self_checks.loaded_model(Policy(lm), config, is_projected=True)
+    if layout == "padded":  # without the exact KL the model's own logits are read
+        self_checks.loaded_model(Policy(lm), config)
 
 
 def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any]) -> None:

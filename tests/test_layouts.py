@@ -547,24 +547,54 @@ def test_attention_is_never_left_to_cudnn():
 
 # ---- the self-check ------------------------------------------------------------------------------
 
-CONFIG = tiny.train_config()
+LENGTHS = {"max_prompt_length": 60, "max_completion_length": 8}
+CONFIG = tiny.train_config(**LENGTHS)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_layouts_agree_accepts_what_is_right(family):
     for module in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
-        self_checks.layouts_agree(module, CONFIG)
+        self_checks.loaded_model(module, CONFIG)
 
 
 def refused_layout(module: nn.Module) -> None:
     with pytest.raises(UserError) as caught:
-        self_checks.layouts_agree(module, CONFIG)
+        self_checks.loaded_model(module, CONFIG)
     assert_one_sentence(caught, "changes the scores of")
-    self_checks.layouts_agree(module, tiny.train_config(layout="padded"))
+    self_checks.loaded_model(module, tiny.train_config(**LENGTHS, layout="padded"))
 
 
 def test_layouts_agree_refuses_scaled_logits():
     refused_layout(Policy(other_family("granite", logits_scaling=3.0)))
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-3])
+def test_a_cap_is_refused_however_small_the_logits_are(small):
+    """No score shows a cap yet, and training would leave it out as the logits grow."""
+    lm = tiny.causal_lm("llama")
+    with torch.no_grad():
+        lm.lm_head.weight *= small
+    plain = lm.forward
+
+    def capped(**inputs: Any) -> Any:
+        output = plain(**inputs)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+    self_checks.loaded_model(Policy(lm), CONFIG)
+    lm.forward = capped
+    with pytest.raises(UserError) as caught:
+        self_checks.loaded_model(Policy(lm), CONFIG)
+    assert_one_sentence(caught, "LlamaForCausalLM")
+
+
+def test_llama_4_is_refused_in_the_shared_layout_only():
+    shape = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    lm = tiny.causal_lm("llama4_text", is_plain=True, **shape)
+    self_checks.loaded_model(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
+    with pytest.raises(UserError) as caught:
+        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    assert_one_sentence(caught, "Llama4ForCausalLM has an attention of its own")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -14,7 +14,7 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from common import distributed, evaluation, fsdp, padding, self_checks
+from common import distributed, evaluation, fsdp, models, padding, self_checks
 from common.config import TrainConfig, UserError
 from common.data import Example
 from common.generation import Sampler
@@ -23,7 +23,8 @@ from common.scoring import Policy, RewardModel
 
 STOP, PAD = 0, 1
 PAIRS = tiny.ragged_examples([(12, 6, 3), (5, 2, 9)], stop_id=STOP)
-CONFIG = tiny.train_config(max_completion_length=8)
+LENGTHS = {"max_prompt_length": 60, "max_completion_length": 8}
+CONFIG = tiny.train_config(**LENGTHS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,12 +63,15 @@ def blind_to(lm: Any, ignored: str) -> Any:
 # ---- padding -------------------------------------------------------------------------------------
 
 
+def checked(model: nn.Module, **fields: Any) -> None:
+    self_checks.loaded_model(model, tiny.train_config(**(LENGTHS | fields)))
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("example", [*PAIRS, Example(0, "", PAIRS[0].prompt_ids, [], {})])
-def test_padding_invariance_holds(family, example):
-    self_checks.padding_invariance(sharded(Policy(tiny.causal_lm(family))), example, PAD, False)
-    model = sharded(RewardModel(tiny.classifier(family)))
-    self_checks.padding_invariance(model, example, PAD, False)
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_a_model_that_pads_well_is_accepted(family, layout):
+    for model in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
+        checked(sharded(model), layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +79,14 @@ def test_padding_invariance_holds(family, example):
     [("gpt2", "position_ids"), ("gpt2", "attention_mask"), ("llama", "attention_mask")],
 )
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_model_that_ignores_positions_or_mask_is_refused(family, ignored, bf16):
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_a_model_that_ignores_positions_or_mask_is_refused(family, ignored, bf16, layout):
     for module in (
         Policy(blind_to(tiny.causal_lm(family), ignored)),
         RewardModel(blind_to(tiny.classifier(family), ignored)),
     ):
         with refused("padding", "position_ids or attention_mask"):
-            self_checks.padding_invariance(module, PAIRS[0], PAD, bf16)
+            checked(module, bf16=bf16, layout=layout)
 
 
 def test_rewards_read_at_the_last_column_are_refused():
@@ -93,7 +98,7 @@ def test_rewards_read_at_the_last_column_are_refused():
             return super().forward(batch)
 
     with refused("padding"):
-        self_checks.padding_invariance(LastColumn(tiny.classifier("llama")), PAIRS[0], PAD, False)
+        checked(LastColumn(tiny.classifier("llama")), layout="padded")
 
 
 def test_a_policy_that_counts_padding_is_refused():
@@ -103,14 +108,78 @@ def test_a_policy_that_counts_padding_is_refused():
             return super().forward(batch, **options)
 
     with refused("padding"):
-        self_checks.padding_invariance(AllColumns(tiny.causal_lm("gpt2")), PAIRS[0], PAD, False)
+        checked(AllColumns(tiny.causal_lm("gpt2")), layout="padded")
+
+
+def test_a_frozen_model_whose_states_read_the_padding_is_refused():
+    """As a reference or a system to evaluate, which no training step would look at."""
+    shape = {"attention_window_size": 16, "lru_width": 32, "head_dim": 8, "num_hidden_layers": 3}
+    lm = tiny.causal_lm("recurrent_gemma", is_plain=True, **shape)
+    config = tiny.train_config(**LENGTHS, layout="padded")
+    frozen = fsdp.shard(Policy(lm).requires_grad_(False), config, distributed.mesh())
+    with refused("padding", "RecurrentGemma"):
+        self_checks.loaded_model(frozen, config)
+
+
+def test_what_a_long_neighbour_changes_is_refused():
+    """Angles that follow the longest row, which 14 tokens do not show."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"original_max_position_embeddings": 32, "rope_theta": 1e4}
+    model = Policy(tiny.causal_lm("llama", rope_parameters=rope))
+    checked(model, max_prompt_length=20, layout="padded")
+    with refused("padding"):
+        checked(model, layout="padded")
 
 
 def test_the_check_leaves_the_parameters_sharded():
     policy = sharded(Policy(tiny.causal_lm("gpt2")))
     before = [type(p) for p in policy.parameters()]
-    self_checks.padding_invariance(policy, PAIRS[0], PAD, False)
+    checked(policy)
     assert [type(p) for p in policy.parameters()] == before
+
+
+# ---- noise ---------------------------------------------------------------------------------------
+
+NOISY = {
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "layerdrop": 0.5, "dropout": 0.5},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.3},
+    "phimoe": {"num_local_experts": 4, "router_jitter_noise": 0.3, "input_jitter_noise": 0.3},
+}
+
+
+@pytest.mark.parametrize("family", NOISY)
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_trained_model_computes_what_transformers_evaluates(
+    family, layout, is_recomputed, tmp_path
+):
+    """None of the noise that its config asks for in training, whatever it is called."""
+    fields = LENGTHS | {"layout": layout, "gradient_checkpointing": is_recomputed}
+    config = tiny.train_config(**fields)
+    plain = tiny.causal_lm(family, is_plain=True, **NOISY[family])
+    plain.save_pretrained(tmp_path)
+    model_config = models.read_model_config(str(tmp_path), "policy", None, config)
+    lm = models.load_policy(str(tmp_path), model_config, config)
+    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    self_checks.loaded_model(policy, config)
+    make = padding.padded_batch if layout == "padded" else padding.shared_prefix_batch
+    rows = ([[5, 6, 7], [8]], [[[9, 10]], [[11, 12]]])
+    expected = Policy(plain.eval())(padding.padded_batch(*rows, PAD)).token_logps
+    for _ in range(4):
+        found = policy(make(*rows, PAD)).token_logps
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    found.sum().backward()  # through what is recomputed
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_noise_of_a_model_s_own_is_refused(layout):
+    lm = tiny.causal_lm("llama")
+    lm.base_model.layers[0].mlp.register_forward_hook(
+        lambda layer, inputs, output: output * (1 + 0.1 * torch.rand_like(output))
+    )
+    with refused("scored twice", "LlamaForCausalLM adds noise"):
+        checked(Policy(lm), layout=layout)
+    checked(Policy(lm), layout="padded", self_check=False)
 
 
 # ---- stop token ----------------------------------------------------------------------------------
@@ -245,7 +314,7 @@ def test_a_first_rollout_on_policy_is_accepted():
     "wrong", [{"sampling_temperature": 1.0}, {"sampler_seed": 1}, {"shift": 1}]
 )
 def test_a_sampler_that_is_not_the_policy_is_refused(wrong, bf16):
-    config = tiny.train_config(max_completion_length=8, bf16=bf16)
+    config = tiny.train_config(**LENGTHS, bf16=bf16)
     with refused("sampler and trainer differ"):
         first_rollout(config=config, **wrong)
 

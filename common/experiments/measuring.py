@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common import distributed, evaluation, fsdp, models, run_state
+from common import distributed, evaluation, fsdp, models, run_state, self_checks
 from common.checkpoint_files import MANIFEST
 from common.config import CommonConfig
 from common.data import Example
@@ -99,6 +99,7 @@ class Measurer:
         model_config = models.read_model_config(base, "policy", self.tokenizer, self.config)
         lm = models.load_policy(base, model_config, self.config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), self.config, self.mesh)
+        self_checks.loaded_model(policy, self.config)
         if is_checkpoint:
             run_state.restore_parameters(Path(path), policy)
         return policy
