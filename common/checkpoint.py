@@ -91,12 +91,14 @@ def refuse_other_model(config: TrainConfig) -> None:
     import yaml
 
     output_dir = Path(config.output_dir)
+    if not (output_dir / "model").exists():
+        return
     try:
         saved = yaml.safe_load((output_dir / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return
     differences = files.changed_fields(saved, config) if isinstance(saved, dict) else []
-    if differences and (output_dir / "model").exists():
+    if differences:
         raise UserError(
             f"{output_dir / 'model'} is of another run: {'; '.join(differences)}; give the same "
             "values to make it again, another --output_dir, or --resume_from_checkpoint none to "
