@@ -126,3 +126,24 @@ def turn_end(messages: Sequence[dict[str, Any]], tokenizer: Any) -> TurnEnd:
     row = {"prompt": messages, "completion": [{"role": "assistant", "content": answer}]}
     text = render(row, ["completion"], tokenizer)["completion"].rpartition(answer)[2]
     return TurnEnd(text, encode([text], tokenizer)[0], tokenizer)
+
+
+def as_answers(
+    texts: Sequence[str], prompts: Sequence[Sequence[dict[str, Any]]], tokenizer: Any
+) -> list[Any]:
+    """Completions as reward functions get them: texts, or messages where the prompt is such.
+
+    What the template writes behind an answer is no part of it, also where a policy wrote it since
+    its stop token is another.
+
+    Args:
+        texts: B completions without their stop token.
+        prompts: B lists of messages, empty for a row of text.
+        tokenizer: Of the policy.
+    """
+    conversation = next((messages for messages in prompts if messages), None)
+    end = turn_end(conversation, tokenizer).text if conversation else ""
+    return [
+        [{"role": "assistant", "content": text.removesuffix(end)}] if messages else text
+        for text, messages in zip(texts, prompts, strict=True)
+    ]

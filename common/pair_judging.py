@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common import distributed, evaluation, models
+from common.chat import as_answers
 from common.config import CommonConfig, UserError, gist
 from common.data import Example
 from common.encoder_rewards import EncoderFunction
@@ -48,10 +49,7 @@ def reward_scores(
     rollouts = Rollouts([ids for _, ids in sides], [], [ids[-1] in stop_ids for _, ids in sides])
     texts = rollouts.texts(tokenizer)
     prompts: list[Any] = [list(map(dict, e.messages)) or e.prompt for e, _ in sides]
-    completions: list[Any] = [
-        [{"role": "assistant", "content": text}] if example.messages else text
-        for (example, _), text in zip(sides, texts, strict=True)
-    ]
+    completions = as_answers(texts, [example.messages for example, _ in sides], tokenizer)
     rewards = function(
         prompts,
         completions,

@@ -190,8 +190,9 @@ def as_examples(pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> lis
     """
     if not pairs:
         raise UserError(
-            "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward; "
-            "change --reward_funcs, raise --temperature or --num_candidates."
+            "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward, "
+            "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
+            "--temperature or --num_candidates."
         )
     examples = []
     for row, pair in enumerate(pairs):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common import data, distributed, fsdp, model_checks, models, self_checks
-from common.chat import render, turn_end
+from common.chat import as_answers, render, turn_end
 from common.config import CommonConfig, UserError
 from common.data import Example
 from common.encoder_rewards import EncoderFunction
@@ -266,13 +266,10 @@ class RewardScorer:
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
         own = ([e.prompt_ids for e in repeated], rollouts.has_stop)
         columns |= dict(zip(OWN_COLUMNS, own, strict=True))
-        texts = rollouts.texts(self.tokenizer)
+        texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
         rewards = self.functions(
             [list(map(dict, e.messages)) or e.prompt for e in repeated],  # theirs to change
-            [
-                [{"role": "assistant", "content": text}] if example.messages else text
-                for example, text in zip(repeated, texts, strict=True)
-            ],
+            as_answers(texts, messages, self.tokenizer),
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),

@@ -198,6 +198,13 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     scorer.check_rows([example])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
 
+    other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos
+    other.eos_token = "<|endoftext|>"
+    scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], other, config)
+    ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
+    rollouts = Rollouts([ended, ids[1]], [], [True, False])
+    assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
+
     own = tiny.tokenizer()
     own.chat_template = TEMPLATE
     lm = tiny.classifier("llama", vocab_size=300)

@@ -6,6 +6,7 @@ A reward model of conversations that TRL trained has TRL's scores here, ours has
 judge of pairs and of rollouts.
 """
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +84,8 @@ def rewards_by_trl(
 @pytest.mark.parametrize("is_text", [True, False])
 def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     (tmp_path / "judge.py").write_text(FILE)
-    tokenizer = tiny.tokenizer()
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = CHATML
     names = ["judge", "always"] if is_text else ["judge", "always", "thinks"]
     paths = [f"{tmp_path / 'judge.py'}:{name}" for name in names]
     config = tiny.train_config(max_prompt_length=40, max_completion_length=40)
