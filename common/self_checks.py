@@ -22,13 +22,16 @@ from common.scoring import RewardModel, sequence_scores
 # Rounding of one token's log-probability in nats, or of a reward, by bf16. The signs of rounding
 # errors are random: a sum over T tokens may be off by sqrt(T) times as much.
 TOLERANCE = {False: 1e-3, True: 0.1}
+# Tokens of the longest sequence looked at: seconds on a CPU. What rotary embeddings do beyond is
+# known from the config (`model_checks.max_positions`).
+MAX_LENGTH = 256
 
 
 def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool = False) -> None:
     """What a model says of a sequence is a function of its tokens.
 
-    Its score is the same when it is computed once more; beside a sequence as long as they come,
-    which pads it on both sides; and with a prompt computed once for several completions.
+    Its score is the same when it is computed once more; beside a far longer sequence, which pads it
+    on both sides; and with a prompt computed once for several completions.
 
     Args:
         model: policy, reference or reward model, in the mode in which it will be used.
@@ -42,7 +45,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
     name, is_shared = type(model.lm).__name__, config.layout == "shared_prefix"
     vocab_size = model.lm.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
     room = config.max_prompt_length + config.max_completion_length
-    longest = max(9, min(room, config.micro_batch_tokens // 3) - 5)
+    longest = max(9, min(room, config.micro_batch_tokens // 3, MAX_LENGTH) - 5)
     ids = [(7 * i + 1) % vocab_size for i in range(longest)]
     pairs = ([ids[:5], ids[:9]], [[ids[:3], ids[:5]], [ids[2:6], ids[:2]]])
     one = TOLERANCE[config.bf16]  # of the reward of a sequence, or of one token
