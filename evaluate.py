@@ -51,10 +51,11 @@ from common import (
     synthetic,
     win_rates,
 )
-from common.completions import Generation
+from common.completions import Answers, Generation
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.generation import Sampler
+from common.generation_quality import collect
 from common.pair_scores import PairScores, token_counts
 from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
@@ -162,6 +163,7 @@ def main(config: EvaluateConfig) -> None:
         scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
         table.rewards[names[path]] = scores.numpy()
         systems.append(describe(path, names[path], "reward_model", scores, pairs))
+        write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     max_new_tokens = config.max_new_tokens or config.max_completion_length
@@ -169,6 +171,7 @@ def main(config: EvaluateConfig) -> None:
     reference, ref_logps = None, None
     scored = pairs if config.score_stop_token else pair_judging.without_stop(pairs, stop_ids)
     generations: dict[str, list[Generation]] = {}
+    no_references = [None] * len(prompts)
     for path, policy_config in policy_configs.items():
         lm = models.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
@@ -179,6 +182,7 @@ def main(config: EvaluateConfig) -> None:
         )
         if path in config.policies:
             table.add_policy(names[path], read, betas[path])
+        write_parts(table, collect(prompts, generations, no_references), output_dir)
         if reference is None:
             reference, ref_logps = policy, logps
         system = describe(path, names[path], "policy", next(iter(read.values())), pairs)
@@ -194,10 +198,12 @@ def main(config: EvaluateConfig) -> None:
             systems.append(system)
 
     # Generations: compared with each other and with the rows' own completions
+    write_parts(table, collect(prompts, generations, no_references), output_dir)
     own = generation_quality.reference_completions(
         judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
     )
-    answers = generation_quality.collect(prompts, generations, own)
+    answers = collect(prompts, generations, own)
+    write_parts(table, answers, output_dir)
     answers = judge_functions.with_verdicts(answers, comparing, names, prompts, config.seed)
     systems = generation_quality.with_summaries(systems, answers, judges)
 
@@ -218,10 +224,9 @@ def main(config: EvaluateConfig) -> None:
         "win_rates": win_rates.all_win_rates(answers),
         "samples": samples(prompts, generations, config),
     }
+    write_parts(table, answers, output_dir)
     if distributed.is_rank0():
-        completions.write(answers, output_dir)
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        pair_scores.write_scores(output_dir / "scores.jsonl", table)
         calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
     report.chain_report(results, report.run_dirs(systems), output_dir)
     report.send(results, config)
@@ -244,6 +249,13 @@ def load_data(
         return pairs, []
     name = config.prompts_dataset_name
     return pairs, data.load_examples(config, name, split, "prompts", *rest, config.num_prompts)
+
+
+def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
+    """Write what is known so far, so that a judge that fails later loses nothing of it."""
+    if distributed.is_rank0():
+        pair_scores.write_scores(output_dir / "scores.jsonl", table)
+        completions.write(answers, output_dir)
 
 
 def describe(

@@ -1,8 +1,9 @@
 """`completions.jsonl`: what every system answered to every prompt, and what was measured of it.
 
 One line per prompt: `id` (its row among the prompts), `prompt`, `reference` (the row's own
-completion, null where it has none), `systems` (by name) and `verdicts` (of judges that compare two
-completions). Every number about generations in `results.json` is a function of this file.
+completion, null where it has none), `systems` (by name), `verdicts` (of judges that compare two
+completions) and `prompt_ids`, as the policies read it. Every number about generations in
+`results.json` is a function of this file.
 """
 
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class Generation:
         copied_2: See `text_statistics.copied_share`, of 2 words.
         copied_3: Of 3 words.
         copied_4: Of 4 words.
+        completion_ids: Of the policies' tokenizer, stop token included: what the KL is of.
     """
 
     completion: str
@@ -51,6 +53,7 @@ class Generation:
     copied_2: float | None = None
     copied_3: float | None = None
     copied_4: float | None = None
+    completion_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Answers:
     reference: Generation | None
     systems: dict[str, Generation]
     verdicts: list[Verdict] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
 
     def of(self, name: str) -> Generation | None:
         """The completion of a system, or the row's own."""
@@ -102,4 +106,5 @@ def _answers(line: dict[str, Any]) -> Answers:
         reference and Generation(**reference),
         {name: Generation(**own) for name, own in line["systems"].items()},
         [Verdict(**verdict) for verdict in line["verdicts"]],
+        line.get("prompt_ids", []),  # not in older files
     )

@@ -142,6 +142,7 @@ def judged(
             num_tokens=len(rollouts.completion_ids[i]),
             stopped=rollouts.has_stop[i],
             # nan: the judge does not apply to the row
+            completion_ids=rollouts.completion_ids[i],
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
         )
         for i, text in enumerate(rollouts.texts(judges.tokenizer))
@@ -178,6 +179,7 @@ def collect(
             example.prompt,
             references[i],
             {name: generations[i] for name, generations in by_system.items()},
+            prompt_ids=example.prompt_ids,
         )
         for i, example in enumerate(prompts)
     ]

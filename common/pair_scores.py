@@ -8,6 +8,7 @@ number of `comparison` in `results.json` follows from that file alone (`comparis
 """
 
 import hashlib
+import itertools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from common import noise, rouge
 from common.data import Example
 from common.errors import UserError, gist
-from common.jsonl import json_line, read_jsonl
+from common.jsonl import json_line, read_jsonl, write_atomically
 from common.truncation import split_prompt
 
 Scores = NDArray[np.float64]  # (N, 2), chosen and rejected
@@ -182,12 +183,14 @@ def token_counts(examples: Sequence[Example]) -> NDArray[np.int64]:
 
 
 def write_scores(path: Path, table: PairScores) -> None:
-    """Write `scores.jsonl`; numbers are exact."""
-    with path.open("w", encoding="utf-8") as file:
-        for i, pair in enumerate(table.pairs):
-            rewards = {name: scores[i].tolist() for name, scores in table.rewards.items()}
-            scores = {name: scores[i].tolist() for name, scores in table.scores.items()}
-            file.write(json_line({**pair, "rewards": rewards, "scores": scores}))
+    """Write `scores.jsonl`, atomically; numbers are exact."""
+
+    def line(i: int, pair: dict[str, Any]) -> str:
+        rewards = {name: scores[i].tolist() for name, scores in table.rewards.items()}
+        scores = {name: scores[i].tolist() for name, scores in table.scores.items()}
+        return json_line({**pair, "rewards": rewards, "scores": scores})
+
+    write_atomically(path, itertools.starmap(line, enumerate(table.pairs)))
 
 
 def read_scores(path: Path) -> PairScores:

@@ -16,13 +16,15 @@ import tiny
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 from scipy.optimize import minimize
+from transformers import AutoModelForCausalLM
 
 import evaluate
 from common import completions, distributed, export, fsdp, generation_quality, synthetic
 from common.completions import REFERENCE
-from common.config import parse
+from common.config import UserError, parse
 from common.data import Example
 from common.generation import Rollouts, Sampler
+from common.pair_scores import BASELINES, read_scores
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy, RewardModel
 from common.win_rates import all_win_rates
@@ -246,6 +248,37 @@ def test_the_file_holds_what_is_needed_to_recompute_the_table(results, lines):
         assert system["gold_reward"] is None
         texts = {one["completion"].strip() for one in own}
         assert system["distinct_completions"] == len(texts) / len(lines)
+
+
+@torch.no_grad()
+def test_the_file_holds_the_tokens_that_the_kl_is_of(folder, lines):
+    lms = {
+        name: AutoModelForCausalLM.from_pretrained(folder / name / "model")
+        for name in ("sft", "dpo")
+    }
+    for line in lines[:6]:
+        own, start = line["systems"]["dpo"], len(line["prompt_ids"])
+        ids = torch.tensor(own["completion_ids"])
+        assert len(ids) == own["num_tokens"]
+        whole = torch.tensor([line["prompt_ids"] + own["completion_ids"]])
+        logps = [lms[name](whole).logits[0, start - 1 : -1].log_softmax(-1) for name in lms]
+        of_ref, of_policy = (values[torch.arange(len(ids)), ids].sum() for values in logps)
+        assert own["kl"] == pytest.approx(float(of_policy - of_ref), abs=1e-4)
+
+
+def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, results, lines):
+    (folder / "broken.py").write_text("def judge(prompts, **columns):\n    raise OSError('away')\n")
+    argv = [*arguments(folder, "broken"), "--judge_funcs", f"{folder / 'broken.py'}:judge"]
+    with tiny.process_group(), pytest.raises(UserError, match="away"):
+        evaluate_here(argv)
+    measured = completions.read(folder / "broken")
+    assert [answer.systems for answer in measured] == [
+        answer.systems for answer in completions.read(folder / "one")
+    ]
+    scores = read_scores(folder / "broken" / "scores.jsonl").systems
+    whole = read_scores(folder / "one" / "scores.jsonl").systems
+    assert set(whole) - set(scores) == set(BASELINES)
+    assert all((scores[name] == whole[name]).all() for name in scores)
 
 
 def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines):
