@@ -92,7 +92,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     order = data.BatchOrder.of_training(config, train_set)
     total_steps = order.total_steps(config)
     shared_lengths = shorter_lengths(train_set)  # (rows,)
-    shown = (eval_set or train_set)[: config.num_sample_prompts]  # in the tables of samples
+    shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy: Policy | None = None

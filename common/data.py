@@ -633,6 +633,14 @@ def micro_batches(
     return [collate(part, config.layout, pad_id) for part in packs]
 
 
+def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
+    """The first example of each of so many prompts, for tables: the others would show it again."""
+    firsts: dict[str, Example] = {}
+    for example in examples:
+        firsts.setdefault(example.prompt, example)
+    return list(firsts.values())[:number]
+
+
 def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
     """(rows,) int64, where each example was in its data set: some rows may have been dropped."""
     return torch.tensor([example.row for example in examples])

@@ -14,7 +14,8 @@ METRICS: dict[str, str] = {
     "learning_rate": "Learning rate the step was made with.",
     "epoch": "Passes over the training rows so far; fractional.",
     "tokens": "Completion tokens in the loss of the step, over all ranks.",
-    "tokens_per_second": "Completion tokens in the loss per second of wall time, over all ranks.",
+    "tokens_per_second": "Completion tokens in the loss per second of wall time, over all ranks; "
+    "the tokens of prompts, which take their time too, are not counted.",
     "step_seconds": "Wall time of an optimiser step in seconds without evaluation, mean since the "
     "last log.",
     # A phase is timed on the device's clock where there is one, and is a mean over steps and ranks.
@@ -26,7 +27,8 @@ METRICS: dict[str, str] = {
     "seconds.",
     "elapsed_minutes": "Wall time of the training loop so far in minutes with evaluation, and with "
     "earlier launches of a resumed run.",
-    "peak_memory_gb": "Largest memory of any process so far in GB (1e9 bytes), of the GPU if used.",
+    "peak_memory_gb": "Largest memory of any process so far in GB (1e9 bytes), of the GPU if used, "
+    "with earlier launches of a resumed run.",
     "eval_loss": "Loss over the whole held-out split, in the units of `loss`.",
     "eval_accuracy": "Preference accuracy on the whole held-out split; a tie counts one half.",
     # --- what the policy does to its tokens ---
@@ -93,6 +95,7 @@ CONSOLE = (
     "grad_norm",
     "learning_rate",
     "tokens_per_second",
+    "reward_shift",
 )
 POSTFIX = ("loss", "accuracy", "reward", "kl")
 

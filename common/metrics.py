@@ -184,6 +184,7 @@ class RunLogger:
         output_dir.mkdir(parents=True, exist_ok=True)
         earlier = rewind_jsonl(output_dir / "metrics.jsonl", start_step)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
+        self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
         rewind_jsonl(output_dir / "samples.jsonl", start_step)
         self._metrics_file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._samples_file = (output_dir / "samples.jsonl").open("a", encoding="utf-8")
@@ -243,9 +244,16 @@ class RunLogger:
             return
         values = {name: float(value) for name, value in metrics.items()}
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
+        if "peak_memory_gb" in values:
+            values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(self._metrics_file, {"step": step, **values})
         self._to_wandb(lambda run: run.log({"step": step, **values}))
-        shown = [f"{name} {format_number(values[name])}" for name in CONSOLE if name in values]
+        labels = {"tokens_per_second": "completion_tokens_per_second"}
+        shown = [
+            f"{labels.get(name, name)} {format_number(values[name])}"
+            for name in CONSOLE
+            if name in values
+        ]
         postfix = {name: format_number(values[name]) for name in POSTFIX if name in values}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)

@@ -152,7 +152,7 @@ def _single_file(path: Path, split: str) -> Path:
         raise UserError(
             f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', not "
             f"{split!r}; put {split}.jsonl beside train.jsonl in a folder, name another split, or "
-            "train without evaluation: --dataset_test_split ''."
+            "in training, have none: --dataset_test_split ''."
         )
     return path
 

@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from common import distributed, synthetic
+from common import data, distributed, synthetic
 from common.config import TrainConfig, UserError
 from common.data import (
     BatchOrder,
@@ -410,6 +410,13 @@ def test_one_blank_row_of_many_is_dropped_and_counted(tmp_path, kind, messages):
     told = "2 of 52 rows .1 empty completion, 1 empty prompt; the first is row 4"
     with pytest.raises(UserError, match=told):
         load_examples(config, file, "train", kind, *rest)
+
+
+def test_tables_show_a_prompt_once_however_many_pairs_it_has():
+    examples = [data.Example(i, p, [1], [[2], [3]], {}) for i, p in enumerate("aaabac")]
+    assert [example.row for example in data.one_of_each_prompt(examples, 2)] == [0, 3]
+    assert [example.row for example in data.one_of_each_prompt(examples, 9)] == [0, 3, 5]
+    assert data.one_of_each_prompt(examples, 0) == []
 
 
 def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):

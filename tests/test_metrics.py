@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from common import metrics
 from common.glossary import CONSOLE, METRICS, POSTFIX
-from common.jsonl import read_jsonl
+from common.jsonl import json_line, read_jsonl, write_atomically
 from common.metrics import Accumulator, RunLogger
 from common.terminal import fitted_widths, format_number, markdown_table, wrapped_table
 
@@ -223,6 +223,9 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert second["elapsed_minutes"] == pytest.approx((10 + 57) / 60)
 
     clock.now = 1000.0
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    lines[0]["peak_memory_gb"] = 987.5
+    write_atomically(tmp_path / "metrics.jsonl", map(json_line, lines))
     run = logger(tmp_path, start_step=3)  # goes on from 6 + 50 seconds
     clock.now += 30.0
     run.update(4)
@@ -230,7 +233,20 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.Mon
     run.close()
     resumed = read_jsonl(tmp_path / "metrics.jsonl")[-1]
     assert resumed["elapsed_minutes"] == pytest.approx((56 + 30) / 60)
+    assert resumed["peak_memory_gb"] == 987.5
     assert resumed["step_seconds"] == pytest.approx(30.0)
+
+
+def test_a_console_line_says_what_was_logged_and_which_tokens_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = logger(tmp_path)
+    run.log(2, {"reward_shift": -1.5})
+    run.log(3, {"tokens_per_second": 120.0})
+    run.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(": reward_shift -1.5")
+    assert second.endswith(": completion_tokens_per_second 120")
 
 
 # --- the bar ---

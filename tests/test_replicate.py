@@ -167,6 +167,15 @@ def test_what_cannot_be_is_refused(folder):
         assert told in str(caught.value)
 
 
+def test_a_report_of_nothing_does_not_say_that_it_was_run():
+    config = parse(ReplicateConfig, ["--recipe", "demo", "--overrides", "max_steps=3"])
+    cost = {"hours": 0.0, "unit": "hours", "runs": 0}
+    for found, told in (({}, "nothing has run yet"), ({("a", "kl"): {0: 1.0}}, "it was run with")):
+        blocks = replicate.report(config, [], found, cost)
+        assert told in blocks[1].text
+        assert "`max_steps=3`" in blocks[1].text
+
+
 def test_published_values_have_sources(folder):
     files = sorted((ROOT / "assets" / "recipes").glob("*/published.yaml"))
     assert files

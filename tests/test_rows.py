@@ -95,7 +95,9 @@ def test_a_missing_or_doubled_split_lists_what_is_there(tmp_path):
 
 def test_a_single_file_is_the_train_split_or_the_one_it_is_named_after(tmp_path):
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
-    assert "is a single file" in refusal(file, "validation")
+    message = refusal(file, "validation")
+    assert "is a single file" in message
+    assert "in training, have none: --dataset_test_split ''" in message  # evaluate.py needs one
     named = str(write_jsonl(tmp_path / "validation.jsonl.gz", SFT))
     assert load_rows(named, "validation", kind="sft", seed=0) == SFT
     assert load_rows(named, "train", kind="sft", seed=0) == SFT

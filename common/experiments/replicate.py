@@ -322,7 +322,8 @@ def report(
     blocks: list[Block] = [Text(reading)]
     if config.overrides:
         changed = ", ".join(f"`{text}`" for text in config.overrides)
-        blocks.append(Text(f"**This is not the recipe**: it was run with {changed}."))
+        how = "it was run with" if found else "nothing has run yet, and it would be with"
+        blocks.append(Text(f"**This is not the recipe**: {how} {changed}."))
     blocks.append(comparison(published, found))
     if published:
         blocks.append(Section("Sources", [Text("\n".join(source_lines(published)))]))
