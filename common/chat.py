@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -61,16 +62,7 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     """
     if isinstance(row["prompt"], str):
         return row
-
-    def text_of(messages: list[Any], **options: Any) -> str:
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # templates are programs that come with a model
-            raise UserError(
-                f"rows hold messages and the tokenizer cannot render them: {gist(error)}; "
-                "use a model with a chat template or rows of text."
-            ) from None
-
+    text_of = partial(rendered, tokenizer)
     *before, last = row["prompt"]
     is_begun = last["role"] == "assistant"
     turn = "continue_final_message" if is_begun else "add_generation_prompt"
@@ -93,6 +85,17 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
             )
         texts[column] = whole[len(prompt) :]
     return {**row, **texts}
+
+
+def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """What the tokenizer's chat template makes of messages; a UserError if it cannot."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    except Exception as error:  # templates are programs that come with a model
+        raise UserError(
+            f"rows hold messages and the tokenizer cannot render them: {gist(error)}; "
+            "use a model with a chat template or rows of text."
+        ) from None
 
 
 @dataclass
@@ -122,9 +125,9 @@ class TurnEnd:
 
 def turn_end(messages: Sequence[dict[str, Any]], tokenizer: Any) -> TurnEnd:
     """The end of the turn that answers the messages, by the tokenizer's template."""
-    answer = "x"
-    row = {"prompt": messages, "completion": [{"role": "assistant", "content": answer}]}
-    text = render(row, ["completion"], tokenizer)["completion"].rpartition(answer)[2]
+    answer = {"role": "assistant", "content": "An answer."}  # no text of a template
+    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # it is begun
+    text = rendered(tokenizer, [*asked, answer]).rpartition(answer["content"])[2]
     return TurnEnd(text, encode([text], tokenizer)[0], tokenizer)
 
 

@@ -14,7 +14,7 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 
 from common import data, synthetic
-from common.chat import render
+from common.chat import render, turn_end
 from common.config import UserError
 from common.data import Piece, collate, load_examples
 from common.generation import Rollouts
@@ -236,6 +236,25 @@ def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
     shape.max_position_embeddings = 20
     with pytest.raises(UserError, match="tokens, and the model has 20 positions; lower --max_comp"):
         data.to_end_of_turn(pairs, chatml, stop_ids, shape)
+
+
+def test_the_end_of_a_turn_is_found_in_any_template(chatml):
+    """Also where its text holds letters, and where a prompt is written anew once an answer is."""
+    for template, end in (
+        (CHATML, "<|im_end|>\n"),
+        (CHATML.replace("<|im_end|>", "<|text, Because.|>"), "<|text, Because.|>\n"),
+        (
+            "{{ messages | length }}{% if not add_generation_prompt %}{{ messages[-1].content }}"
+            "{% endif %}",
+            "",
+        ),
+    ):
+        tokenizer = copy.deepcopy(chatml)
+        tokenizer.chat_template = template
+        for messages in ([USER], [USER, BEGUN]):
+            found = turn_end(messages, tokenizer)
+            assert found.text == end
+            assert found.ids == tokenizer(end, add_special_tokens=False)["input_ids"]
 
 
 def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatml):
