@@ -39,8 +39,8 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
         is_projected: whether hidden states are projected apart from the model also if padded.
 
     Raises:
-        RuntimeError: chance or padding changes it, as for GPT-2 without position ids.
-        UserError: sharing a prompt does, or the model scales or caps its logits.
+        UserError: chance, padding or sharing a prompt changes it, or the model scales or caps its
+            logits: another model, or another layout, is needed.
     """
     name, is_shared = type(model.lm).__name__, config.layout == "shared_prefix"
     vocab_size = model.lm.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
@@ -53,7 +53,8 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
     padded = scores(model, padded_batch(*pairs, 0))  # (4,)
     if config.self_check:
         gap = largest(padded - scores(model, padded_batch(*pairs, 0)))
-        refuse_unless(gap <= limit, f"a batch scored twice differs by {gap:.3g}: {name} adds noise")
+        noise = f"a batch scored twice differs by {gap:.3g}: {name} adds noise"
+        refuse_unless(gap <= limit, noise, UserError)
         short = ([ids[:5], ids[4:9]], [[ids[5:8]], [ids[1:4]]])  # of the same length
         long = ([*short[0], ids], [*short[1], [ids[:5]]])
         alone, beside = (scores(model, padded_batch(*rows, 0)) for rows in (short, long))
@@ -62,6 +63,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
             gap <= one * (1 if isinstance(model, RewardModel) else math.sqrt(3)),
             f"padding changes the score of a sequence by {gap:.3g}: {name} ignores position_ids or "
             "attention_mask",
+            UserError,
         )
     if is_shared:
         gap = largest(padded - scores(model, shared_prefix_batch(*pairs, 0)))
@@ -199,7 +201,9 @@ def first_rollout(
         refuse_unless(kl <= tolerance, f"the first KL to the reference is {kl:.3g} nats per token")
 
 
-def refuse_unless(holds: bool, message: str) -> None:
-    """Raise a RuntimeError that says how to go on regardless."""
+def refuse_unless(
+    holds: bool, message: str, kind: type[RuntimeError | UserError] = RuntimeError
+) -> None:
+    """Raise an error that says how to go on regardless: a UserError for what a user chose."""
     if not holds:
-        raise RuntimeError(f"self-check failed: {message} (--self_check false skips this).")
+        raise kind(f"self-check failed: {message} (--self_check false skips this).")

@@ -33,8 +33,8 @@ def _process_group():
 
 
 @contextmanager
-def refused(*parts: str) -> Iterator[None]:
-    with pytest.raises(RuntimeError) as caught:
+def refused(*parts: str, kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    with pytest.raises(kind) as caught:
         yield
     for part in ("self-check failed", *parts, "--self_check false"):
         assert part in str(caught.value)
@@ -85,7 +85,7 @@ def test_a_model_that_ignores_positions_or_mask_is_refused(family, ignored, bf16
         Policy(blind_to(tiny.causal_lm(family), ignored)),
         RewardModel(blind_to(tiny.classifier(family), ignored)),
     ):
-        with refused("padding", "position_ids or attention_mask"):
+        with refused("padding", "position_ids or attention_mask", kind=UserError):
             checked(module, bf16=bf16, layout=layout)
 
 
@@ -97,7 +97,7 @@ def test_rewards_read_at_the_last_column_are_refused():
             batch.attention_mask = torch.ones_like(batch.attention_mask)
             return super().forward(batch)
 
-    with refused("padding"):
+    with refused("padding", kind=UserError):
         checked(LastColumn(tiny.classifier("llama")), layout="padded")
 
 
@@ -107,7 +107,7 @@ def test_a_policy_that_counts_padding_is_refused():
             batch.completion_mask = torch.ones_like(batch.completion_mask)
             return super().forward(batch, **options)
 
-    with refused("padding"):
+    with refused("padding", kind=UserError):
         checked(AllColumns(tiny.causal_lm("gpt2")), layout="padded")
 
 
@@ -117,7 +117,7 @@ def test_a_frozen_model_whose_states_read_the_padding_is_refused():
     lm = tiny.causal_lm("recurrent_gemma", is_plain=True, **shape)
     config = tiny.train_config(**LENGTHS, layout="padded")
     frozen = fsdp.shard(Policy(lm).requires_grad_(False), config, distributed.mesh())
-    with refused("padding", "RecurrentGemma"):
+    with refused("padding", "RecurrentGemma", kind=UserError):
         self_checks.loaded_model(frozen, config)
 
 
@@ -127,7 +127,7 @@ def test_what_a_long_neighbour_changes_is_refused():
     rope |= {"original_max_position_embeddings": 32, "rope_theta": 1e4}
     model = Policy(tiny.causal_lm("llama", rope_parameters=rope))
     checked(model, max_prompt_length=20, layout="padded")
-    with refused("padding"):
+    with refused("padding", kind=UserError):
         checked(model, layout="padded")
 
 
@@ -177,7 +177,7 @@ def test_noise_of_a_model_s_own_is_refused(layout):
     lm.base_model.layers[0].mlp.register_forward_hook(
         lambda layer, inputs, output: output * (1 + 0.1 * torch.rand_like(output))
     )
-    with refused("scored twice", "LlamaForCausalLM adds noise"):
+    with refused("scored twice", "LlamaForCausalLM adds noise", kind=UserError):
         checked(Policy(lm), layout=layout)
     checked(Policy(lm), layout="padded", self_check=False)
 
