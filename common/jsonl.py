@@ -27,7 +27,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             if number < len(lines):
                 raise RuntimeError(f"{path}, line {number}: not JSON ({error}).") from error
     return records
@@ -56,15 +56,33 @@ def keep_lines(path: Path, number: int) -> bool:
 def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Keep the lines up to `start_step`; a run from step 0 starts an empty file. Atomic.
 
-    The steps after the checkpoint that a run resumes from will be made, and logged, again.
+    The steps after the checkpoint that a run resumes from will be made, and logged, again. Damaged
+    lines, as a power cut leaves them, are dropped with a warning.
 
     Returns:
         What was kept.
     """
-    records = read_jsonl(path) if start_step > 0 else []
-    kept = [record for record in records if record["step"] <= start_step]
+    lines = []
+    if start_step > 0 and path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = [_logged(line) for line in lines if line]
+    torn = bool(lines and lines[-1])  # the end of a file that was being written
+    if num_damaged := records[: len(records) - torn].count(None):
+        print(f"warning: {num_damaged} damaged lines of {path} are dropped.", flush=True)
+    kept = [record for record in records if record and record["step"] <= start_step]
     write_atomically(path, map(json_line, kept))
     return kept
+
+
+def _logged(line: str) -> dict[str, Any] | None:
+    """What a run has logged in a line, None for a line that no run writes."""
+    try:
+        record = json.loads(line)
+        sums = (record.get(name) or 0.0 for name in ("elapsed_minutes", "peak_memory_gb"))
+        numbers = (record["step"], *sums)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return record if all(isinstance(number, int | float) for number in numbers) else None
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:

@@ -4,6 +4,7 @@
 and evaluations are lines of their own. Every name is defined in `common/glossary.py`.
 """
 
+import os
 import shutil
 import sys
 import time
@@ -186,8 +187,10 @@ class RunLogger:
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
         rewind_jsonl(output_dir / "samples.jsonl", start_step)
-        self._metrics_file = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples_file = (output_dir / "samples.jsonl").open("a", encoding="utf-8")
+        self._files = {
+            name: (output_dir / name).open("a+", encoding="utf-8")
+            for name in ("metrics.jsonl", "samples.jsonl")
+        }
         self._wandb: Any = None
         if report_to == "wandb":
             self._wandb = start_wandb(output_dir, run_name, dict(config), start_step)
@@ -246,7 +249,7 @@ class RunLogger:
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
-        self._append(self._metrics_file, {"step": step, **values})
+        self._append(self._open("metrics.jsonl"), {"step": step, **values})
         self._to_wandb(lambda run: run.log({"step": step, **values}))
         labels = {"tokens_per_second": "completion_tokens_per_second"}
         shown = [
@@ -296,7 +299,7 @@ class RunLogger:
         if not self._active or not rows:
             return
         for row in rows:
-            self._append(self._samples_file, {"step": step, **row})
+            self._append(self._open("samples.jsonl"), {"step": step, **row})
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
@@ -312,8 +315,8 @@ class RunLogger:
             return
         self._active = False
         self._bar.close()
-        self._metrics_file.close()
-        self._samples_file.close()
+        for name in self._files:
+            self._open(name).close()
         self._to_wandb(lambda run: run.finish())
         output_lock.release(self.output_dir)
 
@@ -335,6 +338,18 @@ class RunLogger:
         except OSError as error:
             error.filename = file.name  # for the sentence about a full disk
             raise
+
+    def _open(self, name: str) -> TextIO:
+        """A record to be added to; if somebody has removed its file, that is written anew."""
+        file, path = self._files[name], self.output_dir / name
+        if os.fstat(file.fileno()).st_nlink == 0:
+            print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file.seek(0)
+            self._files[name] = path.open("a+", encoding="utf-8")
+            self._files[name].write(file.read())
+            file.close()
+        return self._files[name]
 
     @staticmethod
     def _write(text: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -169,10 +170,42 @@ def test_a_new_run_starts_with_empty_files(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_an_error_for_a_reader(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(RuntimeError, match="line 2"):
-        logger(tmp_path, start_step=3)
+        read_jsonl(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"st', "\0\0\0", '{"loss": 1.0}', '{"step": "two"}', "3", "[1]", "[" * 10_000]
+    + ['{"step": 2, "elapsed_minutes": "long"}'],
+)
+def test_a_resumed_run_drops_damaged_lines_and_says_so(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n{{"step": 3, "lo')
+    logger(tmp_path, start_step=3).close()
+    assert f"warning: 1 damaged lines of {path} are dropped" in capsys.readouterr().out
+    assert read_jsonl(path) == [{"step": 1}, {"step": 3}]
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_records_that_are_removed_in_mid_run_are_written_again(
+    is_last: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = logger(tmp_path / "run")
+    run.log(1, {"loss": 1.0})
+    run.samples(1, [{"completion": "yes"}])
+    shutil.rmtree(tmp_path / "run")
+    if not is_last:
+        run.log(2, {"loss": 2.0})
+    run.close()
+    assert "metrics.jsonl was removed in mid-run; it is written again" in capsys.readouterr().out
+    steps = [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == ([1] if is_last else [1, 2])
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == [{"step": 1, "completion": "yes"}]
 
 
 def test_other_ranks_write_and_print_nothing(
