@@ -19,10 +19,10 @@ WRITTEN_FILES = (
 
 
 def refuse_unreachable(flag: str, path: str) -> None:
-    """Raise a UserError for a link to nothing and for what the system cannot look at.
+    """Raise a UserError for a link to nothing and for what cannot be looked at or read.
 
-    That is a loop of links, a name that is too long, a folder without permission. A path that is
-    not there passes: it may be made, or be a hub id.
+    That is a loop of links, a name that is too long, what there is no permission for. A path that
+    is not there passes: it may be made, or be a hub id.
     """
     shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}(...)"
     try:
@@ -37,6 +37,7 @@ def refuse_unreachable(flag: str, path: str) -> None:
         raise UserError(
             f"--{flag} {shown} cannot be looked at ({reason}); name a file or folder that can."
         ) from None
+    refuse_forbidden(flag, path, os.R_OK)
 
 
 def refuse_twice(flag: str, names: Sequence[str]) -> None:
@@ -67,15 +68,35 @@ def refuse_unwritable(flag: str, path: str) -> None:
             f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
             "folder."
         )
+    for name in ("model", "adapter"):
+        place = Path(os.path.realpath(folder / name))
+        is_fixed = os.path.ismount(place) or not os.access(place.parent, os.W_OK | os.X_OK)
+        if (folder / name).is_symlink() and is_fixed:
+            raise UserError(
+                f"--{flag} {path} holds {name!r}, a link to {place}, which cannot be replaced; let "
+                "it point to a folder inside one that can be written."
+            )
     for name in WRITTEN_FOLDERS:
-        if (folder / name).exists() and not (folder / name).is_dir():
+        if os.path.lexists(folder / name) and not (folder / name).is_dir():
             raise UserError(
                 f"--{flag} {path} holds a file {name!r} where a folder is to be written; "
                 "remove it or name another folder."
             )
+        refuse_forbidden(flag, folder / name, os.R_OK | os.W_OK)
     for name in WRITTEN_FILES:
         if (folder / name).is_dir():
             raise UserError(
                 f"--{flag} {path} holds a folder {name!r} where a file is to be written; remove it "
                 "or name another folder."
             )
+        refuse_forbidden(flag, folder / name, os.R_OK | os.W_OK)
+
+
+def refuse_forbidden(flag: str, path: str | Path, access: int) -> None:
+    """Raise a UserError for a file or folder that is there and may not be read (and written)."""
+    needed = access | os.X_OK if os.path.isdir(path) else access
+    if os.path.exists(path) and not os.access(path, needed):
+        what = "read and written" if access & os.W_OK else "read"
+        raise UserError(
+            f"--{flag}: {path} may not be {what} by this user; let it be, or name another."
+        )

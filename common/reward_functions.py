@@ -20,6 +20,7 @@ from typing import Any, cast
 from common import synthetic
 from common.chat import is_messages
 from common.config import UserError, gist
+from common.paths import refuse_forbidden
 from common.rouge import common_subsequence
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
@@ -204,6 +205,7 @@ def find_function(name: str) -> RewardFunction | None:
         return WITH_ARGUMENT[kind](argument)
     if not is_reward_model(name):
         return load_from_file(name)
+    refuse_forbidden("reward_funcs", name, os.R_OK)
     if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
         raise UserError(
             f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "

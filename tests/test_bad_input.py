@@ -609,10 +609,43 @@ def test_a_recipe_that_is_not_there_or_not_named(refusals):
 def test_a_folder_that_allows_no_files_is_refused_before_weights_are_read(refusals, monkeypatch):
     """Permissions are asked for, not tried: tests may run as root, whom nothing stops."""
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     for flags in ({}, {"output_dir": "a/b/c"}, {"output_dir": "sft"}):
         message = refusals.sentence("train_sft", arguments("train_sft", flags))
         assert f"--output_dir {flags.get('output_dir', 'run')} cannot be written: " in message
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_what_a_run_may_not_read_in_its_folder_is_refused(name, refusals, monkeypatch):
+    run = Path(f"mine_{name}")
+    run.mkdir()
+    (run / name).touch() if "." in name else (run / name).mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != name)
+    message = refusals.sentence("train_sft", arguments("train_sft", {"output_dir": str(run)}))
+    assert f"{run / name} may not be read and written by this user" in message
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "value"),
+    [
+        ("train_sft", "model_name_or_path", "policy"),
+        ("train_sft", "dataset_name", "sft"),
+        ("train_grpo", "reward_funcs", "judge"),
+        ("evaluate", "reward_models", "judge"),
+    ],
+)
+def test_what_may_not_be_read_is_refused(script, flag, value, refusals, monkeypatch):
+    path = value.partition(":")[0]
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place).name != path)
+    message = refusals.sentence(script, arguments(script, {flag: value}))
+    assert f"--{flag}: {path} may not be read by this user" in message
+
+
+def test_a_link_that_a_model_cannot_replace_is_refused(refusals):
+    Path("linked").mkdir()
+    Path("linked/model").symlink_to("/proc")
+    message = refusals.sentence("train_sft", arguments("train_sft", {"output_dir": "linked"}))
+    assert "holds 'model', a link to /proc, which cannot be replaced" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
