@@ -77,7 +77,7 @@ def refuse_other_stage(config: TrainConfig) -> None:
         return
     try:
         written_by = json.loads((output_dir / "environment.json").read_text()).get("stage", stage)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         written_by = "no run"
     if written_by != stage:
         raise UserError(
@@ -232,8 +232,10 @@ class Checkpointer:
         }
         if distributed.is_rank0():
             metric = self.config.metric_for_best_model
-            records = [self.output_dir / name for name in files.RECORDS]
-            for path in filter(Path.exists, records):
+            records = [
+                path for path in map(self.output_dir.joinpath, files.RECORDS) if path.exists()
+            ]
+            for path in records:
                 files.flush(path)  # they must not be behind the checkpoint after a power cut
             contents["lines"] = {path.name: num_lines(path) for path in records}
             contents["metric"] = best_checkpoint.logged(self.output_dir, metric, step)

@@ -15,14 +15,16 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import MAY_CHANGE, TrainConfig
+from common.config import MAY_CHANGE, TrainConfig, UserError
+from common.glossary import is_defined
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step_\d{8,}")
 SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
 NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
 NEEDED |= {"has_reference"}
@@ -41,9 +43,24 @@ def step_of(folder: Path) -> int:
 
 
 def newest_first(output_dir: Path) -> list[Path]:
-    """The folders with a checkpoint's name, whole or not."""
-    found = (output_dir / "checkpoints").glob("step_*")
-    return sorted((path for path in found if re.fullmatch(r"step_\d{8,}", path.name)), reverse=True)
+    """The folders with a checkpoint's name, whole or not.
+
+    Raises:
+        UserError: it cannot be told which there are.
+    """
+    folder = output_dir / "checkpoints"
+    try:
+        names = filter(
+            NAME.fullmatch, os.listdir(folder)
+        )  # glob finds nothing where it may not look
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder} may hold checkpoints and cannot be read ({error.strerror}); make it "
+            "readable, or name another --output_dir."
+        ) from None
+    return sorted(map(folder.joinpath, names), reverse=True)
 
 
 # ---- the manifest --------------------------------------------------------------------------------
@@ -68,7 +85,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         is_intact = _digest(json.dumps(contents, indent=1)) == record["sha256"]
     except FileNotFoundError:
         raise ValueError(f"it has no {MANIFEST}") from None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         is_intact = False
     if not is_intact:
         raise ValueError(f"{MANIFEST} is damaged")
@@ -110,6 +127,8 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
         return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
     if odd_value := _odd(contents):
         return f"{MANIFEST} has an entry {odd_value!r} that no run writes", {}
+    if NAME.fullmatch(folder.name) and step_of(folder) != contents["step"]:
+        return f"{MANIFEST} is of step {contents['step']}", {}
     names = set(contents["files"])
     # torch reads every file with this ending, whether the manifest knows it or not.
     strays = {path.name for path in folder.glob("*.safetensors")} - names
@@ -143,7 +162,8 @@ def _odd(contents: Mapping[str, Any]) -> str:
         and set(lines) <= set(RECORDS)
         and all(map(is_count, lines.values())),
         "sums": isinstance(sums, list)
-        and all(isinstance(own, dict) and all(map(is_sum, own.values())) for own in sums),
+        and all(isinstance(own, dict) and all(map(is_sum, own.values())) for own in sums)
+        and all(is_defined(name) for own in sums for name in own),
         "metric": metric is None or is_number(metric),
     }
     return next((name for name, right in is_right.items() if not right), "")
@@ -192,8 +212,9 @@ def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `folder` once it is whole."""
+    folder = folder.resolve()  # of a link to another disk what it points to is replaced, there
     partial = folder.with_name(folder.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    discard(partial)
     partial.mkdir(parents=True)
     yield partial
     put_in_place(partial, folder)
@@ -201,10 +222,13 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 def put_in_place(partial: Path, folder: Path) -> None:
     """Give a whole folder its name, in an order that a power cut cannot turn round."""
+    mode = partial.stat().st_mode & 0o666  # as the umask has it; safetensors' files are the owner's
     for file in partial.iterdir():
+        with suppress(PermissionError):  # of a file system that has no such thing
+            file.chmod(mode)
         flush(file)
     flush(partial)
-    if folder.exists():
+    if os.path.lexists(folder):
         remove(folder)
     partial.rename(folder)
     flush(folder.parent)
@@ -213,9 +237,17 @@ def put_in_place(partial: Path, folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder; one that is half removed does not have its name."""
     aside = folder.with_name(f"{folder.name}.old{PARTIAL}")
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside)
     folder.rename(aside)
-    shutil.rmtree(aside)
+    discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, a file, or a link and not what it points to; nothing if none is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -230,7 +262,7 @@ def flush(path: Path) -> None:
 def remove_after(output_dir: Path, step: int) -> list[Path]:
     """Remove what a run that goes on after `step` will make again; returns the checkpoints."""
     for path in (output_dir / "checkpoints").glob(f"*{PARTIAL}"):
-        shutil.rmtree(path)
+        discard(path)
     later = [path for path in newest_first(output_dir) if step_of(path) > step]
     for path in later:
         remove(path)

@@ -101,7 +101,11 @@ POSTFIX = ("loss", "accuracy", "reward", "kl")
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Assert that every name is defined: in `METRICS`, or made up behind one of `PREFIXES`."""
+    """Assert that every name is defined."""
     for name in names:
-        is_made_up = any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
-        assert name in METRICS or is_made_up, f"metric {name!r} has no definition in METRICS"
+        assert is_defined(name), f"metric {name!r} has no definition in METRICS"
+
+
+def is_defined(name: str) -> bool:
+    """Whether a metric is in `METRICS`, or made up behind one of `PREFIXES`."""
+    return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)

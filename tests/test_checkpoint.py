@@ -141,6 +141,16 @@ def edit_manifest(folder: Path) -> None:
     path.write_text(path.read_text().replace('"step": 3', '"step": 4'))
 
 
+def rename(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(
+        (folder.with_name("step_00000002") / "manifest.json").read_bytes()
+    )
+
+
+def nest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 10_000)
+
+
 def lose_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
@@ -150,6 +160,8 @@ DAMAGE = [
     (flip, f"{SHARD} does not have its checksum"),
     (lose, f"{SHARD} is missing"),
     (edit_manifest, "manifest.json is damaged"),
+    (rename, "manifest.json is of step 2"),
+    (nest, "manifest.json is damaged"),
     (lose_manifest, "it has no manifest.json"),
 ]
 
@@ -194,6 +206,7 @@ ODD = "manifest.json has an entry '{}' that no run writes"
         ({"step": -5}, ODD.format("step")),
         ({"step": "two"}, ODD.format("step")),
         ({"sums": [{"loss": [1.0]}]}, ODD.format("sums")),
+        ({"sums": [{"a loss": [1.0, 1.0]}]}, ODD.format("sums")),
         ({"config": "none"}, ODD.format("config")),
     ],
 )
@@ -219,12 +232,46 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
     assert find(saved, "none") is None
 
 
+def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(checkpoint_files.os, "listdir", forbid)
+    for wanted in ("auto", "latest", "none"):
+        with pytest.raises(UserError, match="checkpoints may hold checkpoints and cannot be read"):
+            find(saved, wanted)
+
+
 def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
     newest, before, oldest = checkpoint_files.newest_first(saved)
     newest.rename(newest.with_name(newest.name + ".partial"))
     assert find(saved) == before
     tiny.checkpointer(saved, *trained()).load(before)
     assert sorted((saved / "checkpoints").iterdir()) == [oldest, before]
+
+
+def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_to_is_not(
+    saved: Path, tmp_path: Path
+) -> None:
+    newest, before, oldest = checkpoint_files.newest_first(saved)
+    elsewhere = newest.rename(tmp_path / "elsewhere")
+    newest.symlink_to(elsewhere)
+    checkpoints = saved / "checkpoints"
+    (checkpoints / "step_00000007.partial").symlink_to("gone")
+    (checkpoints / "step_00000008.partial").write_text("")
+    (checkpoints / "step_00000001.old.partial").symlink_to(elsewhere)  # a removal that broke off
+    saver = tiny.checkpointer(saved, *trained())
+    assert saver.load(find(saved)) == 3  # the link is a checkpoint as any other
+    assert sorted(checkpoints.iterdir()) == [oldest, before, newest]
+    saver.load(before)
+    assert sorted(checkpoints.iterdir()) == [oldest, before]
+    assert checkpoint_files.damage(elsewhere) == ""
+    newest.symlink_to("gone")
+    saver.save(3)
+    saver.close()
+    assert find(saved) == newest
 
 
 def test_starting_anew_removes_what_would_be_taken_for_this_run(saved: Path) -> None:

@@ -112,6 +112,16 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
         (folder / "stale").write_text(content)
     export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
+    (tmp_path / "disk").mkdir()
+    folder.rename(tmp_path / "disk" / "there")
+    folder.symlink_to(tmp_path / "disk" / "there")  # it is followed, and stays
+    (tmp_path / "disk" / "there.partial").symlink_to("gone")
+    (folder / "stale").write_text("")
+    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    assert folder.is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["there"]
+    mode = 0o666 & (tmp_path / "disk").stat().st_mode
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert {Path(name).suffix for name in names} <= {".json", ".safetensors", ".jinja"}
