@@ -413,3 +413,11 @@ def test_every_requirement_is_one_version(name):
     assert [line for line in packages if not pinned.fullmatch(line)] == []
     if name == "requirements.txt":
         assert "# To update: " in (ROOT / name).read_text()
+
+
+def test_the_lock_has_every_pin_and_a_hash_for_each_of_its_own():
+    pin = re.compile(r"^([\w-]+==[\w.]+)", re.MULTILINE)
+    lock = (ROOT / "assets" / "requirements.lock").read_text()
+    assert set(pin.findall((ROOT / "requirements.txt").read_text())) <= set(pin.findall(lock))
+    for entry in re.split(r"\n(?=[a-z])", lock)[1:]:
+        assert "--hash=sha256:" in entry, entry
