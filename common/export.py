@@ -64,7 +64,7 @@ def finish(
         raise RuntimeError(
             f"the model is whole in {folder}, its last evaluation or table of samples is not made "
             f"({again}): {gist(error)}"
-        ) from error
+        ) from (None if isinstance(error, UserError) else error)  # whose text says it all
     finally:
         logger.close()
         plots.plot_run(saver.output_dir)
