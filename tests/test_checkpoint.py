@@ -13,6 +13,7 @@ import errno
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -582,6 +583,9 @@ def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None
             saver.stop_if_asked(1)
     else:
         saver.close()
+    deadline = time.monotonic() + 30  # the last reference is dropped by a thread of the group
+    while num_groups() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert num_groups() == before
     assert not any(thread.is_alive() for thread in saver._thread._threads)
 
