@@ -73,7 +73,7 @@ def find(config: TrainConfig) -> Path | None:
 def refuse_other_stage(config: TrainConfig) -> None:
     """Raise a UserError if the run would replace a model that no run of this stage has written."""
     output_dir, stage = Path(config.output_dir), type(config).__name__
-    if not (output_dir / "model").exists():
+    if not has_model(output_dir):
         return
     try:
         written_by = json.loads((output_dir / "environment.json").read_text()).get("stage", stage)
@@ -86,24 +86,45 @@ def refuse_other_stage(config: TrainConfig) -> None:
         )
 
 
-def refuse_other_model(config: TrainConfig) -> None:
-    """Raise a UserError if the run would replace a finished model of another config."""
+def has_model(output_dir: Path) -> bool:
+    """Whether it has a finished model; a folder that waits for one is empty."""
+    return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
+
+
+def of_other_model(config: TrainConfig) -> list[str]:
+    """How the run of a finished model in `output_dir` differs from this one; empty without it."""
     import yaml
 
     output_dir = Path(config.output_dir)
-    if not (output_dir / "model").exists():
-        return
+    if not has_model(output_dir):
+        return []
     try:
         saved = yaml.safe_load((output_dir / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
-        return
-    differences = files.changed_fields(saved, config) if isinstance(saved, dict) else []
-    if differences:
+        return []
+    return files.changed_fields(saved, config) if isinstance(saved, dict) else []
+
+
+def refuse_other_model(config: TrainConfig) -> None:
+    """Raise a UserError if the run would replace a finished model of another config."""
+    if differences := of_other_model(config):
         raise UserError(
-            f"{output_dir / 'model'} is of another run: {'; '.join(differences)}; give the same "
-            "values to make it again, another --output_dir, or --resume_from_checkpoint none to "
-            "replace it."
+            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(differences)}; "
+            "give the same values to make it again, another --output_dir, or "
+            "--resume_from_checkpoint none to replace it."
         )
+
+
+def set_aside(config: TrainConfig) -> None:
+    """Rename a finished model of another config, which would stand beside this run's config."""
+    if not of_other_model(config):
+        return
+    for name in ("model", "adapter"):
+        place = (Path(config.output_dir) / name).resolve()
+        if place.is_dir():
+            files.discard(before := place.with_name(f"{place.name}.before"))
+            place.rename(before)
+            print(f"the {name} of another run is in {before} now", flush=True)
 
 
 def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
@@ -385,6 +406,7 @@ class Checkpointer:
             distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
         if distributed.is_rank0():
             output_lock.take(self.output_dir)
+            set_aside(self.config)
             # In this order: a checkpoint must not outlive the records of its steps.
             if removed := files.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)

@@ -50,9 +50,7 @@ def newest_first(output_dir: Path) -> list[Path]:
     """
     folder = output_dir / "checkpoints"
     try:
-        names = filter(
-            NAME.fullmatch, os.listdir(folder)
-        )  # glob finds nothing where it may not look
+        names = filter(NAME.fullmatch, os.listdir(folder))  # unlike glob it says what it may not
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -216,17 +214,22 @@ def replacing(folder: Path) -> Iterator[Path]:
     partial = folder.with_name(folder.name + PARTIAL)
     discard(partial)
     partial.mkdir(parents=True)
-    yield partial
+    try:
+        yield partial
+    except BaseException:
+        discard(partial)  # a disk that is full needs the room
+        raise
     put_in_place(partial, folder)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
     """Give a whole folder its name, in an order that a power cut cannot turn round."""
     mode = partial.stat().st_mode & 0o666  # as the umask has it; safetensors' files are the owner's
-    for file in partial.iterdir():
-        with suppress(PermissionError):  # of a file system that has no such thing
-            file.chmod(mode)
-        flush(file)
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with suppress(PermissionError):  # of a file system that has no such thing
+                path.chmod(mode)
+        flush(path)
     flush(partial)
     if os.path.lexists(folder):
         remove(folder)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from common import distributed, token_cache
+from common import distributed, model_checks, token_cache
 from common.chat import Conversation, render, turn_end
 from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
@@ -269,7 +269,7 @@ def to_end_of_turn(
         for e in conversations
     }
     longest = max(len(e.prompt_ids) + len(c) for e in closed.values() for c in e.completions)
-    limit = getattr(model_config, "max_position_embeddings", None)
+    limit = model_checks.max_positions(model_config)
     if limit is not None and longest > limit:
         raise UserError(
             f"a conversation with the end of its turn is {longest} tokens, and the model has "

@@ -4,6 +4,7 @@ Without torchrun a run is a process group of one, so that every stage is written
 """
 
 import atexit
+import contextlib
 import ctypes
 import json
 import os
@@ -101,7 +102,8 @@ def tell_torchrun(sentence: str) -> None:
     """Have torchrun end with the sentence: it prints some 40 lines of its own below ours."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": told}))
+        with contextlib.suppress(OSError):  # of a full disk
+            Path(file).write_text(json.dumps({"message": told}))
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -258,7 +260,7 @@ def a_peer_has_failed() -> bool:
 
 def was_restarted() -> bool:
     """Whether torchrun started this process in the place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return number_in("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
 def own_rank() -> int:

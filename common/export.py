@@ -49,7 +49,11 @@ def finish(
         try:
             save_pretrained(saver.model, tokenizer, folder, stop_ids=stop_ids, reward_shift=added)
         except UserError as error:  # on every rank
-            raise UserError(f"{error}; {saver.keep(step)}.") from None
+            try:
+                kept = f"{saver.keep(step)}."
+            except UserError as second:
+                kept = str(second)
+            raise UserError(f"{error}; {kept}") from None
 
     saver.stop_if_asked(step, at_once=True)
     export()
@@ -57,17 +61,16 @@ def finish(
     try:
         for look in looks:
             look(step)
-        if saver.close():
-            export()
     except Exception as error:
         again = saver.how_to_go_on(step) or "evaluate.py measures it"
         raise RuntimeError(
             f"the model is whole in {folder}, its last evaluation or table of samples is not made "
             f"({again}): {gist(error)}"
         ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-    finally:
-        logger.close()
-        plots.plot_run(saver.output_dir)
+    if saver.close():
+        export()
+    logger.close()
+    plots.plot_run(saver.output_dir)
 
 
 def save_pretrained(

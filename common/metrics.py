@@ -4,7 +4,6 @@
 and evaluations are lines of their own. Every name is defined in `common/glossary.py`.
 """
 
-import os
 import shutil
 import sys
 import time
@@ -342,7 +341,7 @@ class RunLogger:
     def _open(self, name: str) -> TextIO:
         """A record to be added to; if somebody has removed its file, that is written anew."""
         file, path = self._files[name], self.output_dir / name
-        if os.fstat(file.fileno()).st_nlink == 0:
+        if not path.exists():
             print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             file.seek(0)

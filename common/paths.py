@@ -77,7 +77,8 @@ def refuse_unwritable(flag: str, path: str) -> None:
                 "it point to a folder inside one that can be written."
             )
     for name in WRITTEN_FOLDERS:
-        if os.path.lexists(folder / name) and not (folder / name).is_dir():
+        is_awaited = name in ("model", "adapter") and not (folder / name).exists()  # by a link
+        if os.path.lexists(folder / name) and not (folder / name).is_dir() and not is_awaited:
             raise UserError(
                 f"--{flag} {path} holds a file {name!r} where a folder is to be written; "
                 "remove it or name another folder."

@@ -146,7 +146,7 @@ def keep_printing() -> None:
                     io.BufferedWriter(LastingFile(number, "w", closefd=False)),
                     encoding=stream.encoding,
                     errors="backslashreplace",
-                    line_buffering=stream.line_buffering,
+                    line_buffering=stream.line_buffering or stream.write_through,  # python -u
                 )
                 setattr(sys, name, lasting)
 

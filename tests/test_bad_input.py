@@ -28,7 +28,7 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, export, models, self_checks
+from common import distributed, export, models, paths, self_checks
 from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
@@ -646,6 +646,9 @@ def test_a_link_that_a_model_cannot_replace_is_refused(refusals):
     Path("linked/model").symlink_to("/proc")
     message = refusals.sentence("train_sft", arguments("train_sft", {"output_dir": "linked"}))
     assert "holds 'model', a link to /proc, which cannot be replaced" in message
+    Path("linked/model").unlink()
+    Path("linked/model").symlink_to("not_yet_there")
+    paths.refuse_unwritable("output_dir", "linked")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
@@ -848,6 +851,13 @@ def speaks(completions, log_extra, **columns):
     print("\\ud83d \xe9", flush=True)
     return [float(len(text)) for text in completions]
 """
+
+
+def test_what_is_printed_unbuffered_is_not_kept():
+    program = "from common import terminal; terminal.keep_printing(); print('out'); os._exit(0)"
+    command = [sys.executable, "-u", "-c", f"import os; {program}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "out\n"
 
 
 @pytest.mark.parametrize(("is_read", "plans"), [(False, True), (False, False), (True, False)])

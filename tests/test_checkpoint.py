@@ -335,6 +335,8 @@ def test_a_restart_does_not_go_on_with_the_run_of_another_config(
 
 def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
     (saved / "model").mkdir()
+    assert find(saved) is not None  # as on a disk that a link leads to: nothing is lost
+    (saved / "model" / "config.json").touch()
     with pytest.raises(UserError, match="a folder 'model' of no run, and this run of TrainConfig"):
         find(saved)
     (saved / "environment.json").write_text('{"stage": "SFTConfig"}')
@@ -351,11 +353,19 @@ def test_a_finished_model_without_checkpoints_is_not_replaced_by_another_run(
     save_run_files(tmp_path, config, 1)
     assert find(tmp_path, seed=5) is None  # it was killed early: there is nothing to lose
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     assert find(tmp_path, logging_steps=3) is None
     for wanted in ("auto", "latest"):
         with pytest.raises(UserError, match="model is of another run: seed was 0 and is 5; give"):
             find(tmp_path, wanted, seed=5)
     assert find(tmp_path, "none", seed=5) is None
+    same, other = (tiny.checkpointer(tmp_path, *trained(), seed=seed) for seed in (0, 5))
+    same.load(None)
+    assert (tmp_path / "model" / "config.json").exists()
+    output_lock.release(tmp_path)
+    other.load(None)  # killed early, it would leave another run's model beside its own config
+    assert not (tmp_path / "model").exists()
+    assert (tmp_path / "model.before" / "config.json").exists()
 
 
 def test_a_run_does_not_replace_what_it_reads(tmp_path: Path) -> None:

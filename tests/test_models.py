@@ -110,6 +110,12 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
     for content in ("stale", "again"):  # a second export replaces the folder whole
         export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
         (folder / "stale").write_text(content)
+    two = copy.deepcopy(tiny.tokenizer())
+    two.chat_template = {"default": "{{ messages }}", "rag": "{{ documents }}"}
+    export.save_pretrained(policy, two, folder)  # which has a folder of templates
+    (template,) = (folder / "additional_chat_templates").iterdir()
+    assert template.stat().st_mode == (folder / "config.json").stat().st_mode
+    assert template.parent.stat().st_mode == folder.stat().st_mode
     export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     (tmp_path / "disk").mkdir()
