@@ -252,8 +252,13 @@ def load_data(
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
-    """Write what is known so far, so that a judge that fails later loses nothing of it."""
+    """Write what is known so far, so that a judge that fails later loses nothing of it.
+
+    Results and reports of an earlier evaluation are removed: they are not of these scores.
+    """
     if distributed.is_rank0():
+        for name in ("results.json", "report.html", "report.md"):
+            (output_dir / name).unlink(missing_ok=True)
         pair_scores.write_scores(output_dir / "scores.jsonl", table)
         completions.write(answers, output_dir)
 

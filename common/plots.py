@@ -106,15 +106,14 @@ def draw_series(
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     """Mean over up to `reach` values on either side, without those that are not finite."""
     known = np.isfinite(values)
-    sums, counts = (
-        np.concatenate([[0], np.cumsum(column)]) for column in (np.where(known, values, 0), known)
-    )
-    places = np.arange(len(values))
-    near = np.minimum(reach, np.minimum(places, places[::-1]))  # as far on both sides: no bias
-    first, end = places - near, places + near + 1
-    with np.errstate(invalid="ignore"):  # a mean of nothing is NaN
-        means = (sums[end] - sums[first]) / (counts[end] - counts[first])
-    return [float(mean) for mean in means]
+    heights, counts = np.where(known, values, 0), np.concatenate([[0], np.cumsum(known)])
+    means = []
+    for place in range(len(values)):
+        near = min(reach, place, len(values) - 1 - place)  # as far on both sides: no bias
+        first, end = place - near, place + near + 1
+        count = int(counts[end] - counts[first])  # window by window: a running sum keeps a spike
+        means.append(float(heights[first:end].sum()) / count if count else math.nan)
+    return means
 
 
 # --- one run ---
@@ -294,12 +293,15 @@ def _draw_reward(
 
 
 def _draw_intervals(
-    axes: Any, intervals: Mapping[str, tuple[float, ...]], colours: Mapping[str, str], number: str
+    axes: Any,
+    intervals: Mapping[str, tuple[float, float | None, float | None]],
+    colours: Mapping[str, str],
+    number: str,
 ) -> None:
-    """A dot with its interval for each name, and the value beside it."""
+    """A dot for each name, with its interval where it has one and the value beside it."""
     names = list(intervals)
     for index, (name, (value, low, high)) in enumerate(intervals.items()):
-        errors = [[value - low], [high - value]]
+        errors = None if low is None or high is None else [[value - low], [high - value]]
         dot = {"fmt": "o", "markersize": 6, "capsize": 4, "color": colours[name]}
         axes.errorbar([index], [value], errors, **dot)
         beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}

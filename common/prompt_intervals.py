@@ -26,6 +26,8 @@ Values = Sequence[float | None]
 def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, Any] | None:
     """Mean of the measured values with its bootstrap interval; None without any.
 
+    Of a single prompt low and high are None, here and below: nothing shows how prompts differ.
+
     Args:
         values: N numbers, or None where nothing was measured.
         prompts: N keys, equal for rows of the same prompt.
@@ -33,10 +35,10 @@ def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, 
     measured, clusters = _measured(values, prompts)
     if not measured.size:
         return None
-    if _all_differ(clusters):
+    mean, low, high = float(measured.mean()), None, None
+    if _all_differ(clusters) and measured.size > 1:
         mean, low, high = mean_interval(measured)
-    else:
-        mean = float(measured.mean())
+    elif clusters.any():
         low, high = percentile_interval(bootstrap_means(measured[:, None], clusters)[:, 0], mean)
     return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
@@ -56,9 +58,10 @@ def mean_over_tokens(
         return None
     counts = [n for n, value in zip(num_tokens, values, strict=True) if value is not None]
     weights = np.array(counts, dtype=np.float64)
-    means = bootstrap_means(np.stack([measured * weights, weights], axis=1), clusters)
-    mean = float(np.average(measured, weights=weights))
-    low, high = percentile_interval(means[:, 0] / means[:, 1], mean)
+    mean, low, high = float(np.average(measured, weights=weights)), None, None
+    if clusters.any():
+        means = bootstrap_means(np.stack([measured * weights, weights], axis=1), clusters)
+        low, high = percentile_interval(means[:, 0] / means[:, 1], mean)
     return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
 
@@ -70,7 +73,7 @@ def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str,
     alike (Korn and Graubard 1998; with Wilson's interval Franco et al. 2019). Where every prompt
     has the same share nothing shows a variance: then as many as there are prompts are counted.
     The variance is itself estimated, of G prompts with G - 1 degrees of freedom, so that Student's
-    quantile stands in the place of the normal one; of a single prompt low and high are None.
+    quantile stands in the place of the normal one.
     """
     measured, clusters = _measured(values, prompts)
     if not measured.size:

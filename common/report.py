@@ -14,6 +14,7 @@ from typing import Any
 from common import comparison_tables, generation_tables
 from common.config import config_dict
 from common.distributed import is_rank0
+from common.generation_tables import interval_cell
 from common.plots import dataset_title, reward_functions, summary_figure
 from common.report_page import (
     Block,
@@ -52,9 +53,9 @@ def systems_table(results: Mapping[str, Any]) -> Table:
             system["name"],
             _accuracy(system.get("accuracy")),
             _cell(attainable, "{:.1f}", scale=100),
-            _interval(system.get("gold_reward"), "{:.3f}"),
-            *(_interval((system.get("rewards") or {}).get(name), "{:.3f}") for name in functions),
-            _interval(system.get("reward"), "{:.2f}"),
+            interval_cell(system.get("gold_reward"), 1, 3),
+            *(interval_cell((system.get("rewards") or {}).get(name), 1, 3) for name in functions),
+            interval_cell(system.get("reward"), 1, 2),
             _cell((system.get("kl") or {}).get("mean"), "{:.2f}"),
             _cell(system.get("length"), "{:.1f}"),
             _cell(system.get("stop_rate"), "{:.1f}", scale=100),
@@ -71,17 +72,8 @@ def _cell(value: float | None, number: str, scale: float = 1) -> str:
     return NOT_MEASURED if value is None else number.format(scale * value)
 
 
-def _interval(
-    interval: Mapping[str, float] | None, number: str, key: str = "mean", scale: float = 1
-) -> str:
-    if not interval:
-        return NOT_MEASURED
-    value, low, high = (number.format(scale * interval[part]) for part in (key, "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
 def _accuracy(interval: Mapping[str, float] | None) -> str:
-    return _interval(interval, "{:.1f}", "accuracy", scale=100)
+    return interval_cell(interval, 100, 1, "accuracy")
 
 
 def chain_report(

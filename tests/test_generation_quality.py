@@ -269,8 +269,13 @@ def test_the_file_holds_the_tokens_that_the_kl_is_of(folder, lines):
 def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, results, lines):
     (folder / "broken.py").write_text("def judge(prompts, **columns):\n    raise OSError('away')\n")
     argv = [*arguments(folder, "broken"), "--judge_funcs", f"{folder / 'broken.py'}:judge"]
+    (folder / "broken").mkdir()
+    of_before = [folder / "broken" / name for name in ("results.json", "report.html", "report.md")]
+    for path in of_before:
+        path.write_text("{}")
     with tiny.process_group(), pytest.raises(UserError, match="away"):
         evaluate_here(argv)
+    assert not any(path.exists() for path in of_before)
     measured = completions.read(folder / "broken")
     assert [answer.systems for answer in measured] == [
         answer.systems for answer in completions.read(folder / "one")

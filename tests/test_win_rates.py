@@ -172,7 +172,13 @@ def test_a_mean_over_tokens_weighs_long_completions_more():
     assert found["mean"] == pytest.approx((30 * 1 + 10 * 4) / 40)
     assert (found["low"], found["high"]) == (1.0, 4.0)
     one_prompt = mean_over_tokens([1.0, 4.0], [30, 10], ["x", "x"])
-    assert one_prompt["low"] == one_prompt["high"] == pytest.approx(1.75)
+    assert one_prompt == {"mean": pytest.approx(1.75), "low": None, "high": None, "count": 2}
+
+
+def test_one_prompt_has_no_interval_of_a_mean():
+    for prompts in (["x"], ["x", "x"]):
+        found = mean_over_prompts([1.0, 3.0][: len(prompts)], prompts)
+        assert (found["low"], found["high"]) == (None, None)
 
 
 def test_prompts_that_repeat_are_drawn_together():

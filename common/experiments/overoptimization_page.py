@@ -184,8 +184,9 @@ def setting(method: str, value: float) -> str:
 
 def format_interval(interval: Mapping[str, float], number: str) -> str:
     """Mean with its interval."""
-    mean, low, high = (number.format(interval[part]) for part in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]"
+    parts = ("mean", "low", "high") if interval["low"] is not None else ("mean",)
+    mean, *ends = (number.format(interval[part]) for part in parts)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
 def format_fitted(interval: Mapping[str, float | None] | None) -> str:
