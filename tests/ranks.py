@@ -1,17 +1,23 @@
 """Run a function on several ranks, and stages on them: the parent's side and the child's.
 
-`launch` starts processes of this file; every rank then calls the function that was named and hands
-back what it returned. `run_stages` is such a function: it runs the scripts' own `main`, one after
-another in one process group (importing torch costs more than fifty steps of a tiny model).
+`launch` has every rank call the function that was named and hand back what it returned.
+`run_stages` is such a function: it runs the scripts' own `main`, one after another in one process
+group. Importing torch costs more than fifty steps of a tiny model, so a rank is a fork of a server,
+a process of this file that has only imported. Each rank has a server of its own: processes that are
+started apart hash texts differently, and a set's order that decides something must show.
 """
 
+import gc
 import hashlib
 import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +46,8 @@ STAGES = {
 }
 TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
+PRELOADED = ("ranks", *(module for module, _ in STAGES.values()))
+SERVERS: list["subprocess.Popen[str]"] = []  # by rank
 
 
 def launch(
@@ -57,19 +65,64 @@ def launch(
         function: at the top of a module in tests/; its arguments and its result must fit in JSON.
         num_ranks: processes.
         folder: existing, for the files between parent and children.
-        run: starts a script on that many processes, as `run_script` does.
-        timeout: seconds, of `run_script`.
+        run: starts a script on that many processes, as `run_script` does, in place of forks.
+        timeout: seconds, without `run`.
         arguments: for the function, the same on every rank.
     """
     call = {"module": function.__module__, "name": function.__name__, "arguments": arguments}
     call_file = Path(tempfile.mkdtemp(prefix="launch_", dir=folder)) / "call.json"
     call_file.write_text(json.dumps(call))
     try:
-        (run or partial(run_script, timeout=timeout))([__file__, str(call_file)], num_ranks)
+        if run or sys.platform != "linux":  # elsewhere system libraries do not survive a fork
+            (run or partial(run_script, timeout=timeout))([__file__, str(call_file)], num_ranks)
+        else:
+            fork_ranks(call_file, num_ranks, timeout)
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
         raise AssertionError("\n".join(tracebacks) or str(error)) from None
     return [json.loads(result_file(call_file, rank).read_text()) for rank in range(num_ranks)]
+
+
+def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
+    """Answer the call on forks of the servers, which meet as torchrun's processes do.
+
+    Raises:
+        AssertionError: a rank failed, or took longer than `timeout` seconds; then all are killed.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    deadline = time.monotonic() + timeout
+    try:
+        for rank in range(num_ranks):
+            if rank == len(SERVERS):
+                SERVERS.append(start_server())
+            of_rank = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            variables = environment(**of_rank if num_ranks > 1 else {})
+            log = call_file.with_name(f"rank_{rank}.log")
+            call = json.dumps([str(call_file), str(log), variables])
+            print(call, file=SERVERS[rank].stdin, flush=True)
+        waiting = [server.stdout for server in SERVERS[:num_ranks]]
+        while waiting:
+            ended, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
+            logs = [path.read_text()[-6000:] for path in call_file.parent.glob("*.log")]
+            assert ended, "\n".join([f"no end within {timeout} s", *logs])
+            for pipe in ended:
+                assert pipe.readline() == "0\n", "\n".join(logs)
+                waiting.remove(pipe)
+    except BaseException:
+        for server in SERVERS:
+            os.killpg(server.pid, signal.SIGKILL)  # and the rank
+            server.communicate()
+        SERVERS.clear()
+        raise
+
+
+def start_server() -> subprocess.Popen[str]:
+    """A process that serves forks of itself until its input ends, as it does with this process."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, __file__]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -127,6 +180,24 @@ def answer(call_file: Path) -> None:
         distributed.close_and_exit(1)
     torch.distributed.barrier()
     distributed.leave()
+
+
+def serve() -> None:
+    """The server's side of `fork_ranks`: a rank at a time, whose status it prints."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # or the first collection in each rank copies every page
+    for line in sys.stdin:
+        call_file, log, variables = json.loads(line)
+        if rank := os.fork():
+            print(os.waitpid(rank, 0)[1], flush=True)
+            continue
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(1, 2)
+        os.environ.clear()
+        os.environ.update(variables)
+        answer(Path(call_file))
+        distributed.close_and_exit(0)
 
 
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -252,4 +323,4 @@ def hash_of(tensor: torch.Tensor) -> str:
 
 
 if __name__ == "__main__":
-    answer(Path(sys.argv[1]))
+    answer(Path(sys.argv[1])) if sys.argv[1:] else serve()
