@@ -141,8 +141,8 @@ def judged(
             completion=text,
             num_tokens=len(rollouts.completion_ids[i]),
             stopped=rollouts.has_stop[i],
-            # nan: the judge does not apply to the row
             completion_ids=rollouts.completion_ids[i],
+            # nan: the judge does not apply to the row
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
         )
         for i, text in enumerate(rollouts.texts(judges.tokenizer))

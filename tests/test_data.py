@@ -70,7 +70,7 @@ def load_gpt2() -> Any:
     from transformers import AutoTokenizer
 
     if not (SHARED / "gpt2_tokenizer").is_dir():
-        pytest.skip("the GPT-2 tokenizer is not in ../shared/data/gpt2_tokenizer")
+        pytest.skip("needs GPT-2's tokenizer in ../shared/data/gpt2_tokenizer")
     return AutoTokenizer.from_pretrained(SHARED / "gpt2_tokenizer")
 
 
