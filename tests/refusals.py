@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from common import distributed, failures, output_lock
+from common import distributed, failures, output_lock, signals
 
 STAGES = {
     "train_sft": "SFTConfig",
@@ -62,6 +62,8 @@ class Refusals:
         # Runs before this one, in the same process group, have left their failures and steps.
         self.monkeypatch.setattr(distributed, "store", dist.HashStore)
         self.monkeypatch.setattr(failures, "_progress", None)
+        # Else a signal to pytest would not end it, but stop every run of the tests after this one.
+        self.monkeypatch.setattr(signals, "listen", lambda *_, **__: None)
         try:
             distributed.run(module.main, getattr(module, STAGES[stage]))
         except SystemExit as ended:

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, export, models, paths, self_checks
+from common import distributed, export, models, paths, self_checks, signals
 from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
@@ -785,6 +786,12 @@ def test_paths_may_have_spaces(folder):
     flags["output_dir"] = "a second run"
     module = importlib.import_module("train_sft")
     module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
+
+
+def test_a_stage_run_here_leaves_signals_to_pytest(refusals):
+    before = [signal.getsignal(number) for number in signals.STOPPING]
+    refusals.sentence("train_sft", arguments("train_sft", {"dataset_name": "none"}))
+    assert [signal.getsignal(number) for number in signals.STOPPING] == before
 
 
 # ---- as real commands ----------------------------------------------------------------------------
