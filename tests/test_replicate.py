@@ -210,7 +210,12 @@ def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, cap
             ["common.experiments.sample_pairs", f"{model}{root}/sft/model", f"{rows}rows"],
             ["train_dpo.py", f"{model}{root}/sft/model", f"{rows}{root}/pairs", "--beta=0.5"],
             ["train_grpo.py", f"{model}{root}/sft/model", f"{rows}rows", "--beta=0.1"],
-            ["evaluate.py", f"--ref_model_name_or_path={root}/sft/model", f"{rows}{root}/pairs"],
+            [
+                "evaluate.py",
+                f"--ref_model_name_or_path={root}/sft/model",
+                f"{rows}{root}/pairs",
+                "--prompts_dataset_name=rows",
+            ],
         ],
         strict=True,
     ):
@@ -220,6 +225,35 @@ def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, cap
     )
     assert ["--max_steps=3" in words for words in lines] == [False, False, True, False, False]
     assert not made
+
+
+def test_one_data_set_takes_the_place_of_one(folder, made, capsys):
+    """Wherever the recipe names it; of different ones each stage says which it takes."""
+
+    def data_sets(recipe: str, *overrides: str) -> list[str]:
+        arguments = ["--recipe", recipe, "--seeds", "0", "--dry_run", "true", "--overrides"]
+        replicate.main(parse(ReplicateConfig, [*arguments, *overrides]))
+        words = capsys.readouterr().out.split()
+        return sorted(word.removeprefix("--") for word in words if "dataset_name=" in word)
+
+    mine = ["dataset_name=mine"]
+    assert data_sets("demo", *mine) == [*mine * 5, "sft_dataset_name=mine"]
+    own = ["reward.dataset_name=pairs", "sft_dataset_name=its"]
+    assert data_sets("demo", *own, *mine) == (
+        [*mine * 4, "dataset_name=pairs", "sft_dataset_name=its"]
+    )
+    with pytest.raises(UserError) as caught:
+        data_sets("tldr-gpt2", "dataset_name=mine", "dpo.dataset_name=pairs")
+    assert str(caught.value) == (
+        "--overrides has 'dataset_name=mine' for stages of --recipe tldr-gpt2 that have different "
+        "data sets (sft, grpo: trl-lib/tldr; reward, evaluate: trl-lib/tldr-preference); it must "
+        "be stage.dataset_name= for those of one."
+    )
+    pairs = [f"{stage}.dataset_name=pairs" for stage in ("reward", "dpo", "evaluate")]
+    assert data_sets("tldr-gpt2", *mine, *pairs) == (
+        [*mine * 2, *["dataset_name=pairs"] * 3]
+        + ["prompts_dataset_name=mine", "sft_dataset_name=mine"]
+    )
 
 
 def test_the_whole_chain_is_checked_before_its_first_stage(folder, made):

@@ -11,8 +11,10 @@ deviation, Student's 95% interval and n. What was not run is left empty.
 `--overrides` changes flags: `flag=value` in every stage that has the flag, `stage.flag=value` in
 one, which wins over the other in any order. `model_name_or_path=X` and `dataset_name=X` are for the
 stages whose recipe names one that no earlier stage makes: the chain starts from X and stays a
-chain. A run with overrides is not the recipe any more, and the report says so. The commands of all
-stages are printed, and checked, before the first is run; `--dry_run true` ends there.
+chain. `dataset_name=X` is also for the flags that name SFT's data set (`prompts_dataset_name`,
+`sft_dataset_name`), and refused where the recipes of its stages name different ones. A run with
+overrides is not the recipe any more, and the report says so. The commands of all stages are
+printed, and checked, before the first is run; `--dry_run true` ends there.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
@@ -54,6 +56,7 @@ RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
 # An override of all stages leaves these where a stage takes them from earlier ones of its chain.
 LINKS = ("model_name_or_path", "dataset_name")
+SFT_ROWS = ("prompts_dataset_name", "sft_dataset_name")  # which a recipe sets to SFT's data set
 # The stages in order: their recipe, their script, its config.
 CHAIN = {
     "sft": ("train_sft.py", "SFTConfig"),
@@ -139,7 +142,7 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     """The stages of a seed, by their recipes' names.
 
     Raises:
-        UserError: an override is of no stage.
+        UserError: an override is of no stage, or a data set of all is for different ones.
     """
     folder = RECIPES / config.recipe
     names = [name for name in CHAIN if (folder / f"{name}.yaml").is_file()]
@@ -147,9 +150,10 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     own = {name: moved(recipe, config, seed) for name, recipe in recipes.items()}
     links = {name: {f for f in LINKS if f not in recipes[name] or f in own[name]} for name in names}
     overrides = read_overrides(config.overrides, links)
+    sft_rows = data_set_of_all(config, recipes, links)
     stages = {}
     for name in names:
-        flags: dict[str, Any] = {"seed": seed, **own[name], **overrides[name]}
+        flags = {"seed": seed, **own[name], **sft_rows.get(name, {}), **overrides[name]}
         output_dir = Path(flags.pop("output_dir"))
         stages[name] = Stage(CHAIN[name][0], output_dir, folder / f"{name}.yaml", flags)
     return stages
@@ -216,6 +220,37 @@ def read_overrides(
         for taker in takers:
             found[taker][flag] = yaml.safe_load(value) if is_list else value
     return found
+
+
+def data_set_of_all(
+    config: ReplicateConfig,
+    recipes: Mapping[str, Mapping[str, Any]],
+    links: Mapping[str, Collection[str]],
+) -> dict[str, dict[str, Any]]:
+    """What `dataset_name=X` changes besides it, by stage: the flags that name SFT's data set.
+
+    Raises:
+        UserError: it is for stages whose recipe names different data sets.
+    """
+    flag = "dataset_name"
+    given = dict(text.partition("=")[::2] for text in config.overrides)
+    if flag not in given:
+        return {}
+    takers: dict[str, list[str]] = {}
+    for name, recipe in recipes.items():
+        if flag not in links[name] and f"{name}.{flag}" not in given:
+            takers.setdefault(recipe[flag], []).append(name)
+    if len(takers) > 1:
+        named = "; ".join(f"{', '.join(names)}: {value}" for value, names in takers.items())
+        raise UserError(
+            f"--overrides has '{flag}={given[flag]}' for stages of --recipe {config.recipe} that "
+            f"have different data sets ({named}); it must be stage.{flag}= for those of one."
+        )
+    own = recipes["sft"][flag]
+    return {
+        name: {other: given[flag] for other in SFT_ROWS if recipe.get(other) == own}
+        for name, recipe in recipes.items()
+    }
 
 
 def config_class(stage: str) -> type[Any]:
