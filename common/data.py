@@ -6,8 +6,9 @@ checking the rows themselves is in `common/rows.py`, cutting a prompt in `common
 """
 
 import math
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +20,15 @@ from common.config import CommonConfig, TrainConfig, UserError
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
 from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import encode, leading_ids, shared_cue, truncate_prompt, without_leading
+from common.truncation import (
+    encode,
+    last_line,
+    leading_ids,
+    shared_cues,
+    split_prompt,
+    truncate_prompt,
+    without_leading,
+)
 
 MOST_FILLER = 10_000  # rows of a batch that is larger than its data set
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
@@ -65,7 +74,8 @@ class DataReport:
     dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
-    truncated_prompt: str = ""  # a row of them, before and after
+    truncated_prompt: str = ""  # the row of them that changed most, before and after
+    num_cues_cut: int = 0
     num_completions_truncated: int = 0
     num_duplicates: int = 0
     num_boundary_merges: int = 0
@@ -86,11 +96,17 @@ class DataReport:
     def __str__(self) -> str:
         """Lines to print."""
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
+        cues_cut = (
+            f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
+            "max_prompt_length leaves no room\n"
+            if self.num_cues_cut
+            else ""
+        )
         lines = (
             f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
             f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
             f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
-            f"  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
+            f"{cues_cut}  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
         )
         if self.num_boundaries_checked:
             lines += (
@@ -101,11 +117,12 @@ class DataReport:
 
 
 class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens were cut away."""
+    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut."""
 
     text: str
     ids: list[int]
     is_truncated: bool
+    is_cue_cut: bool = False
 
 
 def tokenize_rows(
@@ -154,6 +171,7 @@ def tokenize_rows(
 
     report = DataReport(split=split, num_rows=len(rows))
     examples: list[Example] = []
+    cut: dict[int, _Text] = {}
     for index, (row, prompt, group) in enumerate(zip(rows, prompts, groups, strict=True)):
         reason = _drop_reason(prompt, group)
         if prompt is None or reason:
@@ -161,13 +179,15 @@ def tokenize_rows(
             report.first_dropped = report.first_dropped or index + 1
             continue
         report.num_prompts_truncated += prompt.is_truncated
-        if prompt.is_truncated and not report.truncated_prompt:
-            report.truncated_prompt = _before_and_after(index, row["prompt"], prompt, truncation)
+        report.num_cues_cut += prompt.is_cue_cut
+        if prompt.is_truncated:
+            cut[index] = prompt
         report.num_completions_truncated += sum(completion.is_truncated for completion in group)
         ids = [completion.ids for completion in group]
         examples.append(_example(row, kind, index, prompt.text, prompt.ids, ids))
 
     report.num_kept = len(examples)
+    report.truncated_prompt = _before_and_after(rows, cut, truncation)
     keys = {tuple(row[c] for c in ("prompt", *completion_columns)) for row in rows}
     report.num_duplicates = len(rows) - len(keys)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
@@ -300,7 +320,7 @@ def _tokenize_prompts(
     room = max_length - len(leading)
     if room < 1:
         raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
-    own_cue = shared_cue(text for text in prompts if not isinstance(text, Conversation))
+    cues = shared_cues(text for text in prompts if not isinstance(text, Conversation))
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         may_be_cut = not isinstance(prompt, Conversation)
@@ -319,16 +339,26 @@ def _tokenize_prompts(
                 f"{type(tokenizer).__name__}."
             )
         else:
-            shorter = truncate_prompt(prompt, tokenizer, room, own_cue)
-            result.append(shorter and _Text(shorter[0], leading + shorter[1], True))
+            own = cues.get(last_line(prompt), "")
+            endings = dict.fromkeys((own, last_line(own), ""))  # as much as there is room for
+            tries = (truncate_prompt(prompt, tokenizer, room, ending) for ending in endings)
+            text, ids = next(filter(None, tries), ("", []))
+            is_cue_cut = not text.endswith(split_prompt(prompt, own)[2])
+            result.append(_Text(text, leading + ids, True, is_cue_cut) if text else None)
     return result
 
 
-def _before_and_after(index: int, prompt: str, cut: _Text, truncation: str) -> str:
-    """A line that shows the side at which a row's prompt was cut."""
+def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation: str) -> str:
+    """A line that shows the side at which prompts were cut, of the row that changed most there."""
     part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
     verb = "began with" if truncation == "start" else "ended in"
-    return f"  row {index + 1}'s prompt {verb} {prompt[part]!r}, now {cut.text[part]!r}\n"
+    shown = {i: (rows[i]["prompt"][part], text.text[part]) for i, text in cut.items()}
+    changed = [i for i, (before, after) in shown.items() if before != after]
+    if not changed:
+        return ""
+    index = min(changed, key=lambda i: len(os.path.commonprefix([s[::-1] for s in shown[i]])))
+    before, after = shown[index]
+    return f"  row {index + 1}'s prompt {verb} {before!r}, now {after!r}\n"
 
 
 def tokenize_completions(

@@ -1,16 +1,17 @@
 """Texts as token ids, and prompts cut to a number of them.
 
 The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. The cue
-of other prompts are the lines in which they all end.
+of other prompts are the last lines that they share with some of the others.
 """
 
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
+SHARED = 0.05  # of the prompts; a last line that more of them have is a cue
 
 _CUE = re.compile(r"\s*TL;DR:\s*\Z")
 _POST = re.compile(r"(?:\A|\n\n)POST:")
@@ -23,20 +24,27 @@ _CUTS = (
 )
 
 
-def shared_cue(prompts: Iterable[str]) -> str:
-    """The last lines, from a line break on, in which more than half of the prompts end alike.
+def last_line(text: str) -> str:
+    """The last line with the line break before it; of a single line, the last character."""
+    return text[text.rstrip().rfind("\n") :]
 
-    Empty where they do not; rows with the same prompt count once, since all of it would be shared.
+
+def shared_cues(prompts: Iterable[str]) -> dict[str, str]:
+    """The cues of a set of prompts, by their last line, which more than one and 5% of them share.
+
+    A cue is all in which the prompts with its last line end alike, from a line break on. Rows with
+    the same prompt count once, since all of it would be shared.
     """
-    distinct = set(prompts)
-    last_lines = {prompt: prompt[prompt.rstrip().rfind("\n") :] for prompt in distinct}
-    with_break = Counter(line for line in last_lines.values() if line.startswith("\n"))
-    for line, count in with_break.most_common(1):
-        if count > max(1, len(distinct) / 2):
-            alike = [prompt for prompt in distinct if last_lines[prompt] == line]
-            shared = os.path.commonprefix([prompt[::-1] for prompt in alike])[::-1]
-            return shared[shared.index("\n") :]
-    return ""
+    distinct = dict.fromkeys(prompts)
+    alike = defaultdict(list)
+    for prompt in distinct:
+        alike[last_line(prompt)].append(prompt)
+    cues = {}
+    for line, group in alike.items():
+        if line.startswith("\n") and len(group) > max(1, SHARED * len(distinct)):
+            shared = os.path.commonprefix([prompt[::-1] for prompt in group])[::-1]
+            cues[line] = shared[shared.index("\n") :]
+    return cues
 
 
 def split_prompt(prompt: str, own_cue: str = "") -> tuple[str, str, str]:

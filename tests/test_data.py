@@ -34,7 +34,7 @@ from common.truncation import (
     cut_body,
     encode,
     leading_ids,
-    shared_cue,
+    shared_cues,
     split_prompt,
     truncate_prompt,
 )
@@ -225,33 +225,62 @@ def test_real_prompts_fit_and_keep_their_structure(gpt2):
     assert report.prompt_lengths[0] > 170  # the cuts waste little
 
 
-def test_a_cue_that_most_prompts_share_is_kept(gpt2):
-    """Mails that end in `Subject:`, among them one without it and one with the cue of TL;DR."""
+def test_cues_that_prompts_share_are_kept(gpt2):
+    """Mails that end in two ways, among them one without an ending and one with TL;DR's."""
     folder = str(SHARED / "scitldr")
     rows = load_rows(folder, "validation", kind="sft", seed=0, num_rows=60)
+    ends = ["In short.\nSubject:"] * 50
+    ends += ["Who wrote this, when, to whom, and what for?\nThe answer in short:"] * 10
     own = [
-        {**row, "prompt": row["prompt"].replace("TL;DR:", "In short.\nSubject:")} for row in rows
+        {**row, "prompt": row["prompt"].replace("TL;DR:", end)}
+        for row, end in zip(rows, ends, strict=True)
     ]
     mixed = [*own, rows[0], {**rows[1], "prompt": rows[1]["prompt"].removesuffix("TL;DR:")}]
     limits = {"max_prompt_length": 160, "max_completion_length": 200}
     examples, report = tokenize(mixed, gpt2, **limits)
     assert report.num_prompts_truncated > 50
-    assert all(e.prompt.endswith("\n\nIn short.\nSubject:") for e in examples[:60])
+    assert report.num_cues_cut == 0
+    for example, end in zip(examples, ends, strict=False):
+        assert example.prompt.endswith(f"\n\n{end}")
     assert examples[60].prompt == tokenize(rows, gpt2, **limits)[0][0].prompt
     assert examples[61].prompt.endswith(".")
-    cut = next(e for e in examples if e.prompt != mixed[e.row]["prompt"])
-    before, after = mixed[cut.row]["prompt"][-60:], cut.prompt[-60:]
-    assert f"  row {cut.row + 1}'s prompt ended in {before!r}, now {after!r}\n" in str(report)
+    before, after = mixed[61]["prompt"][-60:], examples[61].prompt[-60:]
+    assert f"  row 62's prompt ended in {before!r}, now {after!r}\n" in str(report)
+    _, report = tokenize(own[50:], gpt2, **limits)
+    assert report.num_prompts_truncated > 5
+    assert "prompt ended in" not in str(report), "of the shown part nothing has changed"
 
 
-def test_the_cue_is_the_last_lines_that_most_prompts_share():
-    assert shared_cue(["a b.\n\nSubject:", "c.\n\nSubject:", "d"]) == "\n\nSubject:"
-    assert shared_cue(["a.\nNow\nwrite: ", "b?\nNow\nwrite: "]) == "\nNow\nwrite: "
-    assert shared_cue(["a\nx\n", "b\nx"]) == "", "other white space is another cue"
-    assert shared_cue(["a\nx", "b\nx", "c\ny", "d"]) == "", "half is not most"
-    assert shared_cue(["a\nx", "a\nx"]) == "", "one prompt is shared as a whole"
-    assert shared_cue(["one Subject:", "two Subject:"]) == "", "no line of its own"
-    assert shared_cue([]) == ""
+@pytest.mark.parametrize(
+    ("max_length", "ending"), [(60, "\n\nOne.\nTwo.\nSubject:"), (8, "\nSubject:"), (3, "")]
+)
+def test_as_much_of_a_shared_ending_is_kept_as_there_is_room_for(gpt2, max_length, ending):
+    posts = ["a b c " * 30, "d e f " * 30, "g h i " * 30]
+    prompts = [f"{post}.\n\nOne.\nTwo.\nSubject:" for post in posts]
+    rows = [{"prompt": prompt, "completion": " x"} for prompt in prompts]
+    examples, report = tokenize(rows, gpt2, max_prompt_length=max_length)
+    for post, example in zip(posts, examples, strict=True):
+        kept = example.prompt.removesuffix(ending)
+        assert example.prompt == kept + ending
+        assert kept
+        assert post.startswith(kept)
+    assert report.num_cues_cut == (0 if max_length == 60 else 3)
+    assert ("3 prompts lost closing lines" in str(report)) == (max_length != 60)
+
+
+def test_a_cue_is_the_last_lines_that_prompts_share():
+    assert shared_cues(["a b.\n\nSubject:", "c.\n\nSubject:", "d"]) == {
+        "\nSubject:": "\n\nSubject:"
+    }
+    two = ["a.\nNow\nwrite: ", "b?\nNow\nwrite: ", "c.\nDo:", "d\nDo:", "e\nDo it:"]
+    assert shared_cues(two) == {"\nwrite: ": "\nNow\nwrite: ", "\nDo:": "\nDo:"}
+    assert shared_cues(["a\nx\n", "b\nx"]) == {}, "other white space is another cue"
+    few = [f"{i}\nx" for i in range(3)]
+    assert shared_cues([*few, *map(str, range(56))]) == {"\nx": "\nx"}
+    assert shared_cues([*few, *map(str, range(57))]) == {}, "3 of 60 are 5%"
+    assert shared_cues(["a\nx", "a\nx"]) == {}, "one prompt is shared as a whole"
+    assert shared_cues(["one Subject:", "two Subject:"]) == {}, "no line of its own"
+    assert shared_cues([]) == {}
 
 
 def test_start_drops_tokens_from_the_start(tokenizer):

@@ -26,7 +26,7 @@ from common.generation import Rollouts, Sampler
 from common.padding import make_batch, padded_batch, shared_prefix_batch
 from common.rows import COMPLETION_COLUMNS, load_rows
 from common.scoring import Policy
-from common.truncation import shared_cue, split_prompt
+from common.truncation import last_line, shared_cues, split_prompt
 from train_sft import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -141,6 +141,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         assert_one_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return
     assert len(examples) + report.num_dropped == len(rows)
+    cues = shared_cues(prompt for prompt, _ in texts)
     for example in examples:
         prompt, text = texts[example.row]
         assert 1 <= len(example.prompt_ids) <= max_prompt_length
@@ -148,10 +149,14 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
             example.prompt_ids
         ) or (truncation == "start" and example.prompt != prompt)  # a cut inside a character
         if truncation == "tldr":
-            header, body, cue = split_prompt(prompt, shared_cue(prompt for prompt, _ in texts))
-            assert example.prompt.startswith(header)
-            assert example.prompt.endswith(cue)
-            assert body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
+            own = cues.get(last_line(prompt), "")
+            parts = [split_prompt(prompt, cue) for cue in (own, last_line(own), "")]
+            assert any(
+                example.prompt.startswith(header)
+                and example.prompt.endswith(cue)
+                and body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
+                for header, body, cue in parts
+            )
         (ids,) = example.completions
         assert 1 <= len(ids) <= max_completion_length
         assert stop_id not in ids[:-1]
