@@ -54,7 +54,7 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     The prompt ends where the assistant's turn begins, and a completion is what the template puts
     behind it when that turn is given; joined they are the conversation as the template writes it.
     A prompt that ends in a message of the assistant is the beginning of the answer: the completion
-    goes on with it. Blank messages become an empty text, whatever the template writes around them.
+    goes on with it.
 
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
@@ -66,14 +66,10 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     *before, last = row["prompt"]
     is_begun = last["role"] == "assistant"
     turn = "continue_final_message" if is_begun else "add_generation_prompt"
-    is_blank = not any(message["content"].strip() for message in row["prompt"])
-    prompt = "" if is_blank else text_of(row["prompt"], **{turn: True})
+    prompt = text_of(row["prompt"], **{turn: True})
     texts: dict[str, str] = {"prompt": Conversation(prompt, row["prompt"])}
     for column in columns:
         (answer,) = row[column]
-        if is_blank or not answer["content"].strip():
-            texts[column] = ""
-            continue
         if is_begun:
             whole = text_of([*before, {**answer, "content": last["content"] + answer["content"]}])
         else:

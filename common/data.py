@@ -224,7 +224,7 @@ def load_examples(
         # A configuration belongs to the data set it was given with, not to a second one.
         dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
     )
-    rows = [render(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
+    rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
     settings: dict[str, Any] = {
         "kind": kind,
         "stop_id": stop_ids[0],
@@ -243,6 +243,15 @@ def load_examples(
         token_cache.write(file, rows, examples, vars(report))
     distributed.print_rank0(report)
     return examples
+
+
+def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
+    """The row rendered; blank messages become an empty text, without a template's words."""
+    if isinstance(row["prompt"], str):
+        return row
+    names = ("prompt", *columns)
+    blank = {n: "" for n in names if not any(m["content"].strip() for m in row[n])}
+    return render(row, [name for name in columns if name not in blank], tokenizer) | blank
 
 
 def _from_cache(

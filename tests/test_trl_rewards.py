@@ -154,14 +154,20 @@ def conversations(number: int) -> list[dict[str, Any]]:
 ROWS = conversations(12)
 
 
+def chatml_tokenizer(eos_token: str, vocab_size: int = 1024) -> Any:
+    """One whose template is ChatML, and whose vocabulary is another for another size."""
+    tokenizer = synthetic.train_tokenizer(vocab_size)
+    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    tokenizer.add_special_tokens(special | {"eos_token": eos_token, "pad_token": "<|pad|>"})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
 @pytest.fixture(scope="module", params=["<|im_end|>", "<|endoftext|>"])
 def untrained(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A classifier whose template is ChatML, with and without the eos at the end of its turns."""
     folder = tmp_path_factory.mktemp("chatml") / "model"
-    tokenizer = synthetic.train_tokenizer()
-    special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
-    tokenizer.add_special_tokens(special | {"eos_token": request.param, "pad_token": "<|pad|>"})
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer(request.param)
     tokenizer.save_pretrained(folder)
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
     tiny.classifier("llama", is_plain=True, **sizes).save_pretrained(folder)
@@ -196,10 +202,9 @@ def pair_scores_by_trl(trainer: RewardTrainer) -> torch.Tensor:
         return trainer.model.eval()(**batch).logits.view(2, -1).T
 
 
-def judge_of(folder: Path, max_completion_length: int = 120) -> tuple[RewardScorer, Any]:
-    """A loaded scorer of one reward model whose tokenizer is the policy's, and that tokenizer."""
-    config = tiny.train_config(max_prompt_length=300, max_completion_length=max_completion_length)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def judge_of(folder: Path, tokenizer: Any) -> tuple[RewardScorer, Any]:
+    """A loaded scorer of one reward model for a policy with that tokenizer, and a config."""
+    config = tiny.train_config(max_prompt_length=300, max_completion_length=120)
     scorer = RewardScorer([str(folder)], [], tokenizer, config)
     distributed.start()
     scorer.load(distributed.mesh())
@@ -208,7 +213,7 @@ def judge_of(folder: Path, max_completion_length: int = 120) -> tuple[RewardScor
 
 def pair_scores_here(folder: Path) -> torch.Tensor:
     """(N, 2), as `evaluate.py` has them."""
-    scorer, config = judge_of(folder)
+    scorer, config = judge_of(folder, AutoTokenizer.from_pretrained(folder))
     file = folder.parent / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     stop_ids = [scorer.tokenizer.eos_token_id]
@@ -253,10 +258,15 @@ def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp
 
 
 @pytest.mark.parametrize("ending", ["stops", "breaks off"])
-def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str):
-    """Also one that broke off, whose turn TRL closes."""
-    scorer, _ = judge_of(untrained)
+@pytest.mark.parametrize("vocab_size", [1024, 300])
+def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, vocab_size: int):
+    """Also one that broke off, whose turn TRL closes, and one without a word."""
+    own = AutoTokenizer.from_pretrained(untrained)
+    scorer, _ = judge_of(untrained, chatml_tokenizer(own.eos_token, vocab_size))
+    (function,) = scorer.reward_models.values()
+    assert function.same_ids is (vocab_size == 1024)
     tokenizer, texts = scorer.tokenizer, [row["chosen"][0]["content"] for row in ROWS]
+    texts[:2] = ["", " "]
     end = tokenizer("<|im_end|>\n" if tokenizer.eos_token == "<|endoftext|>" else "")["input_ids"]
     end = [*end, tokenizer.eos_token_id] if ending == "stops" else []
     ids = [row + end for row in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -268,6 +278,6 @@ def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str):
     found = scorer.score(examples, Rollouts(ids, [], has_stop)).total.flatten()
 
     lm = AutoModelForSequenceClassification.from_pretrained(untrained)
-    lm.config.pad_token_id = tokenizer.pad_token_id
-    expected = rewards_by_trl([lm], [{"prompt": p} for p in prompts], texts, ids, tokenizer)
+    lm.config.pad_token_id = own.pad_token_id
+    expected = rewards_by_trl([lm], [{"prompt": p} for p in prompts], texts, ids, own)
     torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-5)
