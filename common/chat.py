@@ -107,14 +107,17 @@ class TurnEnd:
     tokenizer: Any
 
     def closed(self, ids: Sequence[int], has_stop: bool) -> list[int]:
-        """The completion with the whole end of its turn, also if it did not stop.
+        """The completion with the whole end of its turn, once, also if it did not stop.
 
         A reward means something at that token only; so TRL, too, closes what broke off, and whether
         it is to be paid for is left to `missing_eos_penalty`.
         """
-        if has_stop and ids[-1] in self.ids:
-            return [*ids, *self.ids[self.ids.index(ids[-1]) + 1 :]]
-        written = list(ids[:-1] if has_stop else ids)  # the template knows no such stop token
+        whole = list(ids)
+        written = whole[:-1] if has_stop else whole  # the stop token may be none of the template's
+        for begun in (whole, written):
+            for length in range(len(self.ids), 0, -1):
+                if begun[-length:] == self.ids[:length]:
+                    return [*begun, *self.ids[length:]]
         text = self.tokenizer.decode(written, clean_up_tokenization_spaces=False)
         return written if text.endswith(self.text) else [*written, *self.ids]
 

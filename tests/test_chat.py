@@ -257,6 +257,29 @@ def test_the_end_of_a_turn_is_found_in_any_template(chatml):
             assert found.ids == tokenizer(end, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize(
+    ("written", "stop"),
+    [
+        ("One\nTwo", "<|im_end|>"),
+        ("One\nTwo<|im_end|>\n", "<|endoftext|>"),
+        ("One\nTwo<|im_end|>", "<|endoftext|>"),
+        ("One\nTwo", "<|endoftext|>"),
+        ("One\nTwo<|im_end|>", "\n"),
+        ("One\nTwo", "\n"),  # which stands inside the answer too
+        ("", "\n"),
+        ("One\nTwo<|im_end|>\n", ""),  # broke off, here and below
+        ("One\nTwo<|im_end|>", ""),
+        ("One\nTwo", ""),
+    ],
+)
+def test_the_end_of_a_turn_is_there_once(chatml, written, stop):
+    ids = chatml(written, add_special_tokens=False)["input_ids"]
+    stop_ids = chatml(stop, add_special_tokens=False)["input_ids"]
+    assert len(stop_ids) == bool(stop)
+    closed = turn_end([USER], chatml).closed(ids + stop_ids, bool(stop))
+    assert chatml.decode(closed) == written.partition("<|im_end|>")[0] + "<|im_end|>\n"
+
+
 def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatml):
     tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
