@@ -101,6 +101,21 @@ class RewardModelFunction:
         texts = [(*prompt, -1, *own) for prompt, own in zip(prompt_ids, ids, strict=True)]
         return equal_for_equal(texts, rewards)
 
+    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise a UserError if this model cannot read such messages with an answer to its end."""
+        if not self.reads_ids(is_chat=True):
+            render({"prompt": messages}, [], self.tokenizer)
+            return
+        end = len(turn_end(messages, self.policy_tokenizer).ids)
+        prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
+        limit = model_checks.max_positions(self.model_config)
+        if limit is not None and prompt + answer + end > limit:
+            raise UserError(
+                f"--max_prompt_length {prompt} plus --max_completion_length {answer} plus the "
+                f"{end} tokens that end a turn is more than the {limit} positions of the reward "
+                f"model {self.path!r}."
+            )
+
     def reads_ids(self, *, is_chat: bool) -> bool:
         """Whether the policy's ids of a row, which is a conversation or a text, are its own too."""
         return self.same_ids and (not is_chat or self.same_template)
@@ -205,14 +220,14 @@ class RewardScorer:
 
     def check_messages(self, examples: Sequence[Example]) -> None:
         """Raise a UserError for rows of messages if a reward model cannot read such."""
-        for function in self.reward_models.values():
-            if isinstance(function, RewardModelFunction) and not function.reads_ids(is_chat=True):
-                render({"prompt": examples[0].messages or ""}, [], function.tokenizer)
-            if isinstance(function, EncoderFunction) and examples[0].messages:
+        messages = examples[0].messages
+        for function in self.reward_models.values() if messages else ():
+            if isinstance(function, EncoderFunction):
                 raise UserError(
                     f"{function.path!r} is an encoder, which reads texts, and the rows are "
                     "messages."
                 )
+            function.check_conversation(messages)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""

@@ -303,6 +303,27 @@ def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_pa
         scorer.check_rows([example])
 
 
+def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_loaded(
+    tmp_path, chatml
+):
+    """80 tokens of prompt and completion, and 2 behind a completion that broke off."""
+    (example,) = load(tmp_path, chatml, "prompts", {"prompt": [USER]})
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    for positions in (81, 82):
+        folder = tmp_path / str(positions)
+        sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
+        tiny.classifier("llama", **sizes).save_pretrained(folder)
+        chatml.save_pretrained(folder)
+        scorer = RewardScorer([str(folder)], [], chatml, config)
+        scorer.check_rows([replace(example, messages=[])])
+        if positions == 82:
+            scorer.check_rows([example])
+            continue
+        told = "--max_completion_length 20 plus the 2 tokens .* 81 positions"
+        with pytest.raises(UserError, match=told):
+            scorer.check_rows([example])
+
+
 def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_path):
     tokenizer = synthetic.train_tokenizer()
     bos = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
