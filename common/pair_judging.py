@@ -48,7 +48,7 @@ def reward_scores(
     sides = [(pairs[row], ids) for row in rows for ids in pairs[row].completions]
     rollouts = Rollouts([ids for _, ids in sides], [], [ids[-1] in stop_ids for _, ids in sides])
     texts = rollouts.texts(tokenizer)
-    prompts: list[Any] = [list(map(dict, e.messages)) or e.prompt for e, _ in sides]
+    prompts: list[Any] = [e.messages or e.prompt for e, _ in sides]
     completions = as_answers(texts, [example.messages for example, _ in sides], tokenizer)
     rewards = function(
         prompts,

@@ -283,7 +283,7 @@ class RewardScorer:
         columns |= dict(zip(OWN_COLUMNS, own, strict=True))
         texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
         rewards = self.functions(
-            [list(map(dict, e.messages)) or e.prompt for e in repeated],  # theirs to change
+            [e.messages or e.prompt for e in repeated],
             as_answers(texts, messages, self.tokenizer),
             rollouts.completion_ids,
             columns,
