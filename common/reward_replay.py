@@ -54,7 +54,8 @@ def kept(
     except (UserError, RuntimeError) as error:
         if failures.lost_peers(error):
             raise
-        place = f"failed/step_{step + 1:08d}/rewards_rank_{distributed.rank()}"
+        made = min(step + 1, total_steps)  # behind the last step there are samples to be judged
+        place = f"failed/step_{made:08d}/rewards_rank_{distributed.rank()}"
         folder = Path(config.output_dir) / place
         told = str(error).removesuffix(".")
         try:

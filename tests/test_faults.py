@@ -224,6 +224,8 @@ def test_what_fails_behind_the_export_leaves_the_model(
         main(config)
     assert f"the same command goes on from {run}/checkpoints/step_00000004" in str(caught.value)
     exported = (run / "model" / "model.safetensors").read_bytes()
+    kept = [path.name for path in run.glob("failed/*")]
+    assert kept == (["step_00000004"] if stage == "grpo" else [])
 
     monkeypatch.undo()
     (tmp_path / "rewards.py").write_text(AT_THE_END.replace("1 - share", "2 - share"))
