@@ -566,7 +566,7 @@ class StepWarnings:
                 step,
                 "no completion stopped",
                 f"within --max_completion_length {config.max_completion_length}, so every reward "
-                f"is --missing_eos_penalty {penalty:g}, every advantage 0, and nothing is learned: "
+                f"is --missing_eos_penalty {penalty:g} and none tells completions apart: "
                 "start from a model that was trained to stop, or raise that length, or use "
                 "--penalize_missing_eos false.",
             )
@@ -574,15 +574,15 @@ class StepWarnings:
             self.say(
                 step,
                 "nearly all groups are flat:",
-                f"in {num_flat} of {num_groups} all rewards are equal, so their advantages are 0: "
-                "the reward does not tell a prompt's completions apart.",
+                f"in {num_flat} of {num_groups} all rewards are equal and do not tell a prompt's "
+                "completions apart.",
             )
         if num_paid:
             self.say(
                 step,
                 "not stopping pays:",
-                f"{num_paid} of those that did not stop have --missing_eos_penalty {penalty:g}, "
-                "more than one of the same prompt that stopped; lower it below every reward.",
+                f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in "
+                f"the groups of {num_paid} that did not; lower it below every reward.",
             )
 
     def say(self, step: int, cause: str, rest: str) -> None:

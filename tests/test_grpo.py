@@ -136,7 +136,8 @@ MIXED = [True, True, False, True, True, True]
             [[-1.977, 0.5, -1.0], [-3.0, 1.0, 0.0]],
             MIXED,
             {},
-            "not stopping pays: 1 of those",
+            "not stopping pays: --missing_eos_penalty -1 is above the reward of one that stopped, "
+            "in the groups of 1 that did not",
         ),
         ([[-0.9, 0.5, -1.0], [-3.0, 1.0, 0.0]], MIXED, {}, ""),
         ([[-1.977, 0.5, -9.0], [-3.0, 1.0, 0.0]], MIXED, {"missing_eos_penalty": -9.0}, ""),
