@@ -8,6 +8,7 @@ The classifier is that of Rafailov et al. 2023, C.1, or the one that is named: a
 """
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ BATCH_SIZE = 64
 
 def __getattr__(name: str) -> Any:
     """The same reward by another classifier, as if it were a function of this file."""
-    if name.startswith("__"):
+    if "/" not in name and not Path(name).is_dir():
         raise AttributeError(name)
     return functools.partial(positive, classifier_name=name)
 
