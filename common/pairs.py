@@ -74,9 +74,8 @@ def choose_pairs(
     )  # (N, M)
     # Late ones were accepted in a later pass, so are worse: neighbours are no random opponents.
     order = uniform(derive_seed(0, "tournament"), seeds[:, None], torch.arange(num_accepted))
-    shuffled = (order + ~is_first.gather(1, accepted)).argsort(
-        1
-    )  # (N, M), a text's first ones first
+    repeats = ~is_first.gather(1, accepted)  # (N, M), which meet each other
+    shuffled = (order + repeats).argsort(1)  # (N, M)
     rounds = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
     return higher_first(rewards, rounds, is_first)
 

@@ -377,8 +377,8 @@ def _put_back(name: str) -> Iterator[None]:
     """
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     has_grad, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # found also if it is moved
     has_group = torch.distributed.is_initialized()
+    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # found also if it is moved
     try:
         yield
     finally:
