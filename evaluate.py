@@ -43,6 +43,7 @@ from common import (
     generation_quality,
     generation_tables,
     judge_functions,
+    launch,
     models,
     pair_judging,
     pair_scores,
@@ -310,4 +311,4 @@ def samples(
 
 
 if __name__ == "__main__":
-    distributed.run(main, EvaluateConfig)
+    launch.run(main, EvaluateConfig)

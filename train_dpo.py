@@ -44,6 +44,7 @@ from common import (
     export,
     faults,
     fsdp,
+    launch,
     models,
     optim,
     reference_cache,
@@ -246,4 +247,4 @@ def pair_losses(
 
 
 if __name__ == "__main__":
-    distributed.run(main, DPOConfig)
+    launch.run(main, DPOConfig)

@@ -50,6 +50,7 @@ from common import (
     export,
     faults,
     fsdp,
+    launch,
     models,
     optim,
     reward_replay,
@@ -242,4 +243,4 @@ def score_before_updates(
 
 
 if __name__ == "__main__":
-    distributed.run(main, GRPOConfig)
+    launch.run(main, GRPOConfig)

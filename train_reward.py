@@ -45,6 +45,7 @@ from common import (
     export,
     faults,
     fsdp,
+    launch,
     models,
     optim,
     pairs,
@@ -224,4 +225,4 @@ def print_balance(train_set: list[Example], eval_set: list[Example]) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, RewardConfig)
+    launch.run(main, RewardConfig)

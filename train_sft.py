@@ -31,6 +31,7 @@ from common import (
     export,
     faults,
     fsdp,
+    launch,
     models,
     optim,
     self_checks,
@@ -131,4 +132,4 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
 
 
 if __name__ == "__main__":
-    distributed.run(main, SFTConfig)
+    launch.run(main, SFTConfig)

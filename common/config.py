@@ -104,9 +104,6 @@ class CommonConfig:
     generation_cache_tokens: int = knob(
         65536, "tokens whose keys and values sampling holds at once on one process"
     )
-    cuda_graphs: bool = knob(
-        False, "on a GPU, in the shared_prefix layout: launch a sampled token's kernels at once"
-    )
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = knob(False, "recompute each block's activations in backward")
     reshard_after_forward: bool = knob(
@@ -153,8 +150,6 @@ class CommonConfig:
             raise UserError(f"--output_dir {self.output_dir} is a file; name a folder.")
         if not self.dataset_name:
             raise UserError("--dataset_name is empty: hub id, folder, file, or synthetic.")
-        if self.cuda_graphs and self.layout != "shared_prefix":
-            raise UserError("--cuda_graphs true needs --layout shared_prefix.")
         if not 0 <= self.max_dropped_fraction <= 1:
             raise UserError(
                 f"--max_dropped_fraction is {self.max_dropped_fraction}; it must lie in [0, 1]."
@@ -328,7 +323,7 @@ MAY_CHANGE = frozenset(
     """
     output_dir token_cache_dir ref_cache_dir trust_remote_code resume_from_checkpoint
     layout micro_batch_tokens micro_batch_size generation_batch_size generation_cache_tokens
-    cuda_graphs gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
+    gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
     num_replicas num_sample_prompts self_check require_stop_token report_to run_name logging_steps
     eval_steps sample_steps save_steps keep_last async_save metric_for_best_model
     load_best_model_at_end profile profile_steps replay ddp_timeout dry_run dry_run_ranks

@@ -4,7 +4,7 @@
 `CopyingDecoder` is the plain way, with transformers' own cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ class SharedDecoder:
         prompts: Sequence[Sequence[int]],
         num_samples: int,
         max_length: int,
-        cuda_graphs: bool = False,
     ) -> None:
         """Prefill the prompts, in one row without padding; `logits` (B, V) follow them.
 
@@ -35,16 +34,13 @@ class SharedDecoder:
             prompts: N lists of ids.
             num_samples: of each prompt, K.
             max_length: of a sample.
-            cuda_graphs: record the work of a token once for every number of rows, and replay it.
         """
         device = lm.get_input_embeddings().weight.device
         packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (N,)
         self.lm = lm
         self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
-        self.cache = DecodingCache(packed.layout, num_samples, max_length, device, cuda_graphs)
-        self.cuda_graphs = cuda_graphs
-        self.replay: Callable[[Tensor], Tensor] | None = None
+        self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
         packed.layout.kept = {}
         hidden = packed_hidden(lm, packed)  # (T, D)
         self.cache.take_prompts(packed.layout.kept)
@@ -52,57 +48,21 @@ class SharedDecoder:
         self.logits = logits.repeat_interleave(num_samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B',) to every row; logits (B', V) of the next, until the next step."""
-        self.cache.append()
-        if self.cuda_graphs and self.replay is None:
-            self.replay = record(self.forward, tokens)
-        logits = self.forward(tokens) if self.replay is None else self.replay(tokens)
-        self.positions += 1
-        return logits
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B', V) after tokens (B',) at the present positions."""
+        """Append a token (B',) to every row; logits (B', V) of the next."""
+        self.cache.length += 1
         if type(self.lm) is GPT2LMHeadModel:
             hidden = gpt2_hidden_states(self.lm, tokens, self.positions, self.cache)  # (B', D)
         else:
             inputs = (tokens[:, None], self.positions[:, None], self.cache)
             hidden = attention.last_hidden_states(self.lm, *inputs)[:, 0]
+        self.positions += 1
         logits: Tensor = self.lm.get_output_embeddings()(hidden)
         return logits
 
     def keep(self, kept: Tensor) -> None:
         """Go on with some of the rows."""
-        self.positions, self.replay = self.positions[kept], None
+        self.positions = self.positions[kept]
         self.cache.keep(kept)
-
-
-def record(function: Callable[[Tensor], Tensor], example: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function of one tensor as a CUDA graph: thousands of small kernels, launched as one.
-
-    Args:
-        function: may run several times with the same effect, and never waits for the device
-            (as transformers' dynamic rotary embeddings do).
-        example: of its argument.
-
-    Returns:
-        The same for arguments of that shape; every call overwrites the result of the one before.
-    """
-    argument, stream = example.clone(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # libraries set themselves up, which cannot be recorded
-            function(argument)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function(argument)
-
-    def replay(value: Tensor) -> Tensor:
-        argument.copy_(value)
-        graph.replay()
-        return result
-
-    return replay
 
 
 def gpt2_hidden_states(
@@ -173,7 +133,7 @@ class DecodingCache:
     Every forward appends a token to every live sample.
 
     Attributes:
-        length: Tokens of each sample that the samples' keys hold.
+        length: Tokens of each sample that the samples' keys hold, with the one of this forward.
         rows: (B',) int64, the samples that are still decoded, out of N * K, prompt-major.
     """
 
@@ -183,7 +143,6 @@ class DecodingCache:
         num_samples: int,
         max_length: int,
         device: torch.device,
-        is_static: bool = False,
     ) -> None:
         """Start with no keys.
 
@@ -192,12 +151,7 @@ class DecodingCache:
             num_samples: K, of each prompt.
             max_length: of a sample.
             device: of the model.
-            is_static: whether every token's work has the same shapes and addresses: then a sample
-                attends to room for all its tokens, of which a bias hides those to come.
         """
-        self.is_static = is_static
-        self.place = torch.zeros(1, dtype=torch.long, device=device)  # of the newest token
-        self.own_bias: Tensor | None = None  # (1, 1, 1, C), -inf where no token is yet
         self.max_length = max_length
         self.length = 0
         self.longest = prompts.longest + max_length
@@ -208,13 +162,6 @@ class DecodingCache:
         self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
         self.own_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
         self._place_rows()
-
-    def append(self) -> None:
-        """Make room for a token of every sample."""
-        self.place.fill_(self.length)
-        if self.own_bias is not None:
-            self.own_bias[..., self.length] = 0
-        self.length += 1
 
     def keep(self, kept: Tensor) -> None:
         """Go on with some of the rows, given by their indices into the present ones."""
@@ -248,8 +195,6 @@ class DecodingCache:
             self.prompt_keys[layer] = keys, values
             shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
             self.own_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
-            if self.is_static and self.own_bias is None:
-                self.own_bias = key.new_full((1, 1, 1, self.max_length), float("-inf"))
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -266,13 +211,10 @@ class DecodingCache:
         Returns:
             As `query`.
         """
-        own = self.own_keys[layer]
-        for stored, new in zip(own, (key, value), strict=True):
-            stored.index_copy_(2, self.place, new)
-        if not self.is_static:
-            own = own[0][:, :, : self.length], own[1][:, :, : self.length]
+        keys, values = (stored[:, :, : self.length] for stored in self.own_keys[layer])
+        keys[:, :, -1:], values[:, :, -1:] = key, value
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', H / H', d)
-        output, lse = _with_lse(grouped, *own, scaling, self.own_bias)
+        output, lse = _with_lse(grouped, keys, values, scaling)
         prompt_output, prompt_lse = self._attend_prompts(layer, grouped, scaling)
         share = (lse - prompt_lse).sigmoid().unsqueeze(-1)  # of its own tokens; see `merge`
         merged = prompt_output.float().lerp(output.float(), share).to(query.dtype)

@@ -1,9 +1,8 @@
-"""Processes and devices: the only module that reads the environment, and the only entry point.
+"""Processes and devices: the only module that reads the environment of a run.
 
 Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
-import atexit
 import contextlib
 import ctypes
 import json
@@ -15,10 +14,10 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,122 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from common import failures, paths, signals, terminal
-from common.config import CommonConfig, TrainConfig, UserError, gist, parse
+from common.errors import UserError, gist
 
-Config = TypeVar("Config", bound=CommonConfig)
-REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
 DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
 _limit = timedelta(minutes=30)  # of a collective; `start` sets it
-
-
-def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
-    """Run a stage with the config that the command line gives.
-
-    Exits with status 2 and one sentence for what the user can put right; for a failure with 1, and
-    with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
-    for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
-    What a run writes is never writable for everybody: who changes a model changes what others run.
-    With `--dry_run true` the run is only planned, before any process group.
-    """
-    os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
-    terminal.keep_printing()
-    try:
-        config = parse(config_class)
-        if isinstance(config, TrainConfig):
-            if config.dry_run:
-                plan(config)
-                return
-            signals.listen(a_peer_has_failed, speaks=own_rank() == 0)
-        start(config.ddp_timeout)
-        refuse_without_gpu(config)
-        if is_rank0():  # the others may be on machines where nothing is written
-            paths.refuse_unwritable("output_dir", config.output_dir)
-        main(config)
-        dist.barrier()
-    except signals.Stopped as stopped:
-        print_rank0(stopped)
-    except UserError as error:
-        refuse(error)
-    except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
-        fail(error)
-    leave()
-
-
-def leave() -> None:
-    """End the process groups; one of several processes leaves with status 0."""
-    is_alone = world_size() == 1
-    dist.destroy_process_group()
-    if not is_alone:
-        # FSDP still refers to groups, which keeps gloo's threads. One that sees a peer's connection
-        # close while C++ takes this process apart could crash it.
-        atexit._run_exitfuncs()
-        close_and_exit(0)
-
-
-def refuse(error: UserError) -> NoReturn:
-    """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
-    cause = f"rank {own_rank()} was refused: {error}"
-    first, _ = failures.claim(store(), own_rank(), host(), cause)
-    if not first and own_rank() != 0:
-        # Before there is a store rank 0 speaks for all, and torchrun then ends this process: unless
-        # only this rank was refused, as by a file that is missing on one machine.
-        time.sleep(REFUSED_ALONE_AFTER)
-    if first in ("", cause):
-        sentence = f"error: {error}{failures.aside(own_rank())}"
-        print(sentence, file=sys.stderr, flush=True)
-        tell_torchrun(sentence)
-    else:
-        time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
-    close_and_exit(2)
-
-
-def tell_torchrun(sentence: str) -> None:
-    """Have torchrun end with the sentence: it prints some 40 lines of its own below ours."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):  # of a full disk
-            Path(file).write_text(json.dumps({"message": told}))
-
-
-def fail(error: BaseException) -> NoReturn:
-    """Leave after an exception that the user cannot put right, which one rank reports."""
-    if isinstance(error, SystemExit) and not dist.is_initialized():
-        raise error  # --help
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
-    close_and_exit(failures.report(error, store(), own_rank(), world_size(), host()))
-
-
-def plan(config: TrainConfig) -> None:
-    """Print on rank 0 what a run takes."""
-    from common import planner  # which imports this module
-
-    if own_rank() == 0:
-        quieten()
-        planner.dry_run(config)
-
-
-def refuse_without_gpu(config: CommonConfig) -> None:
-    """Raise a UserError for what no CPU can do, or where a GPU that is there cannot be used."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    is_there = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
-    if torch.version.cuda and is_there and not is_hidden and not torch.cuda.is_available():
-        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
-        raise UserError(
-            f"torch is built for CUDA {torch.version.cuda} and cannot use the GPU of this machine "
-            f"with the NVIDIA driver {driver.group() if driver else 'that it has'}; update the "
-            "driver, install a torch for an older CUDA, or train on the CPU, with "
-            "CUDA_VISIBLE_DEVICES= before the command."
-        )
-    if config.cuda_graphs and device().type == "cpu":
-        raise UserError("--cuda_graphs true needs a GPU, and there is none.")
-
-
-def close_and_exit(status: int) -> NoReturn:
-    """Leave at once, without waiting for peers that may be inside a collective."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def start(timeout: float = 1800.0) -> None:
@@ -184,6 +71,20 @@ def start(timeout: float = 1800.0) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def refuse_without_gpu() -> None:
+    """Raise a UserError where a GPU that is there cannot be used."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    is_there = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
+    if torch.version.cuda and is_there and not is_hidden and not torch.cuda.is_available():
+        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
+        raise UserError(
+            f"torch is built for CUDA {torch.version.cuda} and cannot use the GPU of this machine "
+            f"with the NVIDIA driver {driver.group() if driver else 'that it has'}; update the "
+            "driver, install a torch for an older CUDA, or train on the CPU, with "
+            "CUDA_VISIBLE_DEVICES= before the command."
+        )
 
 
 def meet() -> tuple[Any, int, int]:
@@ -248,14 +149,17 @@ def part_of_this_start(shared: Any, number: int, size: int) -> Any:
     raise dist.DistStoreError(f"rank 0 did not start within {_limit.total_seconds():g} s")
 
 
+def tell_torchrun(sentence: str) -> None:
+    """Have torchrun end with the sentence: it prints some 40 lines of its own below ours."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        told = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # of a full disk
+            Path(file).write_text(json.dumps({"message": told}))
+
+
 def store() -> Any:
     """The process group's store, None before `start`."""
     return _get_default_store() if dist.is_initialized() else None
-
-
-def a_peer_has_failed() -> bool:
-    """Whether another rank has entered the cause of a failure in the store. Not collective."""
-    return dist.is_initialized() and failures.is_claimed_by_peer(store(), own_rank())
 
 
 def was_restarted() -> bool:

@@ -49,7 +49,7 @@ class EncoderFunction:
             UserError: it holds no classifier with one label, or no tokenizer.
         """
         self.path = path
-        self.config = replace(config, layout="padded", bf16=False, cuda_graphs=False)
+        self.config = replace(config, layout="padded", bf16=False)
         self.tokenizer = models.read_tokenizer(path, config)
         self.model_config = models.read_model_config(path, "encoder", self.tokenizer, config)
         self.model: nn.Module | None = None

@@ -169,7 +169,6 @@ class Sampler:
                         seed=noise.derive_seed(self.config.seed, "sampling", step),
                         pad_id=self.tokenizer.pad_token_id,
                         layout=self.config.layout,
-                        cuda_graphs=self.config.cuda_graphs,
                         title=f"prompts {start + 1} to {end} of {len(examples)}",
                         report=report,
                     )
@@ -282,7 +281,6 @@ def decode(
     seed: int,
     pad_id: int,
     layout: str = "shared_prefix",
-    cuda_graphs: bool = False,
     first_sample: int = 0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -293,7 +291,7 @@ def decode(
     device = lm.get_input_embeddings().weight.device
     decoder: SharedDecoder | CopyingDecoder
     if layout == "shared_prefix":
-        decoder = SharedDecoder(lm, prompts, num_samples, max_completion_length, cuda_graphs)
+        decoder = SharedDecoder(lm, prompts, num_samples, max_completion_length)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, pad_id)
     num_rows = len(prompts) * num_samples

@@ -36,6 +36,7 @@ from common.config import parse
 from common.generation import Rollouts, Sampler
 from common.glossary import SPANS
 from common.jsonl import read_jsonl
+from common.launch import close_and_exit, leave
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {
@@ -177,9 +178,9 @@ def answer(call_file: Path) -> None:
         file.write_text(json.dumps(function(**call["arguments"])))
     except BaseException:  # also SystemExit, with which a refused flag ends
         file.with_suffix(".error").write_text(traceback.format_exc())
-        distributed.close_and_exit(1)
+        close_and_exit(1)
     torch.distributed.barrier()
-    distributed.leave()
+    leave()
 
 
 def serve() -> None:
@@ -197,7 +198,7 @@ def serve() -> None:
         os.environ.clear()
         os.environ.update(variables)
         answer(Path(call_file))
-        distributed.close_and_exit(0)
+        close_and_exit(0)
 
 
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:

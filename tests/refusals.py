@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from common import distributed, failures, output_lock, signals
+from common import distributed, failures, launch, output_lock, signals
 
 STAGES = {
     "train_sft": "SFTConfig",
@@ -65,7 +65,7 @@ class Refusals:
         # Else a signal to pytest would not end it, but stop every run of the tests after this one.
         self.monkeypatch.setattr(signals, "listen", lambda *_, **__: None)
         try:
-            distributed.run(module.main, getattr(module, STAGES[stage]))
+            launch.run(module.main, getattr(module, STAGES[stage]))
         except SystemExit as ended:
             return int(ended.code)
         return 0

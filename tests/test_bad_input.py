@@ -29,7 +29,7 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, export, models, paths, self_checks, signals
+from common import distributed, export, launch, models, paths, self_checks, signals
 from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
@@ -811,15 +811,15 @@ def test_only_rank_0_speaks_unless_it_has_nothing_to_say(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "argv", ["train_sft.py", "--nonsense"])
     monkeypatch.setattr(distributed, "store", lambda: None)  # flags are read before there is one
-    monkeypatch.setattr(distributed, "close_and_exit", leave)
+    monkeypatch.setattr(launch, "close_and_exit", leave)
     monkeypatch.setattr(time, "sleep", sleep)
     config_class = importlib.import_module("train_sft").SFTConfig
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
-            distributed.run(lambda config: pytest.fail("it ran"), config_class)
+            launch.run(lambda config: pytest.fail("it ran"), config_class)
         assert "error: unknown argument '--nonsense'" in capsys.readouterr().err
-    assert events == [2, distributed.REFUSED_ALONE_AFTER, 2]
+    assert events == [2, launch.REFUSED_ALONE_AFTER, 2]
 
 
 def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

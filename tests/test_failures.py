@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
 from ranks import ROOT, environment, launch, run_stages
 from torch.distributed.checkpoint.api import CheckpointException
 
+import common.launch
 from common import distributed, failures
 from common.config import UserError
 from common.jsonl import read_jsonl
@@ -446,10 +446,10 @@ def test_a_refused_rank_is_no_riddle_to_its_peers(
     """Rank 1 alone finds a file missing; rank 0 loses the connection and has nothing to add."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(failures, "_progress", None)  # it is found before the first step
-    monkeypatch.setattr(distributed, "REFUSED_ALONE_AFTER", 0.0)
+    monkeypatch.setattr(common.launch, "REFUSED_ALONE_AFTER", 0.0)
     monkeypatch.setattr(distributed, "store", lambda: store)
-    monkeypatch.setattr(distributed, "close_and_exit", lambda status: None)
-    distributed.refuse(UserError("there is no file rows.jsonl."))
+    monkeypatch.setattr(common.launch, "close_and_exit", lambda status: None)
+    common.launch.refuse(UserError("there is no file rows.jsonl."))
     assert capsys.readouterr().err == "error: there is no file rows.jsonl.\n"
     assert say(capsys, RuntimeError(CLOSED), store, 0, 2) == ""
 
@@ -549,11 +549,10 @@ def test_a_driver_that_is_too_old_is_no_reason_to_train_on_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    config = tiny.train_config()
-    distributed.refuse_without_gpu(config)
+    distributed.refuse_without_gpu()
     (tmp_path / "nvidia0").touch()
     if visible == "":
-        distributed.refuse_without_gpu(config)
+        distributed.refuse_without_gpu()
         return
     with pytest.raises(UserError, match="CUDA 13.0 .* driver 535.129.03; .* CUDA_VISIBLE_DEVICES="):
-        distributed.refuse_without_gpu(config)
+        distributed.refuse_without_gpu()

@@ -11,7 +11,7 @@ score them, and `pair_method` says who is compared: `all` makes six pairs of fou
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import distributed, models
+from common import distributed, launch, models
 from common.config import UserError, save_run_files
 from common.dpo_config import DPOConfig
 from common.rollout_pairs import pairs_from_rollouts
@@ -59,4 +59,4 @@ def main(config: PairsConfig) -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main, PairsConfig)
+    launch.run(main, PairsConfig)

@@ -1,0 +1,110 @@
+"""How a script starts and ends: the config it is given, refusals, failures, and the exit status."""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from common import distributed, failures, paths, signals, terminal
+from common.config import CommonConfig, TrainConfig, UserError, parse
+
+Config = TypeVar("Config", bound=CommonConfig)
+REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
+
+
+def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
+    """Run a stage with the config that the command line gives.
+
+    Exits with status 2 and one sentence for what the user can put right; for a failure with 1, and
+    with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
+    for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
+    What a run writes is never writable for everybody: who changes a model changes what others run.
+    With `--dry_run true` the run is only planned, before any process group.
+    """
+    os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
+    terminal.keep_printing()
+    try:
+        config = parse(config_class)
+        if isinstance(config, TrainConfig):
+            if config.dry_run:
+                plan(config)
+                return
+            signals.listen(a_peer_has_failed, speaks=distributed.own_rank() == 0)
+        distributed.start(config.ddp_timeout)
+        distributed.refuse_without_gpu()
+        if distributed.is_rank0():  # the others may be on machines where nothing is written
+            paths.refuse_unwritable("output_dir", config.output_dir)
+        main(config)
+        dist.barrier()
+    except signals.Stopped as stopped:
+        distributed.print_rank0(stopped)
+    except UserError as error:
+        refuse(error)
+    except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
+        fail(error)
+    leave()
+
+
+def plan(config: TrainConfig) -> None:
+    """Print on rank 0 what a run takes."""
+    from common import planner
+
+    if distributed.own_rank() == 0:
+        distributed.quieten()
+        planner.dry_run(config)
+
+
+def leave() -> None:
+    """End the process groups; one of several processes leaves with status 0."""
+    is_alone = distributed.world_size() == 1
+    dist.destroy_process_group()
+    if not is_alone:
+        # FSDP still refers to groups, which keeps gloo's threads. One that sees a peer's connection
+        # close while C++ takes this process apart could crash it.
+        atexit._run_exitfuncs()
+        close_and_exit(0)
+
+
+def refuse(error: UserError) -> NoReturn:
+    """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
+    number, store = distributed.own_rank(), distributed.store()
+    cause = f"rank {number} was refused: {error}"
+    first, _ = failures.claim(store, number, distributed.host(), cause)
+    if not first and number != 0:
+        # Before there is a store rank 0 speaks for all, and torchrun then ends this process: unless
+        # only this rank was refused, as by a file that is missing on one machine.
+        time.sleep(REFUSED_ALONE_AFTER)
+    if first in ("", cause):
+        sentence = f"error: {error}{failures.aside(number)}"
+        print(sentence, file=sys.stderr, flush=True)
+        distributed.tell_torchrun(sentence)
+    else:
+        time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
+    close_and_exit(2)
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Leave after an exception that the user cannot put right, which one rank reports."""
+    if isinstance(error, SystemExit) and not dist.is_initialized():
+        raise error  # --help
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
+    place = (distributed.own_rank(), distributed.world_size(), distributed.host())
+    close_and_exit(failures.report(error, distributed.store(), *place))
+
+
+def close_and_exit(status: int) -> NoReturn:
+    """Leave at once, without waiting for peers that may be inside a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def a_peer_has_failed() -> bool:
+    """Whether another rank has entered the cause of a failure in the store. Not collective."""
+    is_there = dist.is_initialized()
+    return is_there and failures.is_claimed_by_peer(distributed.store(), distributed.own_rank())
