@@ -2,9 +2,9 @@
 
     python -m common.metric_table
 
-prints it as it stands in the README. What a stage logs is defined in `common/glossary.py`; here are
-its formulas, and the names of `results.json`. x prompt, y completion of |y| tokens, pi policy, ref
-reference, r reward, m mask, K candidates of a prompt, w chosen, l rejected.
+prints it as it stands in `docs/metrics.md`. What a stage logs is defined in `common/glossary.py`;
+here are its formulas, and the names of `results.json`. x prompt, y completion of |y| tokens, pi
+policy, ref reference, r reward, m mask, K candidates of a prompt, w chosen, l rejected.
 """
 
 from common.glossary import METRICS

@@ -1,6 +1,6 @@
-"""Every name that a stage or the evaluation writes is in the README's table of metrics.
+"""Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`.
 
-So is every module of `common/` in its tree.
+Every module of `common/` is in the README's tree.
 """
 
 import ast
@@ -16,7 +16,8 @@ from common.glossary import METRICS
 from common.jsonl import read_jsonl
 from common.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README, GLOSSARY = ROOT / "README.md", ROOT / "docs" / "metrics.md"
 IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it measured
 ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
 
@@ -37,8 +38,8 @@ def test_every_metric_has_a_row_with_unit_and_formula() -> None:
     assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {5}
 
 
-def test_the_readme_has_the_table_as_it_is() -> None:
-    assert glossary_table() in README.read_text()
+def test_the_glossary_has_the_table_as_it_is() -> None:
+    assert glossary_table() in GLOSSARY.read_text()
 
 
 def test_what_evaluation_writes_of_a_system_is_in_the_table(
