@@ -55,10 +55,10 @@ from common import (
 from common.completions import Answers, Generation
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
+from common.errors import refuse_twice
 from common.generation import Sampler
 from common.generation_quality import collect
 from common.pair_scores import PairScores, token_counts
-from common.paths import refuse_twice
 from common.reward_scoring import RewardScorer
 from common.scoring import Policy
 from common.statistics import preference_accuracy

@@ -1,9 +1,22 @@
 """Which checkpoint of a run is the best, by a metric that was logged at its step."""
 
+import difflib
 from pathlib import Path
 
 from common import checkpoint_files as files
+from common.errors import UserError
+from common.glossary import METRICS, is_defined
 from common.jsonl import read_jsonl
+
+
+def refuse_unknown(metric: str) -> None:
+    """Raise a UserError for a metric that no run logs."""
+    if metric and not is_defined(metric):
+        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
+        raise UserError(
+            f"--metric_for_best_model is {metric}, which no run logs; "
+            f"name a metric, as {' or '.join(close)}."
+        )
 
 
 def logged(output_dir: Path, metric: str, step: int) -> float | None:

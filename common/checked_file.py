@@ -11,6 +11,16 @@ from pathlib import Path
 from common.config import gist
 
 CHECKSUM_BYTES = 32
+PACKAGE = Path(__file__).resolve().parent
+
+
+@functools.cache
+def code_digest() -> str:
+    """SHA-256 of this package's source: whoever changes what is cached gets new files."""
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def read(file: Path) -> memoryview | None:

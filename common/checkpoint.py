@@ -37,10 +37,12 @@ def find(config: TrainConfig) -> Path | None:
     A damaged one is named, and the one before it taken. What is there is rank 0's to say.
 
     Raises:
-        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
+        UserError: no run logs the metric of the best one, the folder that was named is no whole
+            checkpoint, all of them are damaged,
             `auto` finds one of a run with another config, or there is none and `output_dir` has a
             model of another config, or of another stage.
     """
+    best_checkpoint.refuse_unknown(config.metric_for_best_model)
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint

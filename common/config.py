@@ -22,12 +22,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common import paths
+from common import errors
 from common.errors import UserError as UserError
 from common.errors import gist as gist
-from common.errors import shown
-from common.glossary import METRICS, PREFIXES
-from common.ranges import refuse_beyond_range
+from common.errors import refuse_beyond_range, shown
 
 Config = TypeVar("Config")
 REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
@@ -298,12 +296,6 @@ def refuse_best(config: TrainConfig) -> None:
     metric = config.metric_for_best_model
     if config.load_best_model_at_end and not metric:
         raise UserError("--load_best_model_at_end true needs --metric_for_best_model.")
-    if metric and metric not in METRICS and not metric.startswith(PREFIXES):
-        close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
-        raise UserError(
-            f"--metric_for_best_model is {metric}, which no run logs; "
-            f"name a metric, as {' or '.join(close)}."
-        )
     if metric and not config.save_steps:
         raise UserError(
             f"--metric_for_best_model is {metric} and --save_steps is 0; it must be positive for "
@@ -375,7 +367,7 @@ def refuse_odd_texts(config: Any) -> None:
             raise UserError(f"--{f.name} is {text!r}; it must be text in UTF-8.")
         if f.name.endswith(PATHS) and not f.name.endswith("_cache_dir"):
             for path in filter(None, value if isinstance(value, list) else [value]):
-                paths.refuse_unreachable(f.name, path)
+                errors.refuse_unreachable(f.name, path)
 
 
 def is_no_unicode(value: Any) -> bool:

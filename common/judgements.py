@@ -23,11 +23,10 @@ from typing import Any
 from common import completions, report
 from common.completions import REFERENCE, Answers, Verdict, system_names
 from common.config import UserError, knob, parse, require_not_negative
-from common.errors import run_command
 from common.generation_tables import win_rate_table
 from common.jsonl import json_line, read_jsonl, write_atomically
 from common.judge_functions import is_swapped, text_of
-from common.terminal import markdown_table
+from common.terminal import markdown_table, run_command
 from common.win_rates import all_win_rates, reward_judges
 
 COMPARISONS, KEY = "comparisons.jsonl", "comparisons_key.jsonl"

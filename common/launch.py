@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from common import distributed, failures, paths, signals, terminal
+from common import distributed, errors, failures, signals, terminal
 from common.config import CommonConfig, TrainConfig, UserError, parse
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -38,7 +38,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
-            paths.refuse_unwritable("output_dir", config.output_dir)
+            errors.refuse_unwritable("output_dir", config.output_dir)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:

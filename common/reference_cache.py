@@ -25,20 +25,6 @@ from common import checked_file, distributed, lora
 from common.config import CommonConfig, package_version
 from common.data import Example
 
-# Whoever changes how pairs are scored gets new files, without a version number to think of.
-CODE = (
-    "attention.py",
-    "evaluation.py",
-    "fsdp.py",
-    "lora.py",
-    "losses.py",
-    "models.py",
-    "padding.py",
-    "pair_scoring.py",
-    "projection.py",
-    "reference_cache.py",
-    "scoring.py",
-)
 PACKAGES = ("torch", "transformers")
 # Of a model's configuration: where it was read from and who wrote it, which change no score.
 ORIGIN = ("_name_or_path", "transformers_version")
@@ -96,9 +82,7 @@ def file_for(
         "dtype": "bfloat16" if config.bf16 else "float32",
         "ld_alpha": ld_alpha,
         "versions": {name: package_version(name) for name in PACKAGES},
-        "code": [
-            hashlib.sha256(Path(__file__).with_name(name).read_bytes()).hexdigest() for name in CODE
-        ],
+        "code": checked_file.code_digest(),
     }
     digest = hashlib.sha256()
     # Each part is as long as an earlier one says: no two inputs give the same bytes.

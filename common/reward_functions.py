@@ -20,7 +20,7 @@ from typing import Any, cast
 from common import synthetic
 from common.chat import is_messages
 from common.config import UserError, gist
-from common.paths import refuse_forbidden
+from common.errors import refuse_forbidden
 from common.rouge import common_subsequence
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward

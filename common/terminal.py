@@ -7,10 +7,12 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from common.errors import UserError
 
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
@@ -167,6 +169,16 @@ class LineStream:
     def flush(self) -> None:
         """Flush the stream."""
         self._stream.flush()
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run what needs no process group; a `UserError` ends it with its sentence and status 2."""
+    keep_printing()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def progress_bar(

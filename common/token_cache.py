@@ -26,7 +26,6 @@ from common.truncation import leading_ids
 
 MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checked
 # Whoever changes how rows become tokens gets new files, without a version number to think of.
-CODE = ("chat.py", "data.py", "rows.py", "token_cache.py", "truncation.py")
 PACKAGES = ("numpy", "tokenizers", "transformers")
 
 
@@ -70,11 +69,10 @@ def file_for(
     behaviour = _behaviour(tokenizer, settings["stop_id"])
     if behaviour is None:
         return None
-    code = [Path(__file__).with_name(name).read_bytes() for name in CODE]
     versions = {name: package_version(name) for name in PACKAGES}
     versions["python"] = platform.python_version()  # its Unicode tables tell white space
     description = {
-        "code": [hashlib.sha256(text).hexdigest() for text in code],
+        "code": checked_file.code_digest(),
         "versions": versions,
         "settings": dict(settings),
         "columns": list(columns),

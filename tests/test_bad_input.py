@@ -29,7 +29,7 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, export, launch, models, paths, self_checks, signals
+from common import distributed, errors, export, launch, models, self_checks, signals
 from common.config import UserError, parse
 from common.jsonl import read_jsonl
 
@@ -649,7 +649,7 @@ def test_a_link_that_a_model_cannot_replace_is_refused(refusals):
     assert "holds 'model', a link to /proc, which cannot be replaced" in message
     Path("linked/model").unlink()
     Path("linked/model").symlink_to("not_yet_there")
-    paths.refuse_unwritable("output_dir", "linked")
+    errors.refuse_unwritable("output_dir", "linked")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")

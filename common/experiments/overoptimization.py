@@ -31,7 +31,7 @@ output_dir.
 import json
 from pathlib import Path
 
-from common import distributed, paths
+from common import distributed, errors
 from common.config import config_dict, save_run_files
 from common.experiments import overoptimization_page, stages
 from common.experiments.frontier import summarise
@@ -41,7 +41,7 @@ from common.experiments.overoptimization_runs import run_seed
 
 def main(config: OveroptimizationConfig) -> None:
     """Make the runs of every seed, measure what they left, write the results and the page."""
-    paths.refuse_unwritable("output_dir", config.output_dir)
+    errors.refuse_unwritable("output_dir", config.output_dir)
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
     save_run_files(output_dir, config, config.num_processes)

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from common.checkpoint_files import describe
 from common.config import UserError, parse, read_recipe
-from common.errors import run_command
 from common.experiments.forked import ForkedScript, is_possible
 from common.jsonl import write_atomically
+from common.terminal import run_command
 
 Config = TypeVar("Config")
 
