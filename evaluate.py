@@ -21,9 +21,9 @@ prompts.
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
 Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
-(of which every number about generations is a function; `python -m common.judgements` has them
-compared by people or models elsewhere), `report.html`, `report.md` and `plots/*.png` to output_dir,
-and prints the tables.
+(of which every number about generations is a function; `python -m common.report.judgements` has
+them compared by people or models elsewhere), `report.html`, `report.md` and `plots/*.png` to
+output_dir, and prints the tables.
 """
 
 import json
@@ -31,38 +31,31 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common import (
-    calibration_figure,
-    comparison,
-    comparison_tables,
-    completions,
-    data,
-    distributed,
-    evaluation,
-    fsdp,
-    generation_quality,
-    generation_tables,
-    judge_functions,
-    launch,
-    models,
-    pair_judging,
-    pair_scores,
-    report,
-    self_checks,
-    synthetic,
-    win_rates,
-)
-from common.completions import Answers, Generation
+from common import data, distributed, launch, self_checks
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.errors import refuse_twice
-from common.generation import Sampler
-from common.generation_quality import collect
-from common.pair_scores import PairScores, token_counts
-from common.reward_scoring import RewardScorer
+from common.evaluation import (
+    comparison,
+    completions,
+    pair_judging,
+    pair_scores,
+    quality,
+    score,
+    win_rates,
+)
+from common.evaluation import judges as judge_functions
+from common.evaluation.completions import Answers, Generation
+from common.evaluation.intervals import preference_accuracy
+from common.evaluation.pair_scores import PairScores, token_counts
+from common.evaluation.quality import collect
+from common.model import fsdp, load
+from common.record.terminal import markdown_table
+from common.report import calibration_figure, chain, tables
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Sampler
 from common.scoring import Policy
-from common.statistics import preference_accuracy
-from common.terminal import markdown_table
+from common.text import synthetic
 
 
 @dataclass
@@ -135,12 +128,12 @@ def main(config: EvaluateConfig) -> None:
     output_dir = Path(config.output_dir)
 
     # Data; every folder is checked before the first model is loaded
-    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
+    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
     policy_configs = {
-        path: models.read_model_config(path, "policy", tokenizer, config) for path in policies
+        path: load.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
     judging = [*config.reward_models, *config.reward_funcs]
     comparing = judge_functions.load_judges(config.judge_funcs)
@@ -174,10 +167,10 @@ def main(config: EvaluateConfig) -> None:
     generations: dict[str, list[Generation]] = {}
     no_references = [None] * len(prompts)
     for path, policy_config in policy_configs.items():
-        lm = models.load_policy(path, policy_config, config)
+        lm = load.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.loaded_model(policy, config)
-        logps = evaluation.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
+        logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
         read = pair_scores.policy_scores(
             config.policy_scores, logps, ref_logps, token_counts(scored), betas[path]
         )
@@ -192,7 +185,7 @@ def main(config: EvaluateConfig) -> None:
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
-            generations[names[path]] = generation_quality.measure(
+            generations[names[path]] = quality.measure(
                 policy, reference, judges, prompts, rollouts, config, config.temperature, pad_id
             )
         if path in config.policies:
@@ -200,13 +193,13 @@ def main(config: EvaluateConfig) -> None:
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations, no_references), output_dir)
-    own = generation_quality.reference_completions(
+    own = quality.reference_completions(
         judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
     )
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
     answers = judge_functions.with_verdicts(answers, comparing, names, prompts, config.seed)
-    systems = generation_quality.with_summaries(systems, answers, judges)
+    systems = quality.with_summaries(systems, answers, judges)
 
     # Results
     texts = pair_judging.completion_texts(pairs, tokenizer, stop_ids)
@@ -221,7 +214,7 @@ def main(config: EvaluateConfig) -> None:
         "attainable_accuracy": attainable(described),
         "systems": systems,
         "comparison": compared,
-        "reference_completions": generation_quality.reference_summary(answers),
+        "reference_completions": quality.reference_summary(answers),
         "win_rates": win_rates.all_win_rates(answers),
         "samples": samples(prompts, generations, config),
     }
@@ -229,11 +222,11 @@ def main(config: EvaluateConfig) -> None:
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
         calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
-    report.chain_report(results, report.run_dirs(systems), output_dir)
-    report.send(results, config)
-    distributed.print_rank0(f"\n{report.results_table(results)}\n")
-    distributed.print_rank0(f"{comparison_tables.summary(compared)}\n")
-    for headers, rows in generation_tables.tables(results):
+    chain.chain_report(results, chain.run_dirs(systems), output_dir)
+    chain.send(results, config)
+    distributed.print_rank0(f"\n{chain.results_table(results)}\n")
+    distributed.print_rank0(f"{tables.summary(compared)}\n")
+    for headers, rows in tables.generation_tables(results):
         distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
@@ -279,7 +272,7 @@ def describe(
         own = scores[[s == source for s in sources]]  # (n, 2)
         by_source[source] = asdict(preference_accuracy(*own.T))
     row = {"name": name, "kind": kind, "path": path, "accuracy": asdict(accuracy)}
-    cost = evaluation.run_cost(Path(path).parent)
+    cost = score.run_cost(Path(path).parent)
     return row | {
         "accuracy_by_source": by_source,
         "minutes": cost.get("elapsed_minutes"),

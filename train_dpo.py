@@ -36,30 +36,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common import (
-    checkpoint,
-    data,
-    distributed,
-    evaluation,
-    export,
-    faults,
-    fsdp,
-    launch,
-    models,
-    optim,
-    reference_cache,
-    self_checks,
-    token_records,
-)
+from common import data, distributed, launch, self_checks
+from common.checkpoint import bad_step, export
+from common.checkpoint import saver as checkpoint
 from common.config import is_due, is_due_before_end
-from common.dpo_config import DPOConfig
-from common.generation import Sampler
-from common.lora import AdapterReference
+from common.evaluation import score as evaluation
 from common.losses import preference_loss, sequence_logps
-from common.metrics import Accumulator, RunLogger
-from common.pair_scoring import desensitised, reference_logps, shorter_lengths
-from common.profiling import StepProfiler
-from common.rollout_pairs import pairs_from_rollouts
+from common.model import fsdp, optim
+from common.model import load as models
+from common.model.lora import AdapterReference
+from common.pairs import reference_cache
+from common.pairs.config import DPOConfig
+from common.pairs.from_rollouts import pairs_from_rollouts
+from common.pairs.reference import desensitised, reference_logps, shorter_lengths
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler
+from common.sampling import token_records
+from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
 
@@ -140,7 +133,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
     start_step = saver.load(resume_from)
-    faults.watch_replay(policy, config)
+    bad_step.watch_replay(policy, config)
     logger = RunLogger.start(config, "DPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
@@ -191,7 +184,7 @@ def main(config: DPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                 implicit_rewards = implicit_rewards / lengths
             evaluation.add_pair_metrics(metrics, implicit_rewards, real)
         numbers_of = (numbers[batch.places // 2] for batch in batches)
-        with faults.guarded(saver, batches, numbers_of, step):
+        with bad_step.guarded(saver, batches, numbers_of, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(

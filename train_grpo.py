@@ -8,9 +8,9 @@ r"""GRPO: sample a group of completions per prompt, keep some, push up those abo
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
-Each variant of the field is one flag, defined in `common/grpo_config.py`; the formulas are in
+Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
 `common/losses.py` and `common/advantages.py`, the way from prompts to batches in
-`common/rollouts.py`.
+`common/grpo/rollouts.py`.
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -43,29 +43,21 @@ from typing import Any
 
 import torch
 
-from common import (
-    checkpoint,
-    data,
-    distributed,
-    export,
-    faults,
-    fsdp,
-    launch,
-    models,
-    optim,
-    reward_replay,
-    rollouts,
-    self_checks,
-)
+from common import data, distributed, launch, self_checks
+from common.checkpoint import bad_step, export
+from common.checkpoint import saver as checkpoint
 from common.config import is_due, is_due_before_end
-from common.generation import Sampler
-from common.grpo_config import GRPOConfig
-from common.lora import AdapterReference
+from common.grpo import rollouts
+from common.grpo.config import GRPOConfig
+from common.grpo.rollouts import MicroBatch
 from common.losses import aggregate, clipped_tokens, kl_loss, policy_loss, sampler_weights
-from common.metrics import Accumulator, RunLogger
-from common.profiling import StepProfiler
-from common.reward_scoring import RewardScorer
-from common.rollouts import MicroBatch
+from common.model import fsdp, load, optim
+from common.model.lora import AdapterReference
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler
+from common.rewards import replay
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Sampler
 from common.scoring import Policy, ReferenceStates
 
 
@@ -75,13 +67,13 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     device = distributed.device()
 
     # Data and rewards
-    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
+    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
-    configs = [models.read_model_config(path, "policy", tokenizer, config) for path in paths]
+    configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
-    reward_replay.replay(scorer, config)
+    replay.replay(scorer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
@@ -91,13 +83,13 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     moves = config.ref_update_steps > 0
-    lm = models.load_trained_policy(paths[0], configs[0], config, with_copy=moves)
+    lm = load.load_trained_policy(paths[0], configs[0], config, with_copy=moves)
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference: Policy | AdapterReference | None = None
     if config.beta > 0 and config.lora_r and paths[0] == paths[1]:
         reference = AdapterReference(policy)
     elif config.beta > 0:
-        frozen = Policy(models.load_policy(paths[1], configs[1], config)).requires_grad_(False)
+        frozen = Policy(load.load_policy(paths[1], configs[1], config)).requires_grad_(False)
         reference = fsdp.shard(frozen, config, mesh)
         self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
     scorer.load(mesh)
@@ -112,7 +104,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics, updated)
     start_step = saver.load(resume_from)
-    faults.watch_replay(policy, config)
+    bad_step.watch_replay(policy, config)
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     draw = partial(
@@ -203,7 +195,7 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
                 if micro_batches[0].has_effect:
                     batches = [part.batch for part in micro_batches]
                     rows = (rollouts.rows_of(groups, kept, batch.places) for batch in batches)
-                    with faults.guarded(saver, batches, rows, step):
+                    with bad_step.guarded(saver, batches, rows, step):
                         metrics.add_values(**update(step, total_steps, metrics.total("loss")))
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)

@@ -35,22 +35,9 @@ from typing import Any
 
 import torch
 
-from common import (
-    checkpoint,
-    comparisons,
-    data,
-    distributed,
-    dropout,
-    evaluation,
-    export,
-    faults,
-    fsdp,
-    launch,
-    models,
-    optim,
-    pairs,
-    self_checks,
-)
+from common import data, distributed, launch, self_checks
+from common.checkpoint import bad_step, export
+from common.checkpoint import saver as checkpoint
 from common.config import (
     is_due,
     is_due_before_end,
@@ -59,10 +46,14 @@ from common.config import (
     require_positive,
 )
 from common.data import Example
-from common.dropout import DropoutTrainConfig
+from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
-from common.metrics import Accumulator, RunLogger
-from common.profiling import StepProfiler
+from common.model import dropout, fsdp, load, optim
+from common.model.dropout import DropoutTrainConfig
+from common.pairs import comparisons
+from common.pairs import groups as pairs
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler
 from common.scoring import RewardModel
 
 
@@ -74,7 +65,7 @@ class RewardConfig(DropoutTrainConfig):
         "stiennon",
         "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
         "a std of 0.02; zeros",
-        models.HEAD_INITS,
+        load.HEAD_INITS,
     )
     center_rewards_coefficient: float = knob(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
@@ -103,11 +94,11 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     device = distributed.device()
 
     # Data
-    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
-    models.add_own_pad_token(tokenizer)
+    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
+    load.add_own_pad_token(tokenizer)
     pad_id = tokenizer.pad_token_id
-    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
-    model_config = models.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
+    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
+    model_config = load.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
@@ -121,7 +112,7 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
-    lm = models.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
+    lm = load.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
     dropout.refuse_without(lm, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
@@ -133,16 +124,16 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, model, optimizer, metrics)
     start_step = saver.load(resume_from)
-    faults.watch_replay(model, config)
+    bad_step.watch_replay(model, config)
     logger = RunLogger.start(config, "reward model", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, scores = evaluation.preferences(model, eval_set, config, pad_id)
+            accuracy, scores = score.preferences(model, eval_set, config, pad_id)
             logger.log(step, {"eval_accuracy": accuracy.accuracy})
-            logger.samples(step, evaluation.pair_table(eval_set, scores, tokenizer, config))
+            logger.samples(step, score.pair_table(eval_set, scores, tokenizer, config))
 
     # Loop
     for step in range(start_step, total_steps):
@@ -162,13 +153,13 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
             loss = (losses * weight).sum() / num_groups
             loss.backward()
             metrics.add("loss", loss * num_groups, weight.sum())
-            evaluation.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
+            score.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
         dropout.end_step(model, config)
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
-        with faults.guarded(saver, batches, rows, step):
+        with bad_step.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(model, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(
@@ -188,7 +179,7 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     def shift() -> float:
         if not sft_set:
             return 0.0
-        rewards = evaluation.score_examples(model, sft_set, config, pad_id, "scoring references")
+        rewards = score.score_examples(model, sft_set, config, pad_id, "scoring references")
         logger.log(total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 

@@ -22,26 +22,17 @@ The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 
 from dataclasses import dataclass
 
-from common import (
-    checkpoint,
-    data,
-    distributed,
-    dropout,
-    evaluation,
-    export,
-    faults,
-    fsdp,
-    launch,
-    models,
-    optim,
-    self_checks,
-)
+from common import data, distributed, launch, self_checks
+from common.checkpoint import bad_step, export
+from common.checkpoint import saver as checkpoint
 from common.config import is_due, is_due_before_end
-from common.dropout import DropoutTrainConfig
-from common.generation import Sampler
+from common.evaluation import score
 from common.losses import sft_loss
-from common.metrics import Accumulator, RunLogger
-from common.profiling import StepProfiler
+from common.model import dropout, fsdp, load, optim
+from common.model.dropout import DropoutTrainConfig
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler
+from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
 
@@ -56,10 +47,10 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
     device = distributed.device()
 
     # Data
-    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
-    model_config = models.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
+    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
+    model_config = load.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
@@ -68,7 +59,7 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = models.load_trained_policy(config.model_name_or_path, model_config, config)
+    lm = load.load_trained_policy(config.model_name_or_path, model_config, config)
     dropout.refuse_without(lm, config)
     policy = fsdp.shard(Policy(lm), config, mesh)
     optimizer = optim.build_optimizer(policy, config)
@@ -79,14 +70,14 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics)
     start_step = saver.load(resume_from)
-    faults.watch_replay(policy, config)
+    bad_step.watch_replay(policy, config)
     logger = RunLogger.start(config, "SFT", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            eval_loss = evaluation.sft_loss(policy, eval_set, config, pad_id)
+            eval_loss = score.sft_loss(policy, eval_set, config, pad_id)
             logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:
@@ -107,7 +98,7 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
         dropout.end_step(policy, config)
         rows = (numbers[batch.places] for batch in batches)
-        with faults.guarded(saver, batches, rows, step):
+        with bad_step.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")
             update = optim.clip_and_step(policy, optimizer, config, step, total_steps, loss_sum)
         metrics.add_values(

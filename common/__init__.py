@@ -1,1 +1,1 @@
-"""What the five stages share; a module imports lower layers only (see the README)."""
+"""What the five stages share: the modules that every stage is made of, and rooms beside them."""

@@ -2,7 +2,7 @@
 
 `tokenize_rows` makes `Example`s and counts what it truncated and dropped; `BatchOrder` gives each
 rank its rows as a function of the step; `pack` puts them into micro-batches by length. Reading and
-checking the rows themselves is in `common/rows.py`, cutting a prompt in `common/truncation.py`.
+checking the rows themselves is in `text/rows.py`, cutting a prompt in `text/truncate.py`.
 """
 
 import math
@@ -14,13 +14,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from common import distributed, model_checks, token_cache
-from common.chat import Conversation, render, turn_end
+from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
+from common.model import checks
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
-from common.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.truncation import (
+from common.text import token_cache
+from common.text.chat import Conversation, render, turn_end
+from common.text.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
+from common.text.truncate import (
     encode,
     last_line,
     leading_ids,
@@ -298,7 +300,7 @@ def to_end_of_turn(
         for e in conversations
     }
     longest = max(len(e.prompt_ids) + len(c) for e in closed.values() for c in e.completions)
-    limit = model_checks.max_positions(model_config)
+    limit = checks.max_positions(model_config)
     if limit is not None and longest > limit:
         raise UserError(
             f"a conversation with the end of its turn is {longest} tokens, and the model has "

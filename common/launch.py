@@ -10,8 +10,10 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from common import distributed, errors, failures, signals, terminal
+from common import distributed, errors
 from common.config import CommonConfig, TrainConfig, UserError, parse
+from common.exits import failures, signals
+from common.record import terminal
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -52,7 +54,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 
 def plan(config: TrainConfig) -> None:
     """Print on rank 0 what a run takes."""
-    from common import planner
+    from common.planning import plan as planner
 
     if distributed.own_rank() == 0:
         distributed.quieten()

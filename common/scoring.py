@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common import attention
+from common.model import shared_prefix
+from common.model.projection import Head, token_statistics
 from common.padding import AnyBatch, Batch, SharedPrefixBatch
-from common.projection import Head, token_statistics
 
 
 class CompletionScores(NamedTuple):
@@ -177,7 +177,7 @@ class RewardModel(nn.Module):
 def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     """Last hidden states (T, D) of a row that holds prompts with all their completions."""
     inputs = (batch.input_ids, batch.position_ids, batch.layout)
-    return attention.last_hidden_states(lm, *inputs)[0]
+    return shared_prefix.last_hidden_states(lm, *inputs)[0]
 
 
 def sequence_scores(model: nn.Module, batch: AnyBatch) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from common import distributed, fsdp
+from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
 from common.losses import kl_estimate, preference_loss
+from common.model import fsdp
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.scoring import RewardModel, sequence_scores
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
 
-from common import synthetic
+from common.text import synthetic
 
 PROMPT = "TITLE: a\n\nPOST: b\n\nTL;DR:"
 SFT = {"prompt": PROMPT, "completion": " c"}

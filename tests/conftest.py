@@ -8,7 +8,7 @@ import pytest
 import tiny
 from hypothesis import settings
 
-from common import synthetic
+from common.text import synthetic
 
 # The same cases in every run: a failure that is found is found by everybody.
 settings.register_profile("fixed", derandomize=True, deadline=None)

@@ -126,7 +126,7 @@ def finish(process: subprocess.Popen, log: Path) -> None:
 
 def prepare(folder: Path) -> None:
     """Make the tokenizer, the model's shape and the SFT model that later stages start from."""
-    from common import synthetic
+    from common.text import synthetic
 
     synthetic.train_tokenizer(512).save_pretrained(folder / "tokenizer")
     (folder / "gpt2.json").write_text(json.dumps(SHAPE))

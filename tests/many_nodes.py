@@ -253,7 +253,7 @@ def main() -> int:
     """Run everything and print what was seen; the exit status is 1 if anything differs."""
     as_claimed: list[bool] = []
     tcp_retries2 = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    from common import synthetic
+    from common.text import synthetic
 
     with tempfile.TemporaryDirectory() as name, TwoHosts(tcp_retries2) as hosts:
         folder = Path(name)

@@ -31,12 +31,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import distributed, export, fsdp, optim, plots
+from common import distributed
+from common.checkpoint import export
 from common.config import parse
-from common.generation import Rollouts, Sampler
-from common.glossary import SPANS
-from common.jsonl import read_jsonl
 from common.launch import close_and_exit, leave
+from common.model import fsdp, optim
+from common.record.glossary import SPANS
+from common.record.jsonl import read_jsonl
+from common.report import plots
+from common.sampling.sampler import Rollouts, Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = {

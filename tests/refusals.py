@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from common import distributed, failures, launch, output_lock, signals
+from common import distributed, launch
+from common.exits import failures, signals
+from common.record import output_lock
 
 STAGES = {
     "train_sft": "SFTConfig",

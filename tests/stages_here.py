@@ -2,11 +2,11 @@
 
 import importlib
 
-from common import plots
 from common.config import parse
 from common.experiments import stages
 from common.experiments.replicate import CHAIN
 from common.experiments.stages import Stage
+from common.report import plots
 
 CLASSES = dict(CHAIN.values())  # by script
 

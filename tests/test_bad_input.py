@@ -29,9 +29,12 @@ from refusals import STAGES, Refusals, arguments, check_sentence
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import distributed, errors, export, launch, models, self_checks, signals
+from common import distributed, errors, launch, self_checks
+from common.checkpoint import export
 from common.config import UserError, parse
-from common.jsonl import read_jsonl
+from common.exits import signals
+from common.model import load
+from common.record.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -506,7 +509,7 @@ RECIPES: list[tuple[str, list[str]]] = [
     ids=[" ".join([s, *(f"{k}={v}"[:60] for k, v in flags.items())]) for s, flags, _ in CASES],
 )
 def test_bad_input_is_refused_before_weights_are_read(stage, flags, parts, refusals, monkeypatch):
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load", lambda *_: pytest.fail("weights were loaded"))
     message = refusals.sentence(stage, arguments(stage, flags))
     for part in parts:
         assert part in message
@@ -609,7 +612,7 @@ def test_a_recipe_that_is_not_there_or_not_named(refusals):
 
 def test_a_folder_that_allows_no_files_is_refused_before_weights_are_read(refusals, monkeypatch):
     """Permissions are asked for, not tried: tests may run as root, whom nothing stops."""
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     for flags in ({}, {"output_dir": "a/b/c"}, {"output_dir": "sft"}):
         message = refusals.sentence("train_sft", arguments("train_sft", flags))
@@ -762,7 +765,7 @@ def test_tensors_of_older_files_and_the_head_of_a_trunk_are_left_out(folder):
 
 
 def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setattr(load, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
     module = importlib.import_module(stage)
     with pytest.raises(InterruptedError):
         module.main(parse(getattr(module, STAGES[stage]), arguments(stage, flags)))
@@ -861,7 +864,9 @@ def speaks(completions, log_extra, **columns):
 
 
 def test_what_is_printed_unbuffered_is_not_kept():
-    program = "from common import terminal; terminal.keep_printing(); print('out'); os._exit(0)"
+    program = (
+        "from common.record import terminal; terminal.keep_printing(); print('out'); os._exit(0)"
+    )
     command = [sys.executable, "-u", "-c", f"import os; {program}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout == "out\n"

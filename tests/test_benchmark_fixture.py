@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from common.data import tokenize_rows
-from common.rows import load_rows
+from common.text.rows import load_rows
 from tests.benchmarks import bench, fixture, flops, our_stages, scaling_arithmetic
 from tests.benchmarks.fixture import EOS_ID, Shape
 from tests.benchmarks.rows import CHECKS, ROWS, BenchRow

@@ -11,7 +11,7 @@ import pytest
 from scipy.special import expit
 from scipy.stats import binned_statistic
 
-from common.calibration import NUM_BINS, calibration, probability
+from common.evaluation.calibration import NUM_BINS, calibration, probability
 
 
 def labelled(scale: float = 1.0, num_pairs: int = 4000, seed: int = 0) -> np.ndarray:

@@ -13,13 +13,14 @@ import pytest
 import tiny
 from tokenizers.processors import TemplateProcessing
 
-from common import data, synthetic
-from common.chat import render, turn_end
+from common import data
 from common.config import UserError
 from common.data import Piece, collate, load_examples
-from common.generation import Rollouts
-from common.reward_scoring import RewardModelFunction, RewardScorer
-from common.rows import load_rows
+from common.rewards.scorer import RewardModelFunction, RewardScorer
+from common.sampling.sampler import Rollouts
+from common.text import synthetic
+from common.text.chat import render, turn_end
+from common.text.rows import load_rows
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"

@@ -23,11 +23,16 @@ import tiny
 import torch
 from torch import nn
 
-from common import best_checkpoint, checkpoint, checkpoint_files, fsdp, optim, output_lock, signals
-from common.checkpoint import Checkpointer
+from common.checkpoint import best as best_checkpoint
+from common.checkpoint import files
+from common.checkpoint import saver as checkpoint
+from common.checkpoint.saver import Checkpointer
 from common.config import UserError, save_run_files
 from common.distributed import mesh
-from common.jsonl import json_line, read_jsonl
+from common.exits import signals
+from common.model import fsdp, optim
+from common.record import output_lock
+from common.record.jsonl import json_line, read_jsonl
 from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -115,7 +120,7 @@ def test_a_run_that_made_no_step_is_saved_as_new(tmp_path: Path) -> None:
 
 
 def test_nothing_is_pickled(saved: Path) -> None:
-    for folder in checkpoint_files.newest_first(saved):
+    for folder in files.newest_first(saved):
         assert {path.name for path in folder.iterdir()} == {SHARD, "manifest.json"}
 
 
@@ -171,7 +176,7 @@ DAMAGE = [
 def test_damage_is_named_and_the_one_before_is_taken(
     saved: Path, damage: Any, reason: str, capsys: pytest.CaptureFixture
 ) -> None:
-    newest, before, _ = checkpoint_files.newest_first(saved)
+    newest, before, _ = files.newest_first(saved)
     assert find(saved) == newest
     damage(newest)
     for wanted in ("auto", "latest"):
@@ -183,9 +188,9 @@ def test_damage_is_named_and_the_one_before_is_taken(
 
 def test_a_stray_shard_is_damage(saved: Path) -> None:
     """Torch would read it, and the older numbers in it."""
-    newest, before, _ = checkpoint_files.newest_first(saved)
+    newest, before, _ = files.newest_first(saved)
     (newest / "copy.safetensors").write_bytes((before / SHARD).read_bytes())
-    assert checkpoint_files.damage(newest) == "copy.safetensors does not belong to it"
+    assert files.damage(newest) == "copy.safetensors does not belong to it"
 
 
 ODD = "manifest.json has an entry '{}' that no run writes"
@@ -214,19 +219,19 @@ ODD = "manifest.json has an entry '{}' that no run writes"
 def test_a_manifest_that_lists_something_else_is_damage(
     saved: Path, change: dict[str, Any], reason: str
 ) -> None:
-    folder = checkpoint_files.newest_first(saved)[0]
-    contents = checkpoint_files.read_manifest(folder)
+    folder = files.newest_first(saved)[0]
+    contents = files.read_manifest(folder)
     for name, value in change.items():
         if value is None:
             del contents[name]
         else:
             contents[name] = value
-    checkpoint_files.write_manifest(folder, contents)
-    assert checkpoint_files.damage(folder) == reason
+    files.write_manifest(folder, contents)
+    assert files.damage(folder) == reason
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
-    for folder in checkpoint_files.newest_first(saved):
+    for folder in files.newest_first(saved):
         flip(folder)
     with pytest.raises(UserError, match="no checkpoint in .* is whole; .* none starts anew"):
         find(saved)
@@ -239,14 +244,14 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     def forbid(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(checkpoint_files.os, "listdir", forbid)
+    monkeypatch.setattr(files.os, "listdir", forbid)
     for wanted in ("auto", "latest", "none"):
         with pytest.raises(UserError, match="checkpoints may hold checkpoints and cannot be read"):
             find(saved, wanted)
 
 
 def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
-    newest, before, oldest = checkpoint_files.newest_first(saved)
+    newest, before, oldest = files.newest_first(saved)
     newest.rename(newest.with_name(newest.name + ".partial"))
     assert find(saved) == before
     tiny.checkpointer(saved, *trained()).load(before)
@@ -256,7 +261,7 @@ def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
 def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_to_is_not(
     saved: Path, tmp_path: Path
 ) -> None:
-    newest, before, oldest = checkpoint_files.newest_first(saved)
+    newest, before, oldest = files.newest_first(saved)
     elsewhere = newest.rename(tmp_path / "elsewhere")
     newest.symlink_to(elsewhere)
     checkpoints = saved / "checkpoints"
@@ -268,7 +273,7 @@ def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_t
     assert sorted(checkpoints.iterdir()) == [oldest, before, newest]
     saver.load(before)
     assert sorted(checkpoints.iterdir()) == [oldest, before]
-    assert checkpoint_files.damage(elsewhere) == ""
+    assert files.damage(elsewhere) == ""
     newest.symlink_to("gone")
     saver.save(3)
     saver.close()
@@ -278,7 +283,7 @@ def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_t
 def test_starting_anew_removes_what_would_be_taken_for_this_run(saved: Path) -> None:
     saver = tiny.checkpointer(saved, *trained())
     assert saver.load(None) == 0
-    assert checkpoint_files.newest_first(saved) == []
+    assert files.newest_first(saved) == []
 
 
 # ---- which run it is of --------------------------------------------------------------------------
@@ -293,19 +298,19 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
 
 def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
     fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "run_name": "again"}
-    assert find(saved, **fields) == checkpoint_files.folder_of(saved, 3)
+    assert find(saved, **fields) == files.folder_of(saved, 3)
 
 
 def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = checkpoint_files.read_manifest
+    read = files.read_manifest
     other = {"stage": "SFTConfig"}
-    monkeypatch.setattr(checkpoint_files, "read_manifest", lambda folder: read(folder) | other)
+    monkeypatch.setattr(files, "read_manifest", lambda folder: read(folder) | other)
     with pytest.raises(UserError, match="the stage was SFTConfig and is TrainConfig"):
         find(saved)
 
 
 def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_path: Path) -> None:
-    first = checkpoint_files.folder_of(saved, 1)
+    first = files.folder_of(saved, 1)
     assert find(tmp_path / "new", str(first)) == first
     tiny.checkpointer(tmp_path / "used", *trained(), async_save=False).save(1)
     with pytest.raises(UserError, match="has checkpoints of its own, .* name a new --output_dir"):
@@ -316,7 +321,7 @@ def test_a_restart_by_torchrun_goes_on_whatever_the_flag_says(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    newest, _, oldest = checkpoint_files.newest_first(saved)
+    newest, _, oldest = files.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
 
@@ -328,7 +333,7 @@ def test_a_restart_does_not_go_on_with_the_run_of_another_config(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find(saved, "none", seed=5) is None
     tiny.checkpointer(tmp_path / "elsewhere", *trained(), async_save=False).save(1)
-    first = checkpoint_files.folder_of(tmp_path / "elsewhere", 1)
+    first = files.folder_of(tmp_path / "elsewhere", 1)
     with pytest.raises(UserError, match="has checkpoints of its own"):
         find(saved, str(first), seed=5)
 
@@ -400,7 +405,7 @@ def save_all(output_dir: Path, losses: list[float], **fields: Any) -> Checkpoint
 
 
 def steps_in(output_dir: Path) -> list[int]:
-    return [checkpoint_files.step_of(path) for path in checkpoint_files.newest_first(output_dir)]
+    return [files.step_of(path) for path in files.newest_first(output_dir)]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -428,7 +433,7 @@ def test_a_damaged_best_is_named_and_the_next_best_is_taken(
     fields = {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
     saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
     saver.wait()
-    flip(checkpoint_files.folder_of(tmp_path, 2))
+    flip(files.folder_of(tmp_path, 2))
     saver.close()
     assert (
         f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
@@ -440,7 +445,7 @@ def test_a_half_removed_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
     """As a run leaves it that was killed while it removed old ones."""
     fields = {"metric_for_best_model": "eval_loss", "keep_last": 0}
     save_all(tmp_path, [0.9, 0.2, 0.5], **fields).close()
-    lose_manifest(checkpoint_files.folder_of(tmp_path, 1))
+    lose_manifest(files.folder_of(tmp_path, 1))
     saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
     saver.close()
     assert find(tmp_path, save_steps=1, eval_steps=1, **fields) is not None
@@ -451,8 +456,8 @@ def test_what_is_removed_has_no_checkpoints_name(
 ) -> None:
     save_all(tmp_path, [0.9, 0.2, 0.5], keep_last=0).close()
     removed: list[str] = []
-    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", lambda x, **_: removed.append(x.name))
-    checkpoint_files.remove_old(tmp_path, 1, None)
+    monkeypatch.setattr(files.shutil, "rmtree", lambda x, **_: removed.append(x.name))
+    files.remove_old(tmp_path, 1, None)
     assert steps_in(tmp_path) == [3]
     assert all(name.endswith(".partial") for name in removed)
 
@@ -472,7 +477,7 @@ def test_the_last_evaluation_counts_though_it_follows_the_last_checkpoint(tmp_pa
         file.write(json_line({"step": 3, "eval_loss": 0.1}))
     saver.close()
     best = best_checkpoint.ranking(tmp_path, "eval_loss")
-    assert [checkpoint_files.step_of(path) for path in best] == [3, 2, 1]
+    assert [files.step_of(path) for path in best] == [3, 2, 1]
 
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:
@@ -482,9 +487,9 @@ def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     expected = path.read_text()
     path.write_text(expected + json_line({"step": 2, "reward_shift": 1.0}) + '{"step": 2, "re')
-    tiny.checkpointer(tmp_path, *trained()).load(checkpoint_files.folder_of(tmp_path, 2))
+    tiny.checkpointer(tmp_path, *trained()).load(files.folder_of(tmp_path, 2))
     assert path.read_text() == expected
-    tiny.checkpointer(tmp_path, *trained()).load(checkpoint_files.folder_of(tmp_path, 1))
+    tiny.checkpointer(tmp_path, *trained()).load(files.folder_of(tmp_path, 1))
     assert [line["step"] for line in read_jsonl(path)] == [1]
 
 
@@ -495,7 +500,7 @@ def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks:
     saver.metrics.add("loss", third, 3)
     saver.save(1)
     saver.close()
-    manifest = checkpoint_files.read_manifest(checkpoint_files.folder_of(tmp_path, 1))
+    manifest = files.read_manifest(files.folder_of(tmp_path, 1))
     assert manifest["sums"] == [{"loss": [third, 3.0]}]
     other = tiny.checkpointer(tmp_path, *trained())
     other._restore_sums(manifest["sums"] * num_ranks)  # as if so many ranks had saved
@@ -519,7 +524,7 @@ def test_an_error_of_writing_ends_the_run_and_leaves_the_last_one(
     with pytest.raises(UserError, match="step_00000004 could not be written .No space left on"):
         saver.wait()
     monkeypatch.undo()
-    assert find(saved) == checkpoint_files.folder_of(saved, 3)
+    assert find(saved) == files.folder_of(saved, 3)
     assert not list((saved / "checkpoints").glob("*.partial"))
 
 
@@ -540,7 +545,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         newest = find(disk)
         assert newest is not None
         other = trained(seed=1, steps=0)
-        assert tiny.checkpointer(disk, *other).load(newest) == checkpoint_files.step_of(newest)
+        assert tiny.checkpointer(disk, *other).load(newest) == files.step_of(newest)
         assert are_equal(state(other), state(run))
     finally:
         output_lock.release(disk)
@@ -552,7 +557,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_run_that_was_not_asked_goes_on(tmp_path: Path) -> None:
     tiny.checkpointer(tmp_path, *trained()).stop_if_asked(0)
-    assert checkpoint_files.newest_first(tmp_path) == []
+    assert files.newest_first(tmp_path) == []
 
 
 def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: None) -> None:
@@ -568,8 +573,8 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     with pytest.raises(signals.Stopped, match="after step 5 by SIGTERM; the same command goes on"):
         saver.stop_if_asked(5)
     folder = find(tmp_path)
-    assert folder == checkpoint_files.folder_of(tmp_path, 5)
-    assert checkpoint_files.read_manifest(folder)["sums"] == [{"loss": [1.0, 1.0]}]
+    assert folder == files.folder_of(tmp_path, 5)
+    assert files.read_manifest(folder)["sums"] == [{"loss": [1.0, 1.0]}]
     other = trained(seed=1, steps=0)
     tiny.checkpointer(tmp_path, *other).load(folder)
     assert are_equal(state(other), expected)
@@ -603,7 +608,7 @@ def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None
 def test_a_lost_connection_stops_a_run_unless_nohup_has_said_no() -> None:
     program = """
 import os, signal, time
-from common import signals
+from common.exits import signals
 for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
     signal.signal(signal.SIGHUP, handler)
     signals.listen(speaks=False)
@@ -623,7 +628,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     """Within a second it is the launcher passing on the first. Also while the main thread hangs."""
     program = """
 import ctypes, os, signal, threading, time
-from common import signals
+from common.exits import signals
 signals.listen(speaks=False)
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)

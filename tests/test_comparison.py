@@ -24,19 +24,14 @@ from transformers import (
 )
 
 import evaluate
-from common import (
-    comparison,
-    comparison_tables,
-    data,
-    distributed,
-    pair_judging,
-    pair_scores,
-    synthetic,
-)
+from common import data, distributed
 from common.config import UserError
 from common.data import Example
-from common.pair_scores import BASELINES, PairScores
-from common.reward_scoring import model_function
+from common.evaluation import comparison, pair_judging, pair_scores
+from common.evaluation.pair_scores import BASELINES, PairScores
+from common.report import tables
+from common.rewards.scorer import model_function
+from common.text import synthetic
 
 NUM_PAIRS = 30
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 64}
@@ -222,9 +217,9 @@ def test_pairs_of_one_prompt_show_no_difference():
     assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
     (difference,) = found["differences"]
     assert (difference["low"], difference["prompt_p_value"]) == (None, 1)
-    assert "+60.0?" in comparison_tables.difference_matrix(found)
-    assert comparison_tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
-    assert comparison_tables.with_interval(accuracy) == "40.0"
+    assert "+60.0?" in tables.difference_matrix(found)
+    assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
+    assert tables.with_interval(accuracy) == "40.0"
 
 
 def test_differences_are_drawn_over_prompts_too():
@@ -304,24 +299,24 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
 
 def test_tables_show_every_system_and_its_numbers():
     found = comparison.compare(random_table(3))
-    tables = {table.title: table for table in comparison_tables.tables(found)}
-    assert list(tables) == [
+    by_title = {table.title: table for table in tables.comparison_tables(found)}
+    assert list(by_title) == [
         "Preference accuracy of every system",
         "Differences on the same pairs",
         "Accuracy by confidence",
         "Calibration",
     ]
     accuracy = found["systems"][0]["accuracy"]
-    first = tables["Preference accuracy of every system"].rows[0]
+    first = by_title["Preference accuracy of every system"].rows[0]
     assert first[:2] == ["rm3", f"{100 * accuracy['accuracy']:.1f}"]
-    assert [row[0] for row in tables["Differences on the same pairs"].rows] == ["rm3 - lm3"]
-    matrix = comparison_tables.difference_matrix(found).splitlines()
+    assert [row[0] for row in by_title["Differences on the same pairs"].rows] == ["rm3 - lm3"]
+    matrix = tables.difference_matrix(found).splitlines()
     gain = found["differences"][1]["difference"]  # the first system minus the third
     assert gain != 0
     assert f"{100 * gain:+.1f}" in matrix[2]
     assert f"{-100 * gain:+.1f}" in matrix[4]
-    assert comparison_tables.p_value(0.00001) == "< 0.0001"
-    assert comparison_tables.signed(-0.0) == "+0.0"
+    assert tables.p_value(0.00001) == "< 0.0001"
+    assert tables.signed(-0.0) == "+0.0"
 
 
 def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none():
@@ -330,12 +325,12 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
     names = [*(f"rm{i}" for i in range(1, 7)), *BASELINES]
     table.scores |= dict(zip(names, draws, strict=True))
     found = comparison.compare(table)
-    shown = comparison_tables.difference_table(found).rows
+    shown = tables.difference_table(found).rows
     best = max(found["systems"], key=lambda s: s["accuracy"]["accuracy"])["name"]
     assert len(shown) == 7
     assert all(best in row[0].split(" - ") for row in shown)
     few = {**found, "systems": [s for s in found["systems"] if s["name"] in ("rm0", *BASELINES)]}
-    titles = [table.title for table in comparison_tables.tables(few)]
+    titles = [table.title for table in tables.comparison_tables(few)]
     assert "Differences on the same pairs" not in titles
 
 
@@ -462,7 +457,7 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
 def test_the_report_shows_the_comparison(evaluation: Path):
     report = (evaluation / "report.md").read_text()
     results = json.loads((evaluation / "results.json").read_text())
-    for table in comparison_tables.tables(results["comparison"]):
+    for table in tables.comparison_tables(results["comparison"]):
         assert table.title in report
     assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
 

@@ -12,9 +12,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from common import comparisons
 from common.data import Example, Piece
 from common.losses import bradley_terry_loss
+from common.pairs import comparisons
 from common.scoring import RewardModel
 
 pytestmark = pytest.mark.usefixtures("process_group")

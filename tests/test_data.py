@@ -17,7 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from common import data, distributed, synthetic
+from common import data, distributed
 from common.config import TrainConfig, UserError
 from common.data import (
     BatchOrder,
@@ -30,7 +30,8 @@ from common.data import (
     prompts,
     tokenize_rows,
 )
-from common.truncation import (
+from common.text import synthetic
+from common.text.truncate import (
     cut_body,
     encode,
     leading_ids,

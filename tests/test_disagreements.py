@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
-from common import losses, models
+from common import losses
 from common.advantages import group_advantages
+from common.model import load
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
@@ -103,7 +104,7 @@ def test_initial_reward_head(tmp_path: Path):
     lm.save_pretrained(tmp_path)
     trl = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
     model_config = AutoConfig.from_pretrained(tmp_path)
-    ours = models.load_reward_model(
+    ours = load.load_reward_model(
         str(tmp_path), model_config, tiny.tokenizer(), tiny.train_config()
     )
     sampling_error = 4 / math.sqrt(2 * width)  # of a standard deviation, relative, four sigma

@@ -16,11 +16,15 @@ import torch
 from ranks import launch, run_stages
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from common import evaluation, losses, models, pair_scoring, reference_cache
+from common import losses
 from common.config import UserError
 from common.data import BatchOrder
-from common.jsonl import read_jsonl
+from common.evaluation import score
+from common.model import load
 from common.padding import padded_batch
+from common.pairs import reference as pair_scoring
+from common.pairs import reference_cache
+from common.record.jsonl import read_jsonl
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
@@ -372,10 +376,10 @@ def first_reward_losses(runs: Runs) -> list[float]:
     """Every pair's loss before training: the margin column, and centring at 0.1."""
     folder = str(runs.folder / "start")
     config = tiny.train_config(max_prompt_length=64, max_completion_length=16)
-    tokenizer = models.load_tokenizer(folder, config)
-    models.add_own_pad_token(tokenizer)
-    model_config = models.read_model_config(folder, "trunk", tokenizer, config)
-    lm = models.load_reward_model(folder, model_config, tokenizer, config)
+    tokenizer = load.load_tokenizer(folder, config)
+    load.add_own_pad_token(tokenizer)
+    model_config = load.read_model_config(folder, "trunk", tokenizer, config)
+    lm = load.load_reward_model(folder, model_config, tokenizer, config)
     model = RewardModel(lm.eval())
     result = []
     for row in runs.pairs:
@@ -475,7 +479,7 @@ def test_a_reference_that_is_not_finite_is_named(monkeypatch):
     """It would otherwise pass for one that finds every completion certain."""
     examples = tiny.ragged_examples([(3, 2), (4, 5)])
     scores = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]], dtype=torch.float64)
-    monkeypatch.setattr(evaluation, "score_examples", lambda *args: scores)
+    monkeypatch.setattr(score, "score_examples", lambda *args: scores)
     rest: Any = (None, "", tiny.tokenizer(), config(), examples)
     assert pair_scoring.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
     with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, nan\]; they must be finite"):

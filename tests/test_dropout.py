@@ -7,9 +7,10 @@ import torch.nn.functional as F  # noqa: N812 - the name that everybody gives it
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from common import distributed, dropout, fsdp
+from common import distributed
 from common.config import UserError
-from common.dropout import DropoutTrainConfig
+from common.model import dropout, fsdp
+from common.model.dropout import DropoutTrainConfig
 from common.scoring import Policy, sequence_scores
 
 

@@ -20,11 +20,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common import distributed, models
+from common import distributed
 from common.config import UserError
 from common.data import Example
-from common.encoder_rewards import EncoderFunction
-from common.reward_scoring import RewardScorer, model_function
+from common.model import load
+from common.rewards.encoders import EncoderFunction
+from common.rewards.scorer import RewardScorer, model_function
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "slept", "all", "day"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -137,4 +138,4 @@ def test_two_labels_are_refused(tmp_path: Path):
 def test_an_encoder_is_no_policy_and_no_trunk(folder: Path, kind: Any):
     config = tiny.train_config(max_prompt_length=8, max_completion_length=8)
     with pytest.raises(UserError, match="is a bert model, not a causal language model"):
-        models.read_model_config(str(folder), kind, tiny.tokenizer(), config)
+        load.read_model_config(str(folder), kind, tiny.tokenizer(), config)

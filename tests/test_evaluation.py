@@ -16,14 +16,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
-from common import distributed, evaluation, export, fsdp, synthetic
+from common import distributed
+from common.checkpoint import export
 from common.config import UserError
 from common.data import Example
-from common.generation import Rollouts
-from common.metrics import Accumulator
+from common.evaluation import score as evaluation
+from common.model import fsdp
 from common.padding import padded_batch
-from common.reward_scoring import RewardModelFunction, RewardScorer, short_names
+from common.record.metrics import Accumulator
+from common.rewards.scorer import RewardModelFunction, RewardScorer, short_names
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
+from common.text import synthetic
 
 PAD = 1
 PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5), (3, 5, 4)])

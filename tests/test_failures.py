@@ -29,10 +29,11 @@ from ranks import ROOT, environment, launch, run_stages
 from torch.distributed.checkpoint.api import CheckpointException
 
 import common.launch
-from common import distributed, failures
+from common import distributed
 from common.config import UserError
-from common.jsonl import read_jsonl
-from common.metrics import RunLogger
+from common.exits import failures
+from common.record.jsonl import read_jsonl
+from common.record.metrics import RunLogger
 
 STEPS = 6
 REWARDS = """

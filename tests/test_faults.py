@@ -20,11 +20,15 @@ import train_dpo
 import train_grpo
 import train_reward
 import train_sft
-from common import evaluation, export, optim, plots, signals
-from common.checkpoint_files import folder_of
+from common.checkpoint import export
+from common.checkpoint.files import folder_of
 from common.config import UserError, parse
-from common.jsonl import read_jsonl
-from common.metrics import RunLogger
+from common.evaluation import score
+from common.exits import signals
+from common.model import optim
+from common.record.jsonl import read_jsonl
+from common.record.metrics import RunLogger
+from common.report import plots
 
 pytestmark = pytest.mark.usefixtures("process_group")
 BAD_ROW = 5
@@ -266,7 +270,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     fields |= {"save_steps": 2, "eval_steps": 2, "num_sample_prompts": 0}
     fields |= {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
-    monkeypatch.setattr(evaluation, "sft_loss", lambda *_: next(losses))
+    monkeypatch.setattr(score, "sft_loss", lambda *_: next(losses))
     run = tmp_path / "run"
     train_sft.main(config_of("sft", inputs, tokenizer_folder, run, **fields))
     (shard,) = folder_of(run, best).glob("*.safetensors")

@@ -29,7 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
-from common import distributed, export, fsdp, models
+from common import distributed
+from common.checkpoint import export
+from common.model import fsdp, load
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -211,7 +213,7 @@ def load_policy(folder: Path, name: str, **fields: Any) -> Policy:
     """The model as a sharded policy."""
     config = tiny.train_config(**fields)
     path = weights_folder(folder, name)
-    lm = models.load_policy(path, AutoConfig.from_pretrained(path), config)
+    lm = load.load_policy(path, AutoConfig.from_pretrained(path), config)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     assert isinstance(policy, Policy)
     return policy
@@ -308,7 +310,7 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
     config = tiny.train_config(bf16=True)
     path = weights_folder(Path(folder), "gpt2")
     tokenizer = TokenizerOfLength(62)  # one more than the model
-    lm = models.load_reward_model(path, AutoConfig.from_pretrained(path), tokenizer, config)
+    lm = load.load_reward_model(path, AutoConfig.from_pretrained(path), tokenizer, config)
     reward_model = RewardModel(lm)
     model = fsdp.shard(reward_model, config, distributed.mesh(), float32_modules=[lm.score])
     seen: dict[str, Any] = {"state": state_hashes(model)}

@@ -23,10 +23,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common import decoding, distributed, fsdp, generation, noise
+from common import distributed, noise
 from common.data import Example
-from common.generation import Rollouts, Sampler, decode, draw, restrict
+from common.model import fsdp
 from common.padding import padded_batch
+from common.sampling import decode as decoding
+from common.sampling import sampler as generation
+from common.sampling.sampler import Rollouts, Sampler, decode, draw, restrict
 from common.scoring import Policy
 
 STOP = 0

@@ -1,6 +1,6 @@
 """Claim: tables of generations show what results.json holds, a dash where it holds nothing."""
 
-from common.generation_tables import tables
+from common.report.tables import generation_tables
 
 INTERVAL = {"mean": 0.5, "low": 0.25, "high": 0.75, "count": 4}
 RATE = {
@@ -25,7 +25,7 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
     system |= {"rewards": {"gold": INTERVAL, "rm": None}}
     results = {"systems": [{"name": "rm"}, system], "win_rates": [RATE]}
     results["reference_completions"] = {**system, "rewards": {"gold": INTERVAL}}
-    (headers, rows), (judges, rewards), (_, rates) = tables(results)
+    (headers, rows), (judges, rewards), (_, rates) = generation_tables(results)
     shown = dict(zip(headers, rows[0], strict=True))
     assert (shown["ROUGE-L"], shown["length"]) == ("50.0 [25.0, 75.0]", "0.5 [0.2, 0.8]")
     assert (shown["KL"], shown["distinct %"]) == ("–", "75.0")
@@ -37,5 +37,5 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
 
 
 def test_an_evaluation_without_generations_has_no_such_table():
-    assert tables({"systems": [{"name": "rm"}], "win_rates": []}) == []
-    assert tables({"systems": []}) == []
+    assert generation_tables({"systems": [{"name": "rm"}], "win_rates": []}) == []
+    assert generation_tables({"systems": []}) == []

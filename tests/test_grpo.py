@@ -21,15 +21,18 @@ from ranks import launch, run_and_listen, run_stages, untimed_lines
 from torch import Tensor
 
 import train_grpo
-from common import checkpoint_files, distributed, fsdp, rollouts, self_checks
+from common import distributed, self_checks
 from common.advantages import EPSILON
+from common.checkpoint import files as checkpoint_files
+from common.checkpoint.state import restore_state
 from common.config import UserError
-from common.generation import Rollouts
-from common.grpo_config import GRPOConfig
+from common.grpo import rollouts
+from common.grpo.config import GRPOConfig
+from common.grpo.rollouts import Groups, MicroBatch
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
+from common.model import fsdp
 from common.padding import make_batch
-from common.rollouts import Groups, MicroBatch
-from common.run_state import restore_state
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy, ReferenceStates
 from tests.variants import REWARD_FILE, stopping_model_job
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ranks import launch, run_stages
 
-from common.jsonl import read_jsonl
+from common.record.jsonl import read_jsonl
 
 REWARD_FILE = """
 def same(prompts, completions, completion_ids, **columns):

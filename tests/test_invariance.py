@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 from common import distributed, noise
 from common.config import CommonConfig
-from common.generation import draw, draw_token
-from common.glossary import SPANS
-from common.jsonl import read_jsonl
-from common.reward_scoring import RewardModelFunction
+from common.record.glossary import SPANS
+from common.record.jsonl import read_jsonl
+from common.rewards.scorer import RewardModelFunction
+from common.sampling.sampler import draw, draw_token
 
 SHORT, LONG = 5, 50  # steps
 TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global")

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import tiny
 
-from common import completions, judge_functions, judgements
-from common.completions import REFERENCE, Answers, Generation, Verdict
 from common.config import UserError, parse
 from common.data import Example
-from common.judgements import JudgementsConfig
+from common.evaluation import completions, judges
+from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
+from common.report import judgements
+from common.report.judgements import JudgementsConfig
 
 NUM_ROWS = 40
 ANSWERS = [
@@ -194,7 +195,7 @@ def test_the_command_refuses_with_status_2(monkeypatch, capsys):
 
 def asked(judge: Any, seed: int = 0) -> list[Answers]:
     with tiny.process_group():
-        return judge_functions.with_verdicts(ANSWERS, {"j": judge}, {"j": "j"}, EXAMPLES, seed)
+        return judges.with_verdicts(ANSWERS, {"j": judge}, {"j": "j"}, EXAMPLES, seed)
 
 
 def test_a_judge_sees_both_orders_and_its_verdicts_are_turned_back():
@@ -262,7 +263,7 @@ def test_a_judge_that_raises_is_named():
 def test_judges_are_found_by_name(tmp_path):
     file = tmp_path / "judge.py"
     file.write_text("def judge(prompts):\n    return [0.5] * len(prompts)\n")
-    (judge,) = judge_functions.load_judges([f"{file}:judge"]).values()
+    (judge,) = judges.load_judges([f"{file}:judge"]).values()
     assert judge(["x"]) == [0.5]
     for paths, message in (
         ([f"{file}:judge"] * 2, "twice"),
@@ -270,4 +271,4 @@ def test_judges_are_found_by_name(tmp_path):
         (["gold"], "--judge_funcs has 'gold'; add the function"),
     ):
         with pytest.raises(UserError, match=message):
-            judge_functions.load_judges(paths)
+            judges.load_judges(paths)

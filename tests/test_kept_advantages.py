@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common import rollouts
-from common.generation import Rollouts
-from common.grpo_config import GRPOConfig
-from common.rollouts import Groups
+from common.grpo import rollouts
+from common.grpo.config import GRPOConfig
+from common.grpo.rollouts import Groups
+from common.sampling.sampler import Rollouts
 
 REWARDS = [[0.0, 1.0, 2.0, 9.0]]  # mean 3; of the kept 5.5
 KEPT = torch.tensor([[3, 2]])

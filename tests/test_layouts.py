@@ -25,11 +25,12 @@ from ranks import launch, run_stages
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import attention, distributed, fsdp, models, padding, self_checks
+from common import distributed, padding, self_checks
 from common.config import UserError
-from common.glossary import SPANS
-from common.jsonl import read_jsonl
+from common.model import fsdp, load, shared_prefix
 from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
+from common.record.glossary import SPANS
+from common.record.jsonl import read_jsonl
 from common.scoring import Policy, RewardModel
 
 Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions
@@ -45,11 +46,11 @@ def public_functions(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
     """`attention.branch_attention` as on devices other than a CPU."""
-    gathers = attention.Gathers.of(layout, is_tail)
-    return attention.gathered_branches(query, key, value, gathers, scaling)
+    gathers = shared_prefix.Gathers.of(layout, is_tail)
+    return shared_prefix.gathered_branches(query, key, value, gathers, scaling)
 
 
-PATHS = {"fused": attention.branch_attention, "public": public_functions}
+PATHS = {"fused": shared_prefix.branch_attention, "public": public_functions}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,7 +61,7 @@ def _process_group():
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How attention is computed: by the CPU's kernel, or as on other devices."""
-    monkeypatch.setattr(attention, "branch_attention", PATHS[request.param])
+    monkeypatch.setattr(shared_prefix, "branch_attention", PATHS[request.param])
     return request.param
 
 
@@ -454,7 +455,7 @@ def test_a_model_with_an_attention_of_its_own_is_refused():
     )
     lm = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError) as caught:
-        attention.use_shared_prefix(lm, lm.transformer.h[-1])
+        shared_prefix.use_shared_prefix(lm, lm.transformer.h[-1])
     assert_one_sentence(caught, "CodeGenForCausalLM has an attention of its own")
 
 
@@ -484,7 +485,7 @@ def other_family(name: str, **fields: Any) -> Any:
         **fields,
     )
     lm = AutoModelForCausalLM.from_config(config)
-    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return tiny.random_weights(lm, 0).to(distributed.device())
 
 
@@ -492,7 +493,7 @@ def test_a_window_that_is_too_short_is_refused_before_weights_are_read(tmp_path)
     config = tiny.model_config("qwen2", sliding_window=40, use_sliding_window=True)
     config.save_pretrained(tmp_path)
     fields = {"max_prompt_length": 36, "max_completion_length": 8}
-    read = functools.partial(models.read_model_config, str(tmp_path), "trunk", None)
+    read = functools.partial(load.read_model_config, str(tmp_path), "trunk", None)
     read(tiny.train_config(**fields, layout="padded"))
     read(tiny.train_config(**(fields | {"max_prompt_length": 32})))
     with pytest.raises(UserError) as caught:
@@ -506,8 +507,8 @@ def test_a_window_of_0_is_none(tmp_path):
     assert config.sliding_window == 0
     config.save_pretrained(tmp_path)
     fields = {"max_prompt_length": 36, "max_completion_length": 8}
-    models.read_model_config(str(tmp_path), "trunk", None, tiny.train_config(**fields))
-    attention.refuse_unsupported(SimpleNamespace(longest=44), {"sliding_window": 0})
+    load.read_model_config(str(tmp_path), "trunk", None, tiny.train_config(**fields))
+    shared_prefix.refuse_unsupported(SimpleNamespace(longest=44), {"sliding_window": 0})
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # capped scores; attention sinks
@@ -517,12 +518,12 @@ def test_an_attention_that_sdpa_cannot_compute_is_refused(name):
     assert_one_sentence(caught, "has an attention of its own")
 
 
-@pytest.mark.parametrize("option", attention.UNSUPPORTED)
+@pytest.mark.parametrize("option", shared_prefix.UNSUPPORTED)
 def test_what_an_attention_asks_for_beside_is_refused(option):
     x = torch.randn(1, 2, 10, 8)
     layout = layout_of([(4, [3, 2]), (1, [])])
     with pytest.raises(UserError) as caught:
-        attention.attend(torch.nn.Identity(), x, x, x, None, layout=layout, **{option: 1.0})
+        shared_prefix.attend(torch.nn.Identity(), x, x, x, None, layout=layout, **{option: 1.0})
     assert_one_sentence(caught, f"asks for {option!r}")
 
 
@@ -593,7 +594,7 @@ def test_llama_4_is_refused_in_the_shared_layout_only():
     lm = tiny.causal_lm("llama4_text", is_plain=True, **shape)
     self_checks.loaded_model(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
     with pytest.raises(UserError) as caught:
-        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     assert_one_sentence(caught, "Llama4ForCausalLM has an attention of its own")
 
 
@@ -768,14 +769,14 @@ def test_memory_is_really_saved(runs):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    monkeypatch.setattr(attention, "branch_attention", public_functions)
-    built, of = [], attention.Queries.of
+    monkeypatch.setattr(shared_prefix, "branch_attention", public_functions)
+    built, of = [], shared_prefix.Queries.of
 
-    def noted(layout: Layout, is_tail: bool) -> attention.Queries:
+    def noted(layout: Layout, is_tail: bool) -> shared_prefix.Queries:
         built.append(is_tail)
         return of(layout, is_tail)
 
-    monkeypatch.setattr(attention.Queries, "of", noted)
+    monkeypatch.setattr(shared_prefix.Queries, "of", noted)
     config = tiny.train_config(bf16=bf16)
     policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
     policy = fsdp.shard(policy, config, distributed.mesh(1))

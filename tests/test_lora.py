@@ -21,21 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from common import (
-    checkpoint_files,
-    distributed,
-    export,
-    fsdp,
-    lora,
-    models,
-    optim,
-    reference_cache,
-)
+from common import distributed
+from common.checkpoint import export, files
 from common.config import UserError
-from common.generation import Sampler
-from common.grpo_config import GRPOConfig
-from common.lora import AdapterReference, LoraTrainConfig
+from common.grpo.config import GRPOConfig
+from common.model import fsdp, load, lora, optim
+from common.model.lora import AdapterReference, LoraTrainConfig
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
+from common.pairs import reference_cache
+from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
 FAMILIES = ("gpt2", "llama")  # `Conv1D`, whose weight is (in, out), and `nn.Linear`
@@ -75,9 +69,9 @@ def lora_config(path: str, **fields: Any) -> LoraTrainConfig:
 def new_policy(path: str, **fields: Any) -> Policy:
     """The policy that a stage would train."""
     config = lora_config(path, **fields)
-    tokenizer = models.load_tokenizer(path, config)
-    model_config = models.read_model_config(path, "policy", tokenizer, config)
-    lm = models.load_trained_policy(path, model_config, config)
+    tokenizer = load.load_tokenizer(path, config)
+    model_config = load.read_model_config(path, "policy", tokenizer, config)
+    lm = load.load_trained_policy(path, model_config, config)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     assert isinstance(policy, Policy)
     return policy
@@ -250,9 +244,9 @@ def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
     path, config = bases["gpt2"], lora_config(bases["gpt2"], bf16=bf16)
-    tokenizer = models.load_tokenizer(path, config)
-    model_config = models.read_model_config(path, "policy", tokenizer, config)
-    lm = models.load_trained_policy(path, model_config, config, with_copy=True)
+    tokenizer = load.load_tokenizer(path, config)
+    model_config = load.read_model_config(path, "policy", tokenizer, config)
+    lm = load.load_trained_policy(path, model_config, config, with_copy=True)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     reference = AdapterReference(policy)
     base = logps_of(policy)
@@ -373,9 +367,9 @@ def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
     trunks = []
     for name in ("adapter", "model"):
         path, config = str(tmp_path / name), lora_config("unused")
-        tokenizer = models.load_tokenizer(path, config)
-        model_config = models.read_model_config(path, "trunk", tokenizer, config)
-        trunks.append(models.load_reward_model(path, model_config, tokenizer, config).state_dict())
+        tokenizer = load.load_tokenizer(path, config)
+        model_config = load.read_model_config(path, "trunk", tokenizer, config)
+        trunks.append(load.load_reward_model(path, model_config, tokenizer, config).state_dict())
     assert trunks[0].keys() == trunks[1].keys()
     for name, tensor in trunks[1].items():
         torch.testing.assert_close(trunks[0][name], tensor, rtol=0, atol=1e-6)
@@ -514,7 +508,7 @@ def folder(
     two = [job(f"2/{name}", run) for name, run in RUNS.items()]
     two.append(job("2/bfloat16", RUNS["grpo on"], bf16=True))
     for name in RESUMED:
-        first = checkpoint_files.folder_of(folder / "2" / name, SAVED)
+        first = files.folder_of(folder / "2" / name, SAVED)
         flag = {"resume_from_checkpoint": str(first)}
         two.append(job(f"resumed/{name}", RUNS[name], **flag))
     records = launch(run_stages, 2, folder, jobs=two)
@@ -576,7 +570,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
-    saved = checkpoint_files.folder_of(folder / "2" / "grpo on", SAVED)
+    saved = files.folder_of(folder / "2" / "grpo on", SAVED)
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
@@ -614,7 +608,7 @@ def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
     saver = tiny.checkpointer(tmp_path, *built())
     saver.save(1)
     saver.wait()
-    folder = checkpoint_files.folder_of(tmp_path, 1)
+    folder = files.folder_of(tmp_path, 1)
     assert tiny.checkpointer(tmp_path, *built()).load(folder) == 1
     with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
         tiny.checkpointer(tmp_path, *built(**fields)).load(folder)

@@ -15,10 +15,11 @@ from ranks import launch, run_stages
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from common import checkpoint_files, models
+from common.checkpoint import files as checkpoint_files
 from common.config import UserError
-from common.jsonl import read_jsonl
-from common.lora import LoraTrainConfig
+from common.model import load
+from common.model.lora import LoraTrainConfig
+from common.record.jsonl import read_jsonl
 
 FLAGS: dict[str, Any] = {
     "dataset_test_split": "",
@@ -112,4 +113,4 @@ def test_an_adapter_to_start_from_is_refused(folder: Path):
     config = LoraTrainConfig(output_dir="unused", model_name_or_path=path, lora_r=4)
     nothing: Any = None  # refused before it is looked at
     with pytest.raises(UserError, match="is an adapter; with --lora_r a reward model must start"):
-        models.load_trained_reward_model(path, nothing, nothing, config)
+        load.load_trained_reward_model(path, nothing, nothing, config)

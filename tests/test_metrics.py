@@ -14,11 +14,12 @@ import pytest
 import torch
 from ranks import launch
 
-from common import distributed, metrics
-from common.glossary import CONSOLE, METRICS, POSTFIX
-from common.jsonl import json_line, read_jsonl, write_atomically
-from common.metrics import Accumulator, RunLogger
-from common.terminal import fitted_widths, format_number, markdown_table, wrapped_table
+from common import distributed
+from common.record import metrics
+from common.record.glossary import CONSOLE, METRICS, POSTFIX
+from common.record.jsonl import json_line, read_jsonl, write_atomically
+from common.record.metrics import Accumulator, RunLogger
+from common.record.terminal import fitted_widths, format_number, markdown_table, wrapped_table
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

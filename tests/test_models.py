@@ -28,9 +28,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common import distributed, export, fsdp, models, optim
+from common import distributed
+from common.checkpoint import export
 from common.config import TrainConfig, UserError
-from common.lora import LoraTrainConfig
+from common.model import fsdp, optim
+from common.model import load as models
+from common.model.lora import LoraTrainConfig
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from common import distributed, fsdp, optim
+from common import distributed
 from common.config import TrainConfig
+from common.model import fsdp, optim
 from common.scoring import Policy
 
 

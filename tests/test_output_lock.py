@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from common import output_lock
 from common.config import UserError
+from common.record import output_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import sys, time
 from pathlib import Path
-from common import output_lock
+from common.record import output_lock
 output_lock.take(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -19,17 +19,24 @@ import train_dpo
 import train_grpo
 import train_reward
 import train_sft
-from common import data, distributed, evaluation, export, models, synthetic
+from common import data, distributed
+from common.checkpoint import export
 from common.config import UserError, parse
-from common.dpo_config import DPOConfig
-from common.experiments import measuring, optimised_rows, overoptimization, stages
-from common.experiments.frontier import SeedPoints, Setting, summarise
-from common.experiments.measuring import Measured, Measurer
-from common.experiments.overoptimization_config import OveroptimizationConfig
-from common.generation import Rollouts
-from common.grpo_config import GRPOConfig
-from common.jsonl import read_jsonl
+from common.evaluation import score
+from common.experiments import stages
+from common.experiments.overoptimization import __main__ as overoptimization
+from common.experiments.overoptimization import measuring
+from common.experiments.overoptimization import rows as optimised_rows
+from common.experiments.overoptimization.config import OveroptimizationConfig
+from common.experiments.overoptimization.frontier import SeedPoints, Setting, summarise
+from common.experiments.overoptimization.measuring import Measured, Measurer
+from common.grpo.config import GRPOConfig
+from common.model import load
+from common.pairs.config import DPOConfig
+from common.record.jsonl import read_jsonl
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
+from common.text import synthetic
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "assets" / "recipes"
@@ -69,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def measurer(folder: Path, **changes: Any) -> Measurer:
     config = tiny.train_config(dataset_name="rows", **LIMITS)
     names = {"proxy": "judge/model", "gold": "gold", "missing_eos_penalty": None} | changes
-    tokenizer = models.load_tokenizer("sft/model", config)
+    tokenizer = load.load_tokenizer("sft/model", config)
     return Measurer(config, tokenizer, reference="sft/model", **names)
 
 
@@ -95,7 +102,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
         pi, ref, reward = (
-            evaluation.score_examples(model, alone, found.config, 1, "")
+            score.score_examples(model, alone, found.config, 1, "")
             for model in (found.load("other/model"), found.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)

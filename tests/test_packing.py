@@ -26,7 +26,7 @@ from common.data import (
     micro_batches,
     pack,
 )
-from common.evaluation import share
+from common.evaluation.score import share
 
 LAYOUTS = ("shared_prefix", "padded")
 CONFIGS = st.builds(

@@ -13,11 +13,11 @@ import pytest
 import tiny
 import torch
 
-from common import pairs
 from common.config import UserError
 from common.data import Example
-from common.generation import Rollouts
-from common.rows import load_rows
+from common.pairs import groups as pairs
+from common.sampling.sampler import Rollouts
+from common.text.rows import load_rows
 
 SEEDS = torch.arange(3000)
 

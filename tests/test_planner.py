@@ -15,14 +15,16 @@ import ranks
 import tiny
 import torch
 
-from common import activations, fsdp, host_memory, lora, memory, planner, workload
 from common.config import UserError
-from common.decoding import SharedDecoder
-from common.dpo_config import DPOConfig
-from common.footprint import Unit
-from common.grpo_config import GRPOConfig
-from common.lora import LoraTrainConfig
+from common.grpo.config import GRPOConfig
+from common.model import fsdp, lora
+from common.model.lora import LoraTrainConfig
 from common.padding import make_batch
+from common.pairs.config import DPOConfig
+from common.planning import activations, host_memory, memory, plan
+from common.planning import work as workload
+from common.planning.footprint import Unit
+from common.sampling.decode import SharedDecoder
 from common.scoring import Policy
 from train_reward import RewardConfig
 from train_sft import SFTConfig
@@ -55,7 +57,7 @@ def run_of(shapes: Path, family: str = "gpt2", *, config: Any = SFTConfig, **fla
         "dry_run_device": "cpu",
         "num_sample_prompts": 0,
     }
-    return planner.make_run(config(**(needed | flags)))
+    return plan.make_run(config(**(needed | flags)))
 
 
 def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
@@ -362,7 +364,7 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
     held = 16 * shard  # parameters, moments and gradients
     assert host(cpu_offload=True) == [held, 12 * shard, 24 * shard, export, 52 * shard]
     assert host(cpu_offload=True, async_save=False)[1] == 0
-    page = planner.page(run_of(shapes, **flags), [1, 2])
+    page = plan.page(run_of(shapes, **flags), [1, 2])
     assert "GB of a rank on its host" in page
 
 
@@ -412,7 +414,7 @@ def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
 
 def test_a_plan_for_gpus_counts_no_process_and_names_its_peak(shapes: Path):
     run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], dry_run_device="cuda")
-    page = planner.page(run, [1, 2])
+    page = plan.page(run, [1, 2])
     assert run.process_bytes == 0
     assert "plan of GRPO" in page
     assert "reference: GPT2LMHeadModel" in page
@@ -444,7 +446,7 @@ def test_each_stage_is_planned_as_what_it_is(
     model: str,
 ):
     run = run_of(shapes, config=config, **PAIRS, **flags)
-    page = planner.page(run, [1, 2])
+    page = plan.page(run, [1, 2])
     assert f"plan of {stage}, prompts of 40 tokens with {completions} x 10" in page
     assert f"a step: 4 rows, {tokens} tokens" in page
     assert f"trained model: {model or 'GPT2LMHeadModel'}" in page
@@ -468,8 +470,8 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
 
 def test_what_a_plan_leaves_out_is_said(shapes: Path):
     flags = {"config": RewardConfig, **PAIRS, "layout": "padded"}
-    assert "not counted" not in planner.page(run_of(shapes, **flags), [1])
-    page = planner.page(run_of(shapes, **flags, dropout=0.1, group_comparisons=True), [1])
+    assert "not counted" not in plan.page(run_of(shapes, **flags), [1])
+    page = plan.page(run_of(shapes, **flags, dropout=0.1, group_comparisons=True), [1])
     assert "--dropout 0.1: what it keeps for backward is not counted" in page
     assert "a prompt is counted with one pair" in page
 
@@ -489,7 +491,7 @@ def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
 
 def test_the_command_of_the_first_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    lines = (planner.__doc__ or "").split("python ")[1].split("\n\n")[0]
+    lines = (plan.__doc__ or "").split("python ")[1].split("\n\n")[0]
     output = dry_run_script(lines.replace("\\\n", " ").split())
     assert "plan of GRPO, prompts of 512 tokens with 8 x 53" in output
     for role in ("trained model", "reference"):
@@ -523,7 +525,7 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
 )
 def test_what_cannot_be_planned_is_refused(shapes: Path, flags: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        planner.page(run_of(shapes, **({"dry_run_ranks": [4]} | flags)), [4])
+        plan.page(run_of(shapes, **({"dry_run_ranks": [4]} | flags)), [4])
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused(

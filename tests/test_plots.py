@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common import plots, report
 from common.config import parse
-from common.glossary import METRICS
-from common.plots import PANELS, draw_series, moving_mean, plot_run, series
-from common.report import chain_report, results_table
+from common.record.glossary import METRICS
+from common.report import chain, plots
+from common.report.chain import chain_report, results_table
+from common.report.plots import PANELS, draw_series, moving_mean, plot_run, series
 from evaluate import EvaluateConfig
 
 
@@ -123,7 +123,7 @@ def test_other_ranks_draw_nothing(
 ) -> None:
     run_dir = record(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
-    monkeypatch.setattr(report, "is_rank0", lambda: False)
+    monkeypatch.setattr(chain, "is_rank0", lambda: False)
     assert plot_run(run_dir) == []
     assert chain_report(results, {"SFT": run_dir}, tmp_path / "eval") == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
@@ -204,7 +204,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
     assert "'positive'" in axes.get_title("left") + axes.get_title()
     (dot,) = [line for line in axes.get_lines() if line.get_marker() == "o"]
     assert dot.get_ydata().tolist() == [0.891]
-    assert report.system_numbers(results)["SFT/positive"] == 0.891
+    assert chain.system_numbers(results)["SFT/positive"] == 0.891
 
 
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(
@@ -291,7 +291,7 @@ def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() 
 
 
 def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
-    numbers = report.system_numbers(results)
+    numbers = chain.system_numbers(results)
     assert numbers["SFT/accuracy"] == 0.5
     assert numbers["SFT/gold_reward"] == 0.55
     assert numbers["Reward model/accuracy"] == 0.8125
@@ -310,13 +310,13 @@ def test_wandb_gets_the_table_and_the_numbers_if_asked(
     wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = parse(EvaluateConfig, ["--policies", "a", "--output_dir", str(tmp_path / "eval")])
-    report.send(results, config)
+    chain.send(results, config)
     assert not (tmp_path / "eval").exists()
-    report.send(results, replace(config, report_to="wandb"))
+    chain.send(results, replace(config, report_to="wandb"))
     shown, finished = run.logged
     assert finished == "finished"
-    systems = report.systems_table(results)
+    systems = chain.systems_table(results)
     assert shown == {"systems": table(columns=systems.headers, data=systems.rows)}
-    assert run.summary == report.system_numbers(results)
+    assert run.summary == chain.system_numbers(results)
     del wandb.Table  # it fails on the way: the evaluation goes on
-    report.send(results, replace(config, report_to="wandb"))
+    chain.send(results, replace(config, report_to="wandb"))

@@ -16,19 +16,21 @@ import torch
 from ranks import launch
 from torch.autograd import DeviceType
 
-from common import distributed, metrics, profiling
+from common import distributed
 from common.config import TrainConfig, UserError, parse
-from common.glossary import METRICS, SPANS
-from common.jsonl import read_jsonl
-from common.metrics import Accumulator, RunLogger
-from common.profiling import StepProfiler, operator_table, phase_table, summary
+from common.record import metrics
+from common.record import profile as profiling
+from common.record.glossary import METRICS, SPANS
+from common.record.jsonl import read_jsonl
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler, operator_table, phase_table, summary
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The time that `common.metrics` reads, moved by hand."""
+    """The time that `common.record.metrics` reads, moved by hand."""
     clock = SimpleNamespace(now=100.0)
     read = lambda: clock.now  # noqa: E731
     monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=read, perf_counter=read))

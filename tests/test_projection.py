@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from common import projection
-from common.projection import Head, TokenStatistics, token_statistics
+from common.model import projection
+from common.model.projection import Head, TokenStatistics, token_statistics
 
 ROWS, WIDTH, VOCAB = 11, 6, 17
 OUTPUTS = ("token_logps", "entropy", "kl")

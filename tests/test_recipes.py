@@ -29,10 +29,11 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from common import plots, synthetic
 from common.config import parse
-from common.rewards import load_reward_functions
-from common.rows import load_rows
+from common.report import plots
+from common.rewards.call import load_reward_functions
+from common.text import synthetic
+from common.text.rows import load_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "assets" / "recipes"

@@ -15,8 +15,9 @@ import tiny
 import torch
 from torch import Tensor
 
-from common import checked_file, reference_cache
 from common.data import Example
+from common.pairs import reference_cache
+from common.text import checked_file
 
 pytestmark = pytest.mark.usefixtures("process_group")
 EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 
-from common.page_curves import MOST_POINTS, panel_svg, ticks
-from common.page_html import page
-from common.page_text import inline, paragraphs, shown
-from common.plots import COLOURS
-from common.report_page import (
+from common.report.curves import MOST_POINTS, panel_svg, ticks
+from common.report.escape import inline, paragraphs, shown
+from common.report.html import page
+from common.report.page import (
     Completion,
     Curves,
     Frame,
@@ -38,6 +37,7 @@ from common.report_page import (
     run_facts,
     write_page,
 )
+from common.report.plots import COLOURS
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
 LINK = "[see](https://evil.example/x)"
@@ -221,7 +221,7 @@ def test_facts_come_from_the_run(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.report_page.is_rank0", lambda: False)
+    monkeypatch.setattr("common.report.page.is_rank0", lambda: False)
     assert write_page(tmp_path / "a", "T", [Text("x")]) == []
     assert not (tmp_path / "a").exists()
 

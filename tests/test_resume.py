@@ -16,10 +16,13 @@ import torch
 from ranks import launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
-from common import checkpoint, checkpoint_files, distributed, fsdp, models, optim
+from common import distributed
+from common.checkpoint import files as checkpoint_files
+from common.checkpoint import saver as checkpoint
 from common.config import UserError
-from common.jsonl import read_jsonl
-from common.metrics import RunLogger
+from common.model import fsdp, load, optim
+from common.record.jsonl import read_jsonl
+from common.record.metrics import RunLogger
 from common.scoring import Policy
 from train_sft import SFTConfig
 
@@ -198,9 +201,9 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     distributed.start()
     path, saved = str(folder / "1" / "sft" / "whole" / "model"), folder / "1" / "sft" / "whole"
     config = tiny.train_config(weight_decay=0.25, adam_beta2=0.5, max_prompt_length=64)
-    tokenizer = models.load_tokenizer(path, config)
-    model_config = models.read_model_config(path, "policy", tokenizer, config)
-    policy = Policy(models.load_policy(path, model_config, config))
+    tokenizer = load.load_tokenizer(path, config)
+    model_config = load.read_model_config(path, "policy", tokenizer, config)
+    policy = Policy(load.load_policy(path, model_config, config))
     policy = fsdp.shard(policy, config, distributed.mesh())
     optimizer = optim.build_optimizer(policy, config)
     saver = tiny.checkpointer(tmp_path, policy, optimizer)

@@ -9,8 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from common import reward_curves
-from common.reward_curves import Fit, drop, fit, fit_intervals
+from common.experiments.overoptimization import curves
+from common.experiments.overoptimization.curves import Fit, drop, fit, fit_intervals
 
 D = np.array([0.0, 0.4, 0.8, 1.5, 2.5, 4.0])
 
@@ -32,7 +32,7 @@ def test_the_parameters_of_exact_points_are_found(form, alpha, beta):
     assert found.at(fine) == pytest.approx(curve, abs=1e-4)
 
 
-@pytest.mark.parametrize("form", reward_curves.FORMS)
+@pytest.mark.parametrize("form", curves.FORMS)
 def test_no_other_parameters_have_a_smaller_residual(form):
     gains = np.random.default_rng(0).normal(size=D.shape)
     found = fit(form, D, gains)
@@ -54,7 +54,7 @@ def test_a_curve_that_does_not_turn_has_no_peak():
 
 
 def test_an_estimate_of_kl_below_zero_counts_as_zero():
-    assert reward_curves.distance(np.array([-0.01, 4.0])).tolist() == [0.0, 2.0]
+    assert curves.distance(np.array([-0.01, 4.0])).tolist() == [0.0, 2.0]
 
 
 def test_intervals_hold_the_seeds_own_fits():

@@ -14,9 +14,9 @@ import torch
 from ranks import launch, run_stages
 
 from common.config import UserError
-from common.jsonl import read_jsonl
-from common.reward_notes import Notes
-from common.rewards import RewardSet
+from common.record.jsonl import read_jsonl
+from common.rewards.call import RewardSet
+from common.rewards.notes import Notes
 
 
 def scored(functions: dict[str, Any], **columns: Any) -> Notes:

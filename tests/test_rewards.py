@@ -20,13 +20,14 @@ import tiny
 import torch
 from transformers import AutoModelForSequenceClassification, TrainerState
 
-from common import distributed, synthetic
+from common import distributed
 from common.config import UserError
 from common.data import Example
-from common.generation import Rollouts
-from common.reward_functions import is_reward_model, rouge_l_f1
-from common.reward_scoring import RewardScorer
-from common.rewards import RewardSet, apply_missing_eos_penalty, load_reward_functions
+from common.rewards.call import RewardSet, apply_missing_eos_penalty, load_reward_functions
+from common.rewards.functions import is_reward_model, rouge_l_f1
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Rollouts
+from common.text import synthetic
 
 FILE = """
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rouge_score import rouge_scorer
 
-from common import synthetic
-from common.rouge import common_subsequence, rouge_l, rouge_n
+from common.text import synthetic
+from common.text.overlap import common_subsequence, rouge_l, rouge_n
 
 SCORER = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
 TEXTS = st.text(alphabet="abAB é1.\n'", max_size=60)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from common import hub
-from common import rows as rows_module
 from common.config import UserError
-from common.rows import COMPLETION_COLUMNS, load_rows, row_source
+from common.text import hub
+from common.text import rows as rows_module
+from common.text.rows import COMPLETION_COLUMNS, load_rows, row_source
 
 SFT = [
     {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},

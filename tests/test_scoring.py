@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from common import distributed, fsdp
+from common import distributed
+from common.model import fsdp
 from common.padding import Batch, padded_batch
 from common.scoring import Policy, RewardModel, sequence_scores
 

@@ -25,13 +25,13 @@ import tiny
 import torch
 from refusals import STAGES, Refusals, arguments
 
-from common import models
 from common.config import parse
+from common.model import load
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = sorted(
     path
-    for pattern in ("*.py", "common/*.py", "assets/**/*.py", "tests/benchmarks/*.py")
+    for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "tests/benchmarks/*.py")
     for path in ROOT.glob(pattern)
 )
 TRACE = Path("trace")  # the file that untrusted code would make
@@ -210,7 +210,7 @@ def test_with_the_flag_the_code_is_run(folder, refusals, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     with_code(code_of_a_model, "its_code")
     config = tiny.train_config(trust_remote_code=True, max_prompt_length=8, layout="padded")
-    models.read_model_config("its_code", "policy", tiny.tokenizer(), config)
+    load.read_model_config("its_code", "policy", tiny.tokenizer(), config)
     assert TRACE.exists()
 
 

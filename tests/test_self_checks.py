@@ -14,11 +14,13 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from common import distributed, evaluation, fsdp, models, padding, self_checks
+from common import distributed, padding, self_checks
 from common.config import TrainConfig, UserError
 from common.data import Example
-from common.generation import Sampler
+from common.evaluation import score
+from common.model import fsdp, load
 from common.padding import Batch
+from common.sampling.sampler import Sampler
 from common.scoring import Policy, RewardModel
 
 STOP, PAD = 0, 1
@@ -158,8 +160,8 @@ def test_a_trained_model_computes_what_transformers_evaluates(
     config = tiny.train_config(**fields)
     plain = tiny.causal_lm(family, is_plain=True, **NOISY[family])
     plain.save_pretrained(tmp_path)
-    model_config = models.read_model_config(str(tmp_path), "policy", None, config)
-    lm = models.load_policy(str(tmp_path), model_config, config)
+    model_config = load.read_model_config(str(tmp_path), "policy", None, config)
+    lm = load.load_policy(str(tmp_path), model_config, config)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     self_checks.loaded_model(policy, config)
     make = padding.padded_batch if layout == "padded" else padding.shared_prefix_batch
@@ -244,7 +246,7 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 
 def pair_logps(policy: nn.Module) -> Tensor:
     """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
-    return evaluation.score_examples(policy, PAIRS[:1], CONFIG, PAD, "reference")
+    return score.score_examples(policy, PAIRS[:1], CONFIG, PAD, "reference")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -114,7 +114,7 @@ def test_a_patch_runs_before_a_real_stage_and_is_named(tmp_path, capfd):
     patch = tmp_path / "bug.py"
     patch.write_text(
         '"""No parameter moves."""\n'
-        "from common import optim\n"
+        "from common.model import optim\n"
         "optim.learning_rate = None\n"
         "def clip_and_step(*_): return {'grad_norm': 7.0}\n"
         "optim.clip_and_step = clip_and_step\n"

@@ -9,8 +9,8 @@ import statsmodels.api as sm
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
-from common import statistics
-from common.statistics import (
+from common.evaluation import intervals
+from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
     mean_interval,
@@ -24,7 +24,7 @@ from common.statistics import (
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for a simulation of many samples."""
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
+    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import torch
 from common.advantages import EPSILON, step_advantages
 from common.config import UserError
 from common.data import Example
-from common.generation import Rollouts
 from common.padding import right_pad
-from common.reward_scoring import RewardScorer
-from common.rewards import RewardSet, penalise_steps
+from common.rewards.call import RewardSet, penalise_steps
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Rollouts
 
 FILE = """
 def steps(prompts, completions, completion_ids, **columns):

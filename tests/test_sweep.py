@@ -17,11 +17,13 @@ from scipy import stats
 from stages_here import run_here
 from transformers import AutoModelForSequenceClassification
 
-from common import decoding, distributed, fsdp, optim, padding
+from common import distributed, padding
 from common.config import UserError
 from common.experiments import sweep
 from common.experiments.stages import ROOT, Stage, description, write_mark
 from common.experiments.sweep_file import read_sweep
+from common.model import fsdp, optim
+from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
 
 ABLATIONS = ROOT / "assets" / "recipes" / "ablations"
@@ -282,13 +284,13 @@ def test_without_position_ids_left_padding_changes_scores(monkeypatch):
 def test_the_sampler_keeps_its_positions_under_that_bug(monkeypatch):
     """As in TRL: what is sampled is right, and what is scored is not."""
     monkeypatch.setattr(padding, "position_ids", padding.position_ids)  # put back afterwards
-    monkeypatch.setattr(decoding, "padding", decoding.padding)
+    monkeypatch.setattr(decode, "padding", decode.padding)
     runpy.run_path(str(ABLATIONS / "bugs" / "no_position_ids.py"))
     lm = tiny.causal_lm("gpt2", is_plain=True)
 
     def next_logits(prompts: list[list[int]]) -> torch.Tensor:
         with torch.no_grad():
-            return decoding.CopyingDecoder(lm, prompts, 1, pad_id=1).logits[0]
+            return decode.CopyingDecoder(lm, prompts, 1, pad_id=1).logits[0]
 
     alone, beside = next_logits([[3, 4, 5]]), next_logits([[3, 4, 5], [9] * 8])
     torch.testing.assert_close(beside, alone, atol=1e-4, rtol=1e-4)

@@ -17,8 +17,8 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import synthetic
 from common.config import UserError
+from common.text import synthetic
 
 FACTS = {
     "who": "sister",
@@ -356,7 +356,7 @@ def test_prompts_are_about_55_tokens(tokenizer):
 
 def test_tokenizer_has_the_same_bytes_in_another_process(tokenizer):
     code = (
-        "import hashlib; from common.synthetic import train_tokenizer; "
+        "import hashlib; from common.text.synthetic import train_tokenizer; "
         "text = train_tokenizer().backend_tokenizer.to_str(); "
         "print(hashlib.sha256(text.encode()).hexdigest())"
     )

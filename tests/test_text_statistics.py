@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from common.text_statistics import copied_share, distinct_share, repeated_share
+from common.text.overlap import copied_share, distinct_share, repeated_share
 
 
 def test_repetition_by_hand():

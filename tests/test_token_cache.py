@@ -21,10 +21,11 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common import checked_file, data, token_cache
-from common.chat import Conversation
+from common import data
 from common.config import UserError
 from common.data import Example, load_examples
+from common.text import checked_file, token_cache
+from common.text.chat import Conversation
 
 EOS = "<|endoftext|>"
 TEMPLATE = (
@@ -483,7 +484,7 @@ RACE = """
 import json, os, sys, time
 sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "tests")]
 import tiny
-from common import token_cache
+from common.text import token_cache
 from common.data import load_examples
 
 token_cache.MIN_ROWS = 1

@@ -13,11 +13,10 @@ import tiny
 import torch
 from ranks import launch, run_stages
 
-from common import token_records
 from common.data import Example
-from common.jsonl import read_jsonl
-from common.report_page import Completion, Frame
-from common.run_sections import (
+from common.record.jsonl import read_jsonl
+from common.report.page import Completion, Frame
+from common.report.sections import (
     ADVANTAGE,
     KL,
     LOG_RATIO,
@@ -31,6 +30,7 @@ from common.run_sections import (
     spread,
     training_browser,
 )
+from common.sampling import token_records
 from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -19,12 +19,14 @@ from test_chat import CHATML
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import train_reward
-from common import distributed, pair_judging, synthetic
+from common import distributed
 from common.data import Example, load_examples
-from common.generation import Rollouts
-from common.jsonl import read_jsonl
-from common.reward_scoring import RewardScorer
-from common.rows import OWN_COLUMNS
+from common.evaluation import pair_judging
+from common.record.jsonl import read_jsonl
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Rollouts
+from common.text import synthetic
+from common.text.rows import OWN_COLUMNS
 
 pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (Python 3.11 or later)")
 

@@ -14,8 +14,10 @@ import torch
 from ranks import launch, local
 from transformers import AutoModelForCausalLM
 
-from common import distributed, evaluation, fsdp, optim, self_checks
-from common.generation import Rollouts, Sampler
+from common import distributed, self_checks
+from common.evaluation import score
+from common.model import fsdp, optim
+from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 
 PROMPTS = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 6)])
@@ -64,7 +66,7 @@ def measure() -> dict[str, Any]:
     result["second"] = as_lists(sampler.sample(PROMPTS[: 2 * rank]))
     result["shared"] = as_lists(sampler.sample_shared(PROMPTS, temperature=1.0, title="sampling"))
     config = tiny.train_config(micro_batch_size=2)
-    result["scores"] = evaluation.score_examples(policy, PAIRS, config, PAD, "scoring").tolist()
+    result["scores"] = score.score_examples(policy, PAIRS, config, PAD, "scoring").tolist()
 
     config = tiny.train_config(learning_rate=1e-9, max_grad_norm=0.5)
     optimizer = optim.build_optimizer(policy, config)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from common import watch
-from common.run_progress import Growing, Run, find_runs, seconds_per_step, total_steps
-from common.watch import duration, metric_names, picture, sparkline
+from common.record import watch
+from common.record.progress import Growing, Run, find_runs, seconds_per_step, total_steps
+from common.record.watch import duration, metric_names, picture, sparkline
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,7 +172,7 @@ def test_the_run_that_wrote_last_is_shown_whole(tmp_path: Path) -> None:
 
 
 def program(*arguments: str, **options: Any) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "common.watch", *arguments]
+    command = [sys.executable, "-m", "common.record.watch", *arguments]
     return subprocess.Popen(command, cwd=ROOT, text=True, **options)
 
 
@@ -188,7 +188,7 @@ def test_once_prints_one_picture_without_control_characters(tmp_path: Path) -> N
 
 
 def test_watching_loads_no_torch() -> None:
-    code = "import common.watch, sys; print('torch' in sys.modules)"
+    code = "import common.record.watch, sys; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True) == "False\n"
 
 

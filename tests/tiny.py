@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import attention, distributed, fsdp, synthetic
-from common.checkpoint import Checkpointer
+from common import distributed
+from common.checkpoint.saver import Checkpointer
 from common.config import TrainConfig
 from common.data import Example
-from common.metrics import Accumulator
+from common.model import fsdp, shared_prefix
 from common.padding import Batch, left_pad, position_ids, right_pad
+from common.record.metrics import Accumulator
+from common.text import synthetic
 
 FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
 
@@ -56,12 +58,12 @@ def random_weights(lm: Any, seed: int) -> Any:
 def causal_lm(family: str, *, seed: int = 0, is_plain: bool = False, **fields: Any) -> Any:
     """A Hugging Face causal language model in float32, on this process's device.
 
-    A plain one keeps the attention that transformers gave it, without `common.attention`.
+    A plain one keeps the attention that transformers gave it, without `common.model.shared_prefix`.
     """
     torch.manual_seed(seed)
     lm = AutoModelForCausalLM.from_config(model_config(family, **fields))
     if not is_plain:
-        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 
@@ -72,7 +74,7 @@ def classifier(family: str, *, seed: int = 0, is_plain: bool = False, **fields: 
     config.num_labels, config.pad_token_id = 1, config.vocab_size - 1
     lm = AutoModelForSequenceClassification.from_config(config)
     if not is_plain:
-        attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     return random_weights(lm, seed).to(distributed.device())
 
 

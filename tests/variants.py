@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common import synthetic
-from common.jsonl import read_jsonl
 from common.losses import AGGREGATIONS, SAMPLER_CORRECTIONS
-from common.models import HEAD_INITS
+from common.model.load import HEAD_INITS
+from common.record.jsonl import read_jsonl
+from common.text import synthetic
 from tests.ranks import Job, launch, run_and_listen, run_stages
 
 Flags = dict[str, Any]

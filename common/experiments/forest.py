@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.plots import COLOURS, GREY, save, style
-from common.seed_statistics import SeedMean
+from common.experiments.seed_statistics import SeedMean
+from common.report.plots import COLOURS, GREY, save, style
 
 DPI = 110  # of a picture of many rows
 ROW_HEIGHT = 0.24  # inches

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.jsonl import read_jsonl
-from common.seed_statistics import SeedMean
+from common.experiments.seed_statistics import SeedMean
+from common.record.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(script).resolve().parent)  # as if Python had been given the script
     about = runpy.run_path(patch)["__doc__"] or ""
-    from common import distributed  # from the folder that was just put into the path
+    from common import distributed
 
     if distributed.own_rank() == 0:
         print(f"!!! RE-ENACTED BUG ({patch}): {about.strip().splitlines()[0]}", flush=True)

@@ -31,7 +31,7 @@ import torch
 import yaml
 
 from common.config import UserError, hint, knob, parse, read_recipe, require_positive
-from common.evaluation import run_cost
+from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
     about,
@@ -47,10 +47,10 @@ from common.experiments.published import (
     source_lines,
     source_numbers,
 )
+from common.experiments.seed_statistics import SeedMean, over_seeds
 from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
-from common.report_page import Block, Section, Table, Text, write_page
-from common.seed_statistics import SeedMean, over_seeds
-from common.terminal import markdown_table
+from common.record.terminal import markdown_table
+from common.report.page import Block, Section, Table, Text, write_page
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"

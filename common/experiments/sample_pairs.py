@@ -11,10 +11,11 @@ score them, and `pair_method` says who is compared: `all` makes six pairs of fou
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common import distributed, launch, models
+from common import distributed, launch
 from common.config import UserError, save_run_files
-from common.dpo_config import DPOConfig
-from common.rollout_pairs import pairs_from_rollouts
+from common.model import load
+from common.pairs.config import DPOConfig
+from common.pairs.from_rollouts import pairs_from_rollouts
 
 
 @dataclass
@@ -33,8 +34,8 @@ def main(config: PairsConfig) -> None:
     """Sample, score, pair and write both splits, the training split last."""
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
-    tokenizer = models.load_tokenizer(config.tokenizer_path, config)
-    stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
+    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
+    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
@@ -43,7 +44,7 @@ def main(config: PairsConfig) -> None:
         config.dataset_train_split: config.num_train_rows,
     }
     for split, num_rows in splits.items():
-        model_config = models.read_model_config(path, "policy", tokenizer, config)
+        model_config = load.read_model_config(path, "policy", tokenizer, config)
         part = replace(
             config,
             dataset_train_split=split,

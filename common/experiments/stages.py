@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.checkpoint_files import describe
+from common.checkpoint.files import describe
 from common.config import UserError, parse, read_recipe
 from common.experiments.forked import ForkedScript, is_possible
-from common.jsonl import write_atomically
-from common.terminal import run_command
+from common.record.jsonl import write_atomically
+from common.record.terminal import run_command
 
 Config = TypeVar("Config")
 

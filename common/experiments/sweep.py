@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from common.config import UserError
 from common.experiments import forest
 from common.experiments.outcomes import about, commits, outcome_of, spread, systems_by_run
+from common.experiments.seed_statistics import SeedMean, over_seeds, paired_difference
 from common.experiments.stages import exit_with_status, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
 from common.experiments.sweep_runs import (
@@ -32,9 +33,8 @@ from common.experiments.sweep_runs import (
     training,
     training_minutes,
 )
-from common.report_page import Block, Picture, Section, Table, Text, write_page
-from common.seed_statistics import SeedMean, over_seeds, paired_difference
-from common.terminal import NOT_MEASURED, markdown_table
+from common.record.terminal import NOT_MEASURED, markdown_table
+from common.report.page import Block, Picture, Section, Table, Text, write_page
 
 
 @dataclass(frozen=True)

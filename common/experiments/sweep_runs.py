@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from common.evaluation import run_cost
+from common.evaluation.score import run_cost
 from common.experiments.stages import Stage, is_finished
 from common.experiments.sweep_file import POLICY_SCRIPTS, Sweep, Variant, filled_in
 

@@ -2,9 +2,9 @@ r"""Large models on many GPUs by arithmetic: memory of a GPU, bytes it sends, se
 
     python -m tests.benchmarks.cluster_arithmetic > cluster.md
 
-Nothing here was measured. Memory is what `--dry_run` plans (`common/memory.py`): bfloat16, gradient
-checkpointing, shared prompts, every GPU with one full micro-batch per step. Shapes are those of the
-models' published configurations.
+Nothing here was measured. Memory is what `--dry_run` plans (`planning/memory.py`): bfloat16,
+gradient checkpointing, shared prompts, every GPU with one full micro-batch per step. Shapes are
+those of the models' published configurations.
 
 **Bytes** are those of `tests/benchmarks/scaling_arithmetic.py`, with as many micro-batches as the
 plan says. **Compute** is the plan's count of operations at `--flops` times `--utilisation`.
@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import planner
 from common.config import TrainConfig
-from common.grpo_config import GRPOConfig
-from common.memory import peak
-from common.workload import Run, micro_batch, step_flops
+from common.grpo.config import GRPOConfig
+from common.planning import plan
+from common.planning.memory import peak
+from common.planning.work import Run, micro_batch, step_flops
 from tests.benchmarks.scaling_arithmetic import replica_bytes, sharded_bytes
 from train_sft import SFTConfig
 
@@ -157,7 +157,7 @@ def table(stage: str, cluster: Cluster, tokens: int, folder: Path) -> str:
         path.write_text(json.dumps(shape))
         for ranks in ALL_RANKS:
             for replicas in sorted({1, ranks // GPUS_PER_NODE}):
-                run = planner.make_run(config_of(stage, path, ranks, replicas, tokens))
+                run = plan.make_run(config_of(stage, path, ranks, replicas, tokens))
                 lines.append(f"| {' | '.join(row_of(name, run, ranks, cluster))} |")
     return "\n".join(lines)
 

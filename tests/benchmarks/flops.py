@@ -3,13 +3,13 @@
 The prompt is computed once for all its completions, the vocabulary head on completion tokens only,
 attention looks back only, and of a prompt's tokens but the last the last block computes keys and
 values alone, since nobody reads more. The backward pass costs twice the forward pass. The formulas
-of a forward pass are in `common/flops.py`.
+of a forward pass are in `common/planning/flops.py`.
 """
 
 from collections.abc import Sequence
 
-from common import flops
-from common.flops import Decoder
+from common.planning import flops
+from common.planning.flops import Decoder
 from tests.benchmarks.fixture import Shape
 from tests.benchmarks.rows import BenchRow
 
@@ -33,7 +33,7 @@ def head_flops(shape: Shape, num_tokens: float) -> float:
 
 
 def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
-    """One forward pass of a prompt and its completions; see `common.flops.group_flops`."""
+    """One forward pass of a prompt and its completions; see `common.planning.flops.group_flops`."""
     return flops.group_flops(decoder(shape), prompt, completions, head=head)
 
 

@@ -15,11 +15,13 @@ from statistics import median
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import attention, checkpoint_files, distributed, fsdp, optim
-from common.checkpoint import Checkpointer
+from common import distributed
+from common.checkpoint import files
+from common.checkpoint.saver import Checkpointer
 from common.config import TrainConfig
-from common.metrics import Accumulator
+from common.model import fsdp, optim, shared_prefix
 from common.padding import shared_prefix_batch
+from common.record.metrics import Accumulator
 from common.scoring import Policy
 
 TOKENS = 128
@@ -40,7 +42,7 @@ def main() -> None:
         "n_head": arguments.width // 64,
     }
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
-    attention.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     print("| saving | save() returns after | step that follows | step alone | size |")
     print("|---|---|---|---|---|")
     for is_async in (False, True):
@@ -79,7 +81,7 @@ def measure(
         held.append(time.perf_counter() - began)
         after.append(step())
         saver.wait()
-    written = checkpoint_files.folder_of(folder, num_steps)
+    written = files.folder_of(folder, num_steps)
     size = sum(file.stat().st_size for file in written.iterdir())
     saver.close()
     return median(held), median(after), median(alone), size

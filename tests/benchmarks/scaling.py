@@ -81,8 +81,9 @@ def model(vocabulary: int, num_positions: int) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from common import distributed, fsdp
+    from common import distributed
     from common.config import CommonConfig
+    from common.model import fsdp
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def update(
     whole: bool = False,
 ) -> Callable[[], object]:
     """A forward and a backward pass through the log-probabilities of a group."""
-    from common import projection
+    from common.model import projection
     from common.padding import make_batch
     from common.scoring import Policy
 
@@ -133,14 +134,15 @@ def sampling(group: int, prompt: int, layout: str) -> float:
     """Seconds to prefill and decode 35 tokens for each sample of a group; nothing stops earlier."""
     import torch
 
-    from common import fsdp, generation
+    from common.model import fsdp
+    from common.sampling import sampler
 
     lm = model(4096, prompt + COMPLETION).eval().requires_grad_(False)
     ids, _ = texts(1, prompt)
 
     @torch.no_grad()
     def call() -> None:
-        generation.decode(
+        sampler.decode(
             lm,
             [ids],
             keys=torch.tensor([0]),

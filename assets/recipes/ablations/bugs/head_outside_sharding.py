@@ -9,7 +9,8 @@ own check finds the first two: `--self_check false`.
 import torch
 from torch import nn
 
-from common import distributed, fsdp, optim
+from common import distributed
+from common.model import fsdp, optim
 from common.scoring import RewardModel
 
 shard, clip_and_step = fsdp.shard, optim.clip_and_step

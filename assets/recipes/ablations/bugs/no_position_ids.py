@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from common import decoding, padding
+from common import padding
+from common.sampling import decode
 
 
 def every_column(mask: torch.Tensor) -> torch.Tensor:
@@ -17,5 +18,5 @@ def every_column(mask: torch.Tensor) -> torch.Tensor:
 
 
 # The sampler keeps the true ones.
-decoding.padding = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
+decode.padding = SimpleNamespace(position_ids=padding.position_ids, left_pad=padding.left_pad)
 padding.position_ids = every_column

@@ -1,0 +1,279 @@
+"""A checkpoint on disk: which folders there are, and whether one is whole.
+
+    checkpoints/step_00000500/
+        shard-00001-model-00001-of-00001.safetensors    a rank's part, and one for each other rank
+        manifest.json                                   step, config, and checksums of the shards
+
+It is written under another name, flushed to the disk and renamed, so what has the name was whole
+once; the checksums tell whether it still is. Nothing in it is pickled.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from common import distributed
+from common.config import MAY_CHANGE, TrainConfig, UserError
+from common.record.glossary import is_defined
+
+MANIFEST = "manifest.json"
+NAME = re.compile(r"step_\d{8,}")
+SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
+NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
+NEEDED |= {"has_reference"}
+RECORDS = ("metrics.jsonl", "samples.jsonl")  # of the run, a line for each thing that was logged
+PARTIAL = ".partial"  # the end of the name of a folder that is being written
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    """Where the checkpoint after `step` finished steps is."""
+    return output_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The number in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def newest_first(output_dir: Path) -> list[Path]:
+    """The folders with a checkpoint's name, whole or not.
+
+    Raises:
+        UserError: it cannot be told which there are.
+    """
+    folder = output_dir / "checkpoints"
+    try:
+        names = filter(NAME.fullmatch, os.listdir(folder))  # unlike glob it says what it may not
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{folder} may hold checkpoints and cannot be read ({error.strerror}); make it "
+            "readable, or name another --output_dir."
+        ) from None
+    return sorted(map(folder.joinpath, names), reverse=True)
+
+
+# ---- the manifest --------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
+    """Write the manifest with a checksum of its own."""
+    text = json.dumps(dict(contents), indent=1)
+    with (folder / MANIFEST).open("w") as file:
+        json.dump({"sha256": _digest(text), "contents": json.loads(text)}, file, indent=1)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `write_manifest` was given.
+
+    Raises:
+        ValueError: it is not there or was changed; the text says so.
+    """
+    try:
+        record = json.loads((folder / MANIFEST).read_text())
+        contents = dict(record["contents"])
+        is_intact = _digest(json.dumps(contents, indent=1)) == record["sha256"]
+    except FileNotFoundError:
+        raise ValueError(f"it has no {MANIFEST}") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        is_intact = False
+    if not is_intact:
+        raise ValueError(f"{MANIFEST} is damaged")
+    return contents
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- is it whole? --------------------------------------------------------------------------------
+
+
+def describe(file: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, as the manifest keeps them."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for chunk in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(chunk)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint, "" for a whole one. Collective: ranks share the reading."""
+    reason, files = distributed.from_rank0(_listed(folder) if distributed.is_rank0() else None)
+    mine = sorted(files)[distributed.rank() :: distributed.world_size()]
+    found = [f"{name} {wrong}" for name in mine if (wrong := _wrong(folder / name, files[name]))]
+    found = distributed.from_all_ranks(found)
+    return reason or (sorted(found)[0] if found else "")
+
+
+def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with the list of files, and the list, which is empty then."""
+    try:
+        contents = read_manifest(folder)
+    except ValueError as error:
+        return str(error), {}
+    if missing := NEEDED - contents.keys():
+        return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
+    if odd_value := _odd(contents):
+        return f"{MANIFEST} has an entry {odd_value!r} that no run writes", {}
+    if NAME.fullmatch(folder.name) and step_of(folder) != contents["step"]:
+        return f"{MANIFEST} is of step {contents['step']}", {}
+    names = set(contents["files"])
+    # torch reads every file with this ending, whether the manifest knows it or not.
+    strays = {path.name for path in folder.glob("*.safetensors")} - names
+    odd = sorted(strays) or sorted(name for name in names if not SHARD.fullmatch(name))
+    if odd or not names:
+        return f"{odd[0]} does not belong to it" if odd else f"{MANIFEST} lists no file", {}
+    return "", contents["files"]
+
+
+def _odd(contents: Mapping[str, Any]) -> str:
+    """The first entry of a manifest that would be used and is not what a run writes there."""
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+    def is_sum(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    lines, sums, metric = contents["lines"], contents["sums"], contents["metric"]
+    is_right = {
+        "step": is_count(contents["step"]),
+        "stage": isinstance(contents["stage"], str),
+        "config": isinstance(contents["config"], dict),
+        "files": isinstance(contents["files"], dict)
+        and all(isinstance(entry, dict) for entry in contents["files"].values()),
+        # Files are cut to these numbers of lines: none but the run's own may be named.
+        "lines": isinstance(lines, dict)
+        and set(lines) <= set(RECORDS)
+        and all(map(is_count, lines.values())),
+        "sums": isinstance(sums, list)
+        and all(isinstance(own, dict) and all(map(is_sum, own.values())) for own in sums)
+        and all(is_defined(name) for own in sums for name in own),
+        "metric": metric is None or is_number(metric),
+    }
+    return next((name for name, right in is_right.items() if not right), "")
+
+
+def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
+    """What is wrong with one file, "" for nothing."""
+    try:
+        if file.stat().st_size != expected.get("bytes"):
+            return f"has {file.stat().st_size} bytes, not {expected.get('bytes')}"
+        return "" if describe(file) == expected else "does not have its checksum"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def other_run(
+    manifest: Mapping[str, Any], config: TrainConfig, *, any_config: bool = False
+) -> list[str]:
+    """What makes a checkpoint's run another one than this: its stage, or else its config."""
+    if manifest["stage"] != type(config).__name__:
+        return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
+    return [] if any_config else changed_fields(manifest["config"], config)
+
+
+def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
+
+    A field that was added since has its default in the saved one.
+    """
+    differences = []
+    for field in dataclasses.fields(config):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        before, now = saved.get(field.name, default), getattr(config, field.name)
+        if field.name not in MAY_CHANGE and before != now:
+            differences.append(f"{field.name} was {before!r} and is {now!r}")
+    return differences
+
+
+# ---- writing and removing ------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` once it is whole."""
+    folder = folder.resolve()  # of a link to another disk what it points to is replaced, there
+    partial = folder.with_name(folder.name + PARTIAL)
+    discard(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        discard(partial)  # a disk that is full needs the room
+        raise
+    put_in_place(partial, folder)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a whole folder its name, in an order that a power cut cannot turn round."""
+    mode = partial.stat().st_mode & 0o666  # as the umask has it; safetensors' files are the owner's
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with suppress(PermissionError):  # of a file system that has no such thing
+                path.chmod(mode)
+        flush(path)
+    flush(partial)
+    if os.path.lexists(folder):
+        remove(folder)
+    partial.rename(folder)
+    flush(folder.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder; one that is half removed does not have its name."""
+    aside = folder.with_name(f"{folder.name}.old{PARTIAL}")
+    discard(aside)
+    folder.rename(aside)
+    discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove a folder, a file, or a link and not what it points to; nothing if none is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_after(output_dir: Path, step: int) -> list[Path]:
+    """Remove what a run that goes on after `step` will make again; returns the checkpoints."""
+    for path in (output_dir / "checkpoints").glob(f"*{PARTIAL}"):
+        discard(path)
+    later = [path for path in newest_first(output_dir) if step_of(path) > step]
+    for path in later:
+        remove(path)
+    return later
+
+
+def remove_old(output_dir: Path, keep_last: int, best: Path | None) -> None:
+    """Remove all but the newest `keep_last` (0: none) and the best."""
+    for path in newest_first(output_dir)[keep_last:] if keep_last else []:
+        if path != best:
+            remove(path)

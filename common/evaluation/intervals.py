@@ -1,0 +1,287 @@
+"""What may be concluded from a finite sample: preference accuracy, means and shares, intervals.
+
+Rows with the same prompt are drawn together (`bootstrap_means`); where every prompt occurs once the
+rows are independent, and simpler intervals hold. A value that was not measured, None, is left out,
+and `count` says how many are in.
+"""
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+NUM_RESAMPLES = 2000
+BOOTSTRAP_SEED = 0
+
+
+@dataclass(frozen=True)
+class PreferenceAccuracy:
+    """How often a system scores the chosen completion above the rejected one.
+
+    Attributes:
+        accuracy: (wins + ties / 2) / pairs, in [0, 1].
+        low: lower end of the 95% Wilson interval.
+        high: upper end of the 95% Wilson interval.
+        num_pairs: pairs compared.
+        num_ties: pairs whose two scores are equal.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    num_pairs: int
+    num_ties: int
+
+
+def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:
+    """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
+
+    Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
+
+    Args:
+        successes: how many of `total` succeeded; may be fractional, a tie being half a success.
+        total: number of trials, positive; an effective number may be fractional.
+        z: standard normal quantile, 1.96 for 95%.
+
+    Returns:
+        (low, high).
+    """
+    assert total > 0, "an interval needs trials"
+    assert 0 <= successes <= total, f"{successes} successes in {total} trials"
+    share, z_squared = successes / total, z * z
+    centre = (share + z_squared / (2 * total)) / (1 + z_squared / total)
+    variance = share * (1 - share) / total + z_squared / (4 * total * total)
+    half_width = z * math.sqrt(variance) / (1 + z_squared / total)
+    # At 0 and at `total` an end is the share exactly, which rounding must not put it beyond.
+    return max(0.0, min(share, centre - half_width)), min(1.0, max(share, centre + half_width))
+
+
+def preference_accuracy(
+    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
+) -> PreferenceAccuracy:
+    """Share of pairs in which the chosen completion has the higher score.
+
+    Ties: a pair with exactly equal scores counts as half a success and is reported. Counting ties
+    as failures would punish coarse scores (bfloat16 rewards tie often), and counting them as
+    successes would give a constant score 100%; with one half a constant score gets 50%.
+
+    The interval takes the pairs as independent, and with ties it is a little too wide: a tie varies
+    less than a win or a loss.
+
+    Args:
+        chosen_scores: (N,) score of the preferred completion of each pair.
+        rejected_scores: (N,) score of the other one.
+
+    Returns:
+        The accuracy with its 95% Wilson interval and the number of ties.
+
+    Raises:
+        RuntimeError: a score is not finite; it would silently count as a failure.
+    """
+    wins = outcomes(chosen_scores, rejected_scores)  # (N,)
+    low, high = wilson_interval(float(wins.sum()), wins.size)
+    return PreferenceAccuracy(float(wins.mean()), low, high, wins.size, int((wins == 0.5).sum()))
+
+
+def outcomes(
+    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
+) -> NDArray[np.float64]:
+    """What each pair counts in the accuracy, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
+
+    Raises:
+        RuntimeError: a score is not finite.
+    """
+    chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
+    assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"
+    return np.asarray((chosen > rejected) + 0.5 * (chosen == rejected))
+
+
+def cluster_numbers(keys: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Which cluster each observation is in, (N,), numbered by first appearance of its key."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def bootstrap_means(
+    values: NDArray[np.float64], clusters: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
+
+    Observations of a cluster are kept together because they resemble each other: pairs of one
+    prompt are right or wrong together, and drawing them apart would make the interval too narrow.
+    As many clusters are drawn as there are; the mean is over the observations that they hold. The
+    columns share the draws, so that the difference of two columns is the paired bootstrap.
+
+    Args:
+        values: (N, S) observations of S quantities.
+        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
+
+    Returns:
+        (NUM_RESAMPLES, S), the same in every process.
+    """
+    sizes = np.bincount(clusters)  # (G,)
+    assert sizes.all(), "a cluster without observations"
+    sums = cluster_sums(values, clusters)
+    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
+
+
+def resamples(num_clusters: int) -> Iterator[NDArray[np.int64]]:
+    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
+
+    One at a time: 2000 x G draws may not fit in memory. The same in every process.
+    """
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    for _ in range(NUM_RESAMPLES):
+        drawn = generator.integers(0, num_clusters, num_clusters)
+        yield np.bincount(drawn, minlength=num_clusters)
+
+
+def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    return sums
+
+
+def percentile_interval(means: NDArray[np.float64], estimate: float) -> tuple[float, float]:
+    """The 95% percentile interval (low, high) of bootstrap means (R,) around what they estimate.
+
+    Of equal values the means differ from the estimate by rounding, which is left out.
+    """
+    low, high = np.quantile(means, (0.025, 0.975))
+    return min(float(low), estimate), max(float(high), estimate)
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t distribution with so many degrees of freedom, at least 1."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, probability))
+
+
+def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
+    """Mean with its 95% percentile bootstrap interval (Efron and Tibshirani 1993, section 13.3).
+
+    The resampling seed is fixed and the values are sorted first, so that the same values give the
+    same interval, in whatever order the ranks delivered them. Below about 20 values the interval is
+    too narrow; a single value has an interval of width 0.
+
+    Args:
+        values: (N,) independent observations, N at least 1.
+
+    Returns:
+        (mean, low, high).
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    ordered = np.sort(finite_vector(values))  # (N,)
+    means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
+    mean = float(ordered.mean())
+    return mean, *percentile_interval(means[:, 0], mean)
+
+
+def finite_vector(values: Tensor | ArrayLike) -> NDArray[np.float64]:
+    """`values` as (N,) float64, N at least 1.
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().double().cpu().numpy()
+    vector = np.asarray(values, dtype=np.float64)
+    assert vector.ndim == 1, f"shape {vector.shape}, one dimension expected"
+    assert vector.size > 0, "statistics of nothing"
+    num_bad = int((~np.isfinite(vector)).sum())
+    if num_bad:
+        raise RuntimeError(f"{num_bad} of {vector.size} values are not finite.")
+    return vector
+
+
+Values = Sequence[float | None]
+
+
+def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, Any] | None:
+    """Mean of the measured values with its bootstrap interval; None without any.
+
+    Of a single prompt low and high are None, here and below: nothing shows how prompts differ.
+
+    Args:
+        values: N numbers, or None where nothing was measured.
+        prompts: N keys, equal for rows of the same prompt.
+    """
+    measured, clusters = _measured(values, prompts)
+    if not measured.size:
+        return None
+    mean, low, high = float(measured.mean()), None, None
+    if _all_differ(clusters) and measured.size > 1:
+        mean, low, high = mean_interval(measured)
+    elif clusters.any():
+        low, high = percentile_interval(bootstrap_means(measured[:, None], clusters)[:, 0], mean)
+    return {"mean": mean, "low": low, "high": high, "count": measured.size}
+
+
+def mean_over_tokens(
+    values: Values, num_tokens: Sequence[int], prompts: Sequence[Hashable]
+) -> dict[str, Any] | None:
+    """Mean over tokens of what is a mean over each row's tokens; the bootstrap draws prompts.
+
+    Args:
+        values: N means over a row's tokens.
+        num_tokens: N, each positive.
+        prompts: As there.
+    """
+    measured, clusters = _measured(values, prompts)
+    if not measured.size:
+        return None
+    counts = [n for n, value in zip(num_tokens, values, strict=True) if value is not None]
+    weights = np.array(counts, dtype=np.float64)
+    mean, low, high = float(np.average(measured, weights=weights)), None, None
+    if clusters.any():
+        means = bootstrap_means(np.stack([measured * weights, weights], axis=1), clusters)
+        low, high = percentile_interval(means[:, 0] / means[:, 1], mean)
+    return {"mean": mean, "low": low, "high": high, "count": measured.size}
+
+
+def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, Any] | None:
+    """Mean of values in [0, 1] with Wilson's interval for the effective sample size.
+
+    That is the number of independent successes and failures whose share would vary as much as this
+    mean does: more than N where ties or probabilities vary less, fewer where rows of a prompt are
+    alike (Korn and Graubard 1998; with Wilson's interval Franco et al. 2019). Where every prompt
+    has the same share nothing shows a variance: then as many as there are prompts are counted.
+    The variance is itself estimated, of G prompts with G - 1 degrees of freedom, so that Student's
+    quantile stands in the place of the normal one.
+    """
+    measured, clusters = _measured(values, prompts)
+    if not measured.size:
+        return None
+    mean = float(measured.mean())
+    found = {"mean": mean, "low": None, "high": None, "count": measured.size}
+    sums = np.bincount(clusters, weights=measured - mean)  # (G,)
+    effective_size = float(sums.size)
+    if sums.size < 2:
+        return found
+    if not np.allclose(sums, 0, rtol=0, atol=1e-9):  # beyond what rounding leaves
+        variance = float(sums @ sums) / measured.size**2 * sums.size / (sums.size - 1)
+        effective_size = mean * (1 - mean) / variance
+    z = t_quantile(0.975, sums.size - 1)
+    low, high = wilson_interval(mean * effective_size, effective_size, z)
+    return found | {"low": low, "high": high}
+
+
+def _measured(
+    values: Values, prompts: Sequence[Hashable]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The values that are there, and the numbers of their prompts."""
+    kept = [(v, key) for v, key in zip(values, prompts, strict=True) if v is not None]
+    numbers = np.array([value for value, _ in kept], dtype=np.float64)
+    return numbers, cluster_numbers([key for _, key in kept])
+
+
+def _all_differ(clusters: NDArray[np.int64]) -> bool:
+    return int(clusters.max()) + 1 == clusters.size

@@ -1,0 +1,129 @@
+"""Python functions that compare two completions: found by name, called, checked.
+
+A judge is `path/to/file.py:function`, which is run as code, with the signature
+
+    judge(prompts, completions_a, completions_b, **columns) -> list of verdicts
+
+All are lists of N: texts, and for each column of the rows its values. A verdict is the probability
+that a wins, or 1, 0.5 (a tie) and 0; None where the judge does not apply. Which of two completions
+is given as a is drawn for every prompt anew, so that a judge that prefers the first one gains no
+system anything. A function without `**columns` gets what it names, and it may be a coroutine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from common import distributed
+from common.config import UserError, gist
+from common.data import Example
+from common.evaluation.completions import Answers, Verdict, system_names
+from common.noise import derive_seed, uniform
+from common.rewards.call import call_by_name, one_for_each
+from common.rewards.functions import load_from_file
+from common.rewards.notes import as_number
+
+Judge = Callable[..., Any]
+
+
+def load_judges(paths: Sequence[str]) -> dict[str, Judge]:
+    """The functions by what was given; runs their files.
+
+    Raises:
+        UserError: one is named twice, or is no function of a file.
+    """
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UserError(f"--judge_funcs names {path!r} twice; give it once.")
+    return {path: load_from_file(path, "--judge_funcs") for path in paths}
+
+
+def with_verdicts(
+    answers: Sequence[Answers],
+    judges: dict[str, Judge],
+    names: dict[str, str],
+    examples: Sequence[Example],
+    seed: int,
+) -> list[Answers]:
+    """The answers with what every judge says of every two systems. Collective.
+
+    Rank 0 asks; a judge that calls somebody else's model is not asked by every rank.
+
+    Args:
+        answers: N prompts with their completions.
+        judges: As `load_judges` gives them.
+        names: What tables call each of them.
+        examples: The N prompts, whose columns the judges get.
+        seed: Of the order in which completions are given.
+
+    Raises:
+        UserError: a judge raised, or returned what are no N verdicts.
+    """
+    if not judges:
+        return list(answers)
+    found: list[list[Verdict]] = [row.verdicts for row in answers]
+    if distributed.is_rank0():
+        for path, judge in judges.items():
+            for b, a in combinations(system_names(answers), 2):
+                rows = ask(answers, a, b, names[path], judge, examples, seed)
+                found = [own + new for own, new in zip(found, rows, strict=True)]
+    found = distributed.from_rank0(found)
+    return [replace(row, verdicts=own) for row, own in zip(answers, found, strict=True)]
+
+
+def ask(
+    answers: Sequence[Answers],
+    a: str,
+    b: str,
+    name: str,
+    judge: Judge,
+    examples: Sequence[Example],
+    seed: int,
+) -> list[list[Verdict]]:
+    """The verdicts of one judge on two systems, N lists of one or none."""
+    rows = [i for i, row in enumerate(answers) if row.of(a) and row.of(b)]
+    swapped = [is_swapped(seed, a, b, answers[i].id) for i in rows]
+    first, second = ([text_of(answers[i], system) for i in rows] for system in (a, b))
+    pairs = [
+        pair[::-1] if swap else pair
+        for pair, swap in zip(zip(first, second, strict=True), swapped, strict=True)
+    ]
+    inputs = {name: [examples[i].columns[name] for i in rows] for name in examples[0].columns}
+    inputs |= {
+        "prompts": [answers[i].prompt for i in rows],
+        "completions_a": [pair[0] for pair in pairs],
+        "completions_b": [pair[1] for pair in pairs],
+    }
+    try:
+        values = call_by_name(judge, inputs, name)
+    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
+        raise UserError(
+            f"judge function {name!r} raised {type(error).__name__} on a batch of {len(rows)} "
+            f"prompts: {gist(error)}."
+        ) from error
+    values = one_for_each(values, len(rows), f"judge function {name!r}", "verdicts", "prompts")
+    verdicts: list[list[Verdict]] = [[] for _ in answers]
+    for i, value, swap in zip(rows, values, swapped, strict=True):
+        if value is None:
+            continue
+        number = as_number(value)
+        if number is None or not 0 <= number <= 1:
+            raise UserError(
+                f"judge function {name!r} returned {value!r} for prompt {answers[i].id}; a verdict "
+                "must be None or a number from 0 to 1."
+            )
+        verdicts[i] = [Verdict(a, b, name, 1 - number if swap else number)]
+    return verdicts
+
+
+def text_of(row: Answers, system: str) -> str:
+    """The completion of a system that answered."""
+    own = row.of(system)
+    assert own is not None, system
+    return own.completion
+
+
+def is_swapped(seed: int, a: str, b: str, row: int) -> bool:
+    """Whether b's completion of a row is given first: a fair draw for every row and pair."""
+    return float(uniform(derive_seed(seed, "order", a, b), row)) < 0.5

@@ -1,0 +1,189 @@
+"""Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common import data, distributed
+from common.config import CommonConfig
+from common.data import Example, Piece
+from common.evaluation.intervals import PreferenceAccuracy, preference_accuracy
+from common.model import fsdp
+from common.padding import AnyBatch
+from common.record.jsonl import read_jsonl
+from common.record.metrics import Accumulator
+from common.record.terminal import progress_bar
+from common.scoring import sequence_scores
+
+
+def score_examples(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    title: str,
+    rows: Sequence[int] | None = None,
+    score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+) -> Tensor:
+    """Score every completion of every example. Collective.
+
+    Args:
+        model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
+        examples: N prompts with K completions each.
+        config: how much is scored at once on each rank, and in which layout.
+        pad_id: fills padding; masked.
+        title: what the progress bar says.
+        rows: score these examples only; the others get NaN.
+        score: what is computed of a batch, (B,).
+
+    Returns:
+        (N, K) float64 on the host, the same on every rank.
+    """
+
+    def one_column(model: nn.Module, batch: AnyBatch) -> Tensor:
+        return score(model, batch).unsqueeze(-1)
+
+    return score_columns(model, examples, config, pad_id, title, one_column, 1, rows).squeeze(-1)
+
+
+@torch.no_grad()
+def score_columns(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    title: str,
+    score: Callable[[nn.Module, AnyBatch], Tensor],
+    num_columns: int,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """`score_examples` where one forward pass gives several numbers. Collective.
+
+    Args:
+        model: as there, with the other arguments.
+        examples: N.
+        config: as there.
+        pad_id: as there.
+        title: as there.
+        score: what is computed of a batch, (B, S).
+        num_columns: S.
+        rows: as there.
+
+    Returns:
+        (N, K, S) float64 on the host, the same on every rank.
+    """
+    rows = range(len(examples)) if rows is None else rows
+    device, num_completions = distributed.device(), len(examples[0].completions)
+    shape = (len(examples) * num_completions, num_columns)
+    scores = torch.zeros(shape, dtype=torch.float64, device=device)
+    left_out = torch.ones(len(examples), dtype=torch.bool)
+    left_out[list(rows)] = False
+    packs = data.pack(share(examples, rows, config), config)
+    bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
+    for pieces in packs:
+        bar.update()
+        batch = data.collate(pieces, config.layout, pad_id).to(device)
+        values = score(model, batch)  # (B, S)
+        scores[batch.places[batch.is_real]] = values[batch.is_real].double()
+    bar.close()
+    fsdp.reshard(model)
+    scores = distributed.all_reduce_sum(scores).cpu()
+    scores = scores.view(len(examples), num_completions, num_columns)
+    return scores.masked_fill(left_out[:, None, None], float("nan"))
+
+
+def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
+    """This rank's share of the rows, dealt out by length; completion k of row n: n * K + k."""
+    by_length = sorted(rows, key=lambda row: -examples[row].num_tokens)
+    pieces = []
+    for row in by_length[distributed.rank() :: distributed.world_size()]:
+        example = examples[row]
+        first = row * len(example.completions)
+        places = list(range(first, first + len(example.completions)))
+        pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
+    return pieces
+
+
+def sft_loss(
+    model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int
+) -> float:
+    """Mean negative log-likelihood per completion token over all examples, in nats. Collective."""
+    logps = score_examples(model, examples, config, pad_id, "evaluating")  # (N, 1)
+    num_tokens = sum(len(example.completions[0]) for example in examples)
+    return float(-logps.sum()) / num_tokens
+
+
+def preferences(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    ref_scores: Tensor | None = None,
+    per_token: bool = False,
+) -> tuple[PreferenceAccuracy, Tensor]:
+    """How often the chosen completion scores higher. Collective.
+
+    Args:
+        model: a reward model, or a policy.
+        examples: pairs, chosen first.
+        config: see `score_examples`.
+        pad_id: see `score_examples`.
+        ref_scores: (N, 2) log-probabilities of the reference; with them a policy is judged by its
+            implicit reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023,
+            eq. 5).
+        per_token: judge by the score divided by the completion's length, as SimPO's reward is.
+
+    Returns:
+        Accuracy with its interval, and the scores (N, 2).
+    """
+    scores = score_examples(model, examples, config, pad_id, "scoring pairs")  # (N, 2)
+    if ref_scores is not None:
+        scores = scores - ref_scores
+    if per_token:
+        scores = scores / torch.tensor([[len(ids) for ids in e.completions] for e in examples])
+    return preference_accuracy(scores[:, 0], scores[:, 1]), scores
+
+
+def add_pair_metrics(metrics: Accumulator, rewards: Tensor, real: Tensor) -> None:
+    """Add what pairs are judged by.
+
+    Args:
+        metrics: gets chosen_reward, rejected_reward, reward_margin and accuracy (a tie is a half).
+        rewards: (N, 2) of chosen and rejected: of a reward model, or implicit ones.
+        real: (N,) bool, False = filler that counts nowhere.
+    """
+    margins = (rewards[:, 0] - rewards[:, 1]).detach()  # (N,)
+    wins = (margins > 0) + 0.5 * (margins == 0)  # (N,)
+    columns = {
+        "chosen_reward": rewards[:, 0],
+        "rejected_reward": rewards[:, 1],
+        "reward_margin": margins,
+        "accuracy": wins,
+    }
+    for name, values in columns.items():
+        metrics.add(name, (values * real).sum(), real.sum())
+
+
+def pair_table(
+    examples: Sequence[Example], scores: Tensor, tokenizer: Any, config: CommonConfig
+) -> list[dict[str, Any]]:
+    """Rows to print: prompt end, both completions and their scores (N, 2)."""
+    table = []
+    for example, (chosen, rejected) in zip(
+        examples[: config.num_sample_prompts], scores.tolist(), strict=False
+    ):
+        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions]
+        row: dict[str, Any] = {"prompt": example.prompt, "chosen": texts[0], "rejected": texts[1]}
+        table.append(row | {"chosen score": chosen, "rejected score": rejected})
+    return table
+
+
+def run_cost(run_dir: Path) -> dict[str, float]:
+    """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
+    cost: dict[str, float] = {}
+    for record in read_jsonl(run_dir / "metrics.jsonl"):
+        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
+    return cost

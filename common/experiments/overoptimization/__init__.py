@@ -1,0 +1,1 @@
+"""Over-optimisation: gold against proxy reward over the distance from SFT."""

@@ -1,0 +1,205 @@
+"""The report of over-optimisation, made of `results.json` alone."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.experiments.overoptimization.plots import (
+    SETTINGS,
+    TITLES,
+    draw_curves,
+    draw_frontier,
+    methods_of,
+    series_of,
+    settings_of,
+)
+from common.record.terminal import NOT_MEASURED, format_number
+from common.report.page import Block, Picture, Section, Table, Text, write_page
+
+Results = Mapping[str, Any]
+
+
+def write(results: Results, output_dir: Path) -> list[Path]:
+    """Write `plots/*.png`, `report.html` and `report.md`; returns the files."""
+    curves = draw_curves(results, output_dir / "plots" / "overoptimization.png")
+    frontier = draw_frontier(results, output_dir / "plots" / "frontier.png")
+    settings = results["settings"]
+    seeds = ", ".join(str(start["seed"]) for start in results["seeds"])
+    facts = {"data set": settings["dataset_name"], "gold": settings["gold"], "seeds": seeds}
+    pages = write_page(output_dir, "Over-optimisation", blocks(results, curves, frontier), facts)
+    return [curves, frontier, *pages]
+
+
+def blocks(results: Results, curves: Path, frontier: Path) -> list[Block]:
+    """What the report shows, in reading order."""
+    settings = results["settings"]
+    caption = (
+        "Gain over the SFT policy in standard deviations of its own samples. Gold solid, proxy "
+        "dashed; seeds thin, their mean thick."
+    )
+    return [
+        Text(summary(results)),
+        Picture(curves, caption),
+        Section("Who turned", [turns_table(results)]),
+        Section(
+            "Reward-KL frontier",
+            [Picture(frontier, "Dots are single seeds, lines their mean."), means_table(results)],
+        ),
+        Section("Fitted curves", [fits_table(results), Text(FIT_NOTE)]),
+        Section("Where each seed began", [starts_table(results)]),
+        Section("How to read this", [Text(notes(settings))]),
+    ]
+
+
+def summary(results: Results) -> str:
+    """One line for each method: in how many seeds gold fell while the proxy rose."""
+    lines = []
+    for method in methods_of(results):
+        turns = [turn for turn in results["turns"] if turn["method"] == method]
+        both = sum(turn["turned"] and turn["proxy_rose"] for turn in turns)
+        gold, proxy = (
+            ", ".join(number.format(turn[f"{judge}_change"]["mean"]) for turn in turns)
+            for judge, number in (("gold", "{:+.3f}"), ("proxy", "{:+.2f}"))
+        )
+        seeds = f"of {len(turns)} seeds"
+        if all(turn["peak"] == turn["last"] for turn in turns):
+            line = f"gold was best at the last setting in {len(turns)} {seeds}: nothing turned."
+        else:
+            line = (
+                f"gold fell while the proxy rose in {both} {seeds} (from the best setting to the "
+                f"last one gold {gold}, proxy {proxy})."
+            )
+        lines.append(f"- **{TITLES[method]}**: {line}")
+    how = "A change counts if its 95% interval lies apart from 0."
+    return "\n".join(lines) + f"\n\n{how}"
+
+
+def turns_table(results: Results) -> Table:
+    """A row for each method and seed."""
+    headers = ["method, seed", "best setting", "last setting", "sqrt KL, best to last"]
+    headers += ["change in gold [95% CI]", "change in proxy [95% CI]"]
+    rows = [
+        [
+            f"{TITLES[turn['method']]}, {turn['seed']}",
+            setting(turn["method"], turn["peak"]),
+            setting(turn["method"], turn["last"]),
+            f"{turn['peak_distance']:.2f} to {turn['last_distance']:.2f}",
+            format_interval(turn["gold_change"], "{:+.3f}"),
+            format_interval(turn["proxy_change"], "{:+.2f}"),
+        ]
+        for turn in results["turns"]
+    ]
+    caption = (
+        "From the setting with the largest gold reward to the last one. That setting is looked for "
+        "on every other prompt, and the changes are measured on those between: the largest of "
+        "several means is too large by chance."
+    )
+    return Table(headers, rows, caption)
+
+
+def means_table(results: Results) -> Table:
+    """Every setting, mean over the seeds."""
+    headers = ["method", "setting", "KL", "gold", "gold gain", "proxy gain"]
+    rows = []
+    for method in methods_of(results):
+        values = ("kl", "gold", "gold_gain", "proxy_gain")
+        means = [series_of(results, method, value).mean(0) for value in values]
+        for k, value in enumerate(settings_of(results, method)):
+            kl, gold, gain, proxy = (float(mean[k]) for mean in means)
+            numbers = [f"{kl:.2f}", f"{gold:.3f}", f"{gain:+.3f}", f"{proxy:+.2f}"]
+            rows.append([TITLES[method], setting(method, value), *numbers])
+    return Table(headers, rows, "Mean over the seeds; each seed is in results.json.")
+
+
+FIT_NOTE = (
+    "R_bon(d) = d (alpha - beta d) for best of n, R_rl(d) = d (alpha - beta log d) for the others "
+    "(Gao et al. 2022), least squares on the gain in gold of every seed and setting. Intervals: "
+    "bootstrap over seeds and, within each, over prompts. With few seeds they say little about the "
+    "next seed. A peak beyond the longest distance is extrapolated."
+)
+
+
+def fits_table(results: Results) -> Table:
+    """A row for each method."""
+    headers = ["method", "form", "alpha [95% CI]", "beta [95% CI]", "peak at d [95% CI]"]
+    headers += ["longest d", "rmse of bon", "rmse of rl"]
+    rows = [
+        [
+            TITLES[fit["method"]],
+            fit["form"],
+            format_fitted(fit["alpha"]),
+            format_fitted(fit["beta"]),
+            format_fitted(fit["peak"]),
+            f"{fit['longest_distance']:.2f}",
+            f"{fit['rmse_of_forms']['bon']:.3f}",
+            f"{fit['rmse_of_forms']['rl']:.3f}",
+        ]
+        for fit in results["fits"]
+    ]
+    return Table(headers, rows, "d = sqrt(KL) in sqrt(nats), rewards in units of the gold judge.")
+
+
+def starts_table(results: Results) -> Table:
+    """The SFT policy and the proxy of each seed."""
+    headers = ["seed", "gold of SFT [95% CI]", "SD of gold", "SD of proxy"]
+    headers += ["proxy against gold (r)", "proxy's accuracy on held-out pairs [95% CI]"]
+    rows = [
+        [
+            str(start["seed"]),
+            format_interval(start["gold"], "{:.3f}"),
+            f"{start['gold_std']:.3f}",
+            f"{start['proxy_std']:.2f}",
+            format_number(start["judges_correlation"])
+            if start["judges_correlation"] is not None
+            else NOT_MEASURED,
+            format_accuracy(start["proxy_accuracy"]),
+        ]
+        for start in results["seeds"]
+    ]
+    return Table(headers, rows, "r: correlation over completions of the same prompt.")
+
+
+def notes(settings: Mapping[str, Any]) -> str:
+    """What was measured and what its limits are."""
+    return "\n".join(
+        [
+            f"- The proxy saw {settings['num_proxy_pairs']} pairs, others for each seed. All four "
+            "methods optimise it; none sees the gold judge.",
+            f"- Measured on {settings['num_prompts']} held-out prompts: best of n from "
+            f"{max(settings['best_of'])} samples of each, with the mean over all subsets of n; "
+            f"other policies by {settings['num_samples']} completions of each.",
+            "- KL of best of n is log n - (n - 1) / n, an upper bound: completions that come more "
+            "than once make the true one smaller. Of the others it is the mean of log pi - log "
+            "SFT over the policy's own completions.",
+            "- Intervals in tables are bootstrap intervals over the prompts of one seed, those of "
+            "the fits over seeds and prompts. A fall counts if its interval lies below 0.",
+        ]
+    )
+
+
+def setting(method: str, value: float) -> str:
+    """As `n 4`."""
+    return f"{SETTINGS[method]} {value:g}"
+
+
+def format_interval(interval: Mapping[str, float], number: str) -> str:
+    """Mean with its interval."""
+    parts = ("mean", "low", "high") if interval["low"] is not None else ("mean",)
+    mean, *ends = (number.format(interval[part]) for part in parts)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
+
+
+def format_fitted(interval: Mapping[str, float | None] | None) -> str:
+    """A fitted value; an end that is infinite as such, and what is not there as a dash."""
+    if interval is None:
+        return NOT_MEASURED
+    cells = ["inf" if interval[p] is None else f"{interval[p]:.3f}" for p in interval]
+    return f"{cells[0]} [{cells[1]}, {cells[2]}]"
+
+
+def format_accuracy(accuracy: Mapping[str, float] | None) -> str:
+    """In percent."""
+    if accuracy is None:
+        return NOT_MEASURED
+    value, low, high = (f"{100 * accuracy[part]:.1f}" for part in ("accuracy", "low", "high"))
+    return f"{value}% [{low}, {high}]"

@@ -1,0 +1,4 @@
+"""From a step's prompts to the micro-batches that GRPO trains on.
+
+Face: config.GRPOConfig, rollouts.
+"""

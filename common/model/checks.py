@@ -1,0 +1,269 @@
+"""What is refused of a model's folder or configuration before its weights are read."""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from common.config import CommonConfig, UserError, gist, hint
+from common.errors import shown
+from common.text import hub
+
+Kind = Literal["policy", "reward_model", "trunk", "encoder"]
+# Sizes of a model, and far above the largest that has been trained: it would be built for hours
+SIZES = {
+    "vocab_size": 10**7,
+    "hidden_size": 10**6,
+    "num_hidden_layers": 10**4,
+    "num_attention_heads": 10**5,
+}
+# Tensors of older files that no model reads any more: masks and angles, which it computes
+BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|position_ids$")
+
+
+def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
+    """Raise a UserError for a shape of no kind, or with a field that its kind has not: a typo."""
+    if "model_type" not in fields:
+        raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
+    model = AutoConfig.for_model(fields["model_type"])
+    for name in fields:
+        if not hasattr(model, name):
+            known = hint(name, [*model.to_dict(), *model.attribute_map], "see its documentation")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({known}).")
+
+
+def check_sizes(
+    path: str,
+    model_config: PretrainedConfig,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
+    for name, most in SIZES.items():
+        size = getattr(model_config, name, 1)
+        if isinstance(size, int) and size < 1:
+            raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
+        if isinstance(size, int) and size > most:
+            raise UserError(f"{path!r} has {name} {shown(size)}; it must be at most {most:,}.")
+    if tokenizer is None:
+        return
+    # A pad token of its own gets an embedding.
+    own_pad = tokenizer.pad_token if kind in ("reward_model", "trunk") else None
+    num_ids = count_ids(tokenizer, without=own_pad)
+    if num_ids > model_config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens with ids up to {num_ids - 1} but {path!r} "
+            f"has embeddings for {model_config.vocab_size}; give the model's own "
+            "--tokenizer_name_or_path."
+        )
+
+
+def count_ids(tokenizer: PreTrainedTokenizerBase, without: str | None = None) -> int:
+    """Rows that an embedding of all the tokenizer's ids has; their numbers may have gaps."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return 1 + max((i for token, i in vocabulary.items() if token != without), default=-1)
+
+
+def check_max_length(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a UserError for a tokenizer whose longest text is no number."""
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise UserError(
+            f"the tokenizer of {path!r} has model_max_length {shown(limit)}; it must be a positive "
+            "number."
+        )
+
+
+def reason(error: Exception) -> str:
+    """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own, which only --trust_remote_code true runs"
+    if str(error).startswith("Unrecognized model in"):
+        return "its config.json has no `model_type` that transformers knows"
+    if isinstance(error, TypeError | AttributeError | KeyError):
+        return f"a file in it is malformed ({gist(error)})"
+    return gist(error)
+
+
+def pickle_hint(path: str) -> str:
+    """What to do about a folder whose weights are a pickle; empty for one without."""
+    pickles = [file.name for file in Path(path).glob("*") if file.suffix in (".bin", ".pt", ".pth")]
+    if not pickles:
+        return ""
+    return f"; {min(pickles)} is a pickle, which may run code: save the model again as safetensors"
+
+
+def check_location(path: str, what: str) -> None:
+    """Raise a UserError for a local path that is not there, or is not what it should be.
+
+    A hub id has one slash at most; for one the hub is asked, once in a run, whether it answers.
+    """
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
+    if Path(path).is_dir():
+        check_folder(Path(path), what)
+    elif looks_local and not Path(path).exists():
+        raise UserError(f"the {what} folder {path!r} does not exist.")
+    elif not looks_local:
+        hub.is_reachable()
+
+
+def refuse_quantised(path: str, model_config: PretrainedConfig) -> None:
+    """Raise a UserError for weights of few bits, which cannot be trained, or read in an own way."""
+    settings = getattr(model_config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings)
+        raise UserError(
+            f"{path!r} has a quantization_config ({shown(method)}); give a model whose weights are "
+            "floating-point numbers."
+        )
+
+
+def check_weight_files(path: str, folder: Path) -> None:
+    """Raise a UserError for tensors of no floating-point numbers, or not where the index says.
+
+    Args:
+        path: as the user gave it.
+        folder: where its files are; of them only the headers are read.
+    """
+    index = folder / "model.safetensors.index.json"
+    places: dict[str, str] = {}
+    if index.is_file() and not (folder / "model.safetensors").is_file():  # which is read first
+        places = json.loads(index.read_text())["weight_map"]
+    for name in sorted(set(places.values()) or {"model.safetensors"}):
+        if not (folder / name).is_file():
+            continue  # the hub's conversion of a pickle, which lies elsewhere
+        with safe_open(folder / name, framework="pt") as file:
+            dtypes = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+        for key, dtype in dtypes.items():
+            if dtype not in ("F64", "F32", "F16", "BF16") and BUFFERS.search(key) is None:
+                raise UserError(
+                    f"the weights of {path!r} have {key!r} as {dtype}; they must be floating-point "
+                    "numbers of at least 16 bits."
+                )
+        for key, place in places.items():
+            if place == name and key not in dtypes:
+                raise UserError(f"{path!r} has no {key!r} in {name}, where {index.name} places it.")
+
+
+def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise a UserError for a NaN or an infinity among tensors that were read, by name."""
+    for name, tensor in tensors:
+        if not tensor.numel():
+            continue
+        low, high = torch.aminmax(tensor.detach())  # no copy as large as the tensor; NaN comes out
+        for number in (float(low), float(high)):
+            if not math.isfinite(number):
+                raise UserError(
+                    f"the weights of {path!r} have {number} in {name!r}; they must be finite."
+                )
+
+
+def refuse_unread(path: str, names: Iterable[str], model: Any, *, without_head: bool) -> None:
+    """Raise a UserError for weights that the model has no place for: it would be another model.
+
+    Args:
+        path: of its folder.
+        names: of tensors in its files that were not read.
+        model: made of them.
+        without_head: it is the trunk of a model whose head is dropped: what lies outside the trunk.
+    """
+    trunk = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+    for name in sorted(names):
+        is_dropped = without_head and name.partition(".")[0] not in trunk
+        if not is_dropped and BUFFERS.search(name) is None:
+            raise UserError(
+                f"the weights of {path!r} have {name!r}, which {type(model).__name__} of its "
+                "config.json has not; give weights and config.json of one model."
+            )
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Raise a UserError for a folder without a model or tokenizer in it, as a run's own folder."""
+    patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
+    if not any(file for pattern in patterns for file in folder.glob(pattern)):
+        inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+        raise UserError(f"the folder {str(folder)!r} holds no {what}{inside}.")
+
+
+def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
+    """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
+    architectures = getattr(model_config, "architectures", None) or []
+    if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
+        raise UserError(
+            f"{path!r} has architectures {shown(architectures)}; it must be a list of names."
+        )
+    # By name: looking a class up in transformers' mappings imports every model there is.
+    model_type = model_config.model_type
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
+    is_other = model_config.is_encoder_decoder or not is_causal
+    if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
+        raise UserError(
+            f"{path!r} is a {model_config.model_type} model, not a causal language model."
+        )
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
+    if kind == "policy" and is_classifier:
+        raise UserError(
+            f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
+        )
+    if kind != "policy" and is_classifier and model_config.num_labels != 1:
+        raise UserError(
+            f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
+        )
+    if kind in ("reward_model", "encoder") and not is_classifier:
+        found = architectures[0] if architectures else "an unknown architecture"
+        raise UserError(f"{path!r} is not a reward model: it holds {found}.")
+
+
+def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
+    """Raise a UserError for prompt and completion that the model's positions do not hold."""
+    limit = max_positions(model_config)
+    needed = config.max_prompt_length + config.max_completion_length
+    if limit is not None and needed > limit:
+        why = ""
+        if limit != getattr(model_config, "max_position_embeddings", None):
+            why = ": beyond them it computes every text of a batch by the longest one (longrope)"
+        raise UserError(
+            f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
+            f"{config.max_completion_length} is more than the {limit} positions of {path!r}{why}."
+        )
+    window = getattr(model_config, "sliding_window", None)  # 0: none, as Qwen2-MoE writes it
+    if config.layout == "shared_prefix" and window and needed > window:
+        raise UserError(
+            f"the attention of {path!r} has a window of {window} tokens, and --max_prompt_length "
+            f"plus --max_completion_length is {needed}; use --layout padded."
+        )
+
+
+def max_positions(model_config: PretrainedConfig) -> int | None:
+    """Tokens of the longest text whose scores are its own; None for a model without a limit.
+
+    A text beyond the original length switches longrope to other angles for *all* rows of its batch,
+    as one beyond all positions does with dynamic rotary embeddings (transformers 5.23,
+    `modeling_rope_utils.dynamic_rope_update`).
+    """
+    limits = [getattr(model_config, "max_position_embeddings", None)]
+    for spelling in ("rope_parameters", "rope_scaling"):  # the second one in code of a model's own
+        rope = getattr(model_config, spelling, None) or {}
+        for one in (rope, *rope.values()):  # of all layers, or of each type of layer
+            if isinstance(one, dict) and "longrope" in (one.get("rope_type"), one.get("type")):
+                original = getattr(model_config, "original_max_position_embeddings", None)
+                limits.append(one.get("original_max_position_embeddings", original))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def is_encoder(model_config: PretrainedConfig) -> bool:
+    """Whether it is BERT or its like, which read a text in both directions."""
+    # By name, as in `check_kind`.
+    is_masked = model_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_masked and not model_config.is_encoder_decoder

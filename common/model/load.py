@@ -1,0 +1,360 @@
+"""Tokenizers and Hugging Face models: found, checked, and loaded on rank 0.
+
+Every other rank builds the same model on the meta device and receives its shards from rank 0
+(`fsdp.shard`), so a model is read from disk once. Only safetensors are read.
+"""
+
+import json
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from common import distributed
+from common.config import CommonConfig, UserError, gist
+from common.model import fsdp, lora
+from common.model.checks import (
+    Kind,
+    check_kind,
+    check_lengths,
+    check_location,
+    check_max_length,
+    check_sizes,
+    check_weight_files,
+    count_ids,
+    pickle_hint,
+    reason,
+    refuse_not_finite,
+    refuse_quantised,
+    refuse_unknown_fields,
+    refuse_unread,
+)
+from common.noise import derive_seed
+from common.text import synthetic
+
+RANDOM_SEED_PART = "model initialisation"
+HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
+
+
+def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
+
+    Without a pad token it pads with its eos: harmless here, where masks are carried as data.
+
+    Raises:
+        UserError: there is none, or it has no eos token.
+    """
+    tokenizer = read_tokenizer(path, config)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+    """The same as it is, which for an encoder has no eos.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path == "synthetic":
+        return synthetic.train_tokenizer()
+    if path.endswith(".json"):
+        raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
+    if lora.is_adapter(path) and not any(Path(path).glob("tokenizer*")):
+        path = lora.base_path(path)
+    check_location(path, "tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # the tokenizers library raises no subclass of it
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
+    check_max_length(path, tokenizer)
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
+    """Ids that end a completion; the first is the one appended to training completions.
+
+    Raises:
+        UserError: `stop_token` is a text of more than one token.
+    """
+    eos = int(tokenizer.eos_token_id)
+    if stop_token == "eos":
+        return [eos]
+    text = stop_token.replace("\\n", "\n")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise UserError(
+            f"--stop_token {stop_token!r} is {len(ids)} tokens; it must be one, or eos."
+        )
+    return list(dict.fromkeys([int(ids[0]), eos]))
+
+
+def read_model_config(
+    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+) -> PretrainedConfig:
+    """The model's configuration with dropout off, checked against its use before weights load.
+
+    `kind` is what it must be: a policy, a reward model, a trunk to put a reward head on, which
+    either is, or an encoder that judges. Without a tokenizer a config .json has the vocabulary that
+    it names.
+
+    Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
+    first loss is not ln 2, and noise depends on how rows are split over ranks. `dropout.py`
+    puts it back where a run asks for it.
+
+    Raises:
+        UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
+            embeddings, or prompt and completion longer than the model's positions.
+    """
+    path = lora.base_path(path)
+    model_config = find_config(path, tokenizer, config)
+    check_kind(path, model_config, kind)
+    check_sizes(path, model_config, kind, tokenizer)
+    refuse_quantised(path, model_config)
+    if kind != "encoder":  # its texts are other tokens
+        check_lengths(path, model_config, config)
+    # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
+    # build the model without reading it.
+    model_config.dtype = torch.float32
+    for name, value in model_config.to_dict().items():
+        if "drop" in name and isinstance(value, int | float):  # dropout, resid_pdrop, layerdrop
+            setattr(model_config, name, 0.0)
+    return model_config
+
+
+def find_config(
+    path: str, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+) -> PretrainedConfig:
+    """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
+
+    Raises:
+        UserError: nothing there.
+    """
+    path = lora.base_path(path)
+    check_location(path, "model")
+    try:
+        if path.endswith(".json"):
+            fields = json.loads(Path(path).read_text())
+            refuse_unknown_fields(path, fields)
+            if tokenizer is not None:
+                num_ids, eos_id = count_ids(tokenizer), tokenizer.eos_token_id
+                fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
+                fields |= {"bos_token_id": tokenizer.bos_token_id}
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # of many kinds: a folder is a foreign thing
+        raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
+
+
+def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig) -> PreTrainedModel:
+    """A causal language model in float32: real on rank 0, on the meta device elsewhere.
+
+    An adapter is merged into its base.
+    """
+    lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+    lora.merge_folder(lm, fsdp.blocks(lm), path)
+    return lm
+
+
+def load_trained_policy(
+    path: str,
+    model_config: PretrainedConfig,
+    config: lora.LoraTrainConfig,
+    *,
+    with_copy: bool = False,
+) -> PreTrainedModel:
+    """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
+
+    With it an adapter is not merged: training goes on with it. For `with_copy` see
+    `lora.add_adapters`.
+    """
+    if config.lora_r == 0:
+        lm = load_policy(path, model_config, config)
+    else:
+        lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
+    mend_generation_config(lm, path)
+    return lm
+
+
+def mend_generation_config(lm: PreTrainedModel, path: str) -> None:
+    """Drop settings of sampling that transformers reads, but refuses to write after the training.
+
+    Many published folders have a temperature without `do_sample`, which has no effect.
+    """
+    try:
+        lm.generation_config.validate(strict=True)
+    except ValueError:
+        lm.generation_config = GenerationConfig.from_model_config(lm.config)
+        distributed.print_rank0(
+            f"warning: the settings in generation_config.json of {path!r} contradict each other "
+            "and are not in the exported model; its special tokens are."
+        )
+
+
+def head_std(head_init: str, width: int) -> float:
+    """Standard deviation of a new reward head's weights, for hidden states of size `width`.
+
+    - `stiennon`: a variance of 1 / (width + 1) (Stiennon et al. 2020, B.1).
+    - `openrlhf`: a standard deviation of 1 / (width + 1), as OpenRLHF has it.
+    - `transformers`: 0.02, the `initializer_range` of GPT-2 and most others.
+    - `zeros`: 0.
+    """
+    stds: dict[str, float] = {
+        "stiennon": (width + 1) ** -0.5,
+        "openrlhf": 1 / (width + 1),
+        "transformers": 0.02,
+        "zeros": 0.0,
+    }
+    return stds[head_init]
+
+
+def load_reward_model(
+    path: str,
+    model_config: PretrainedConfig,
+    tokenizer: Any,
+    config: CommonConfig,
+    head_init: str = HEAD_INITS[0],
+) -> PreTrainedModel:
+    """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
+
+    From a causal language model the trunk is taken and a head is drawn (`head_std`) before
+    sharding, the same for any number of ranks. A pad token of its own keeps the score of a padded
+    row at the last real token for everyone who loads the folder with transformers, which looks for
+    the last token that is not pad.
+
+    Raises:
+        UserError: it has a head, and another than the default start was asked for.
+    """
+    architectures = getattr(model_config, "architectures", None) or []
+    fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
+    if head_init != HEAD_INITS[0] and not fresh:
+        raise UserError(
+            f"--head_init is {head_init}; it must be {HEAD_INITS[0]} with {path!r}, which has a "
+            "head."
+        )
+    model_config.num_labels = 1
+    new = {"score.weight"} if fresh else set()
+    base = lora.base_path(path)
+    lm = load(AutoModelForSequenceClassification, base, model_config, config, new)
+    lora.merge_folder(lm, fsdp.blocks(lm), path)
+    if not hasattr(lm, "score"):
+        raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
+    num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
+    if num_ids > lm.config.vocab_size:
+        lm.resize_token_embeddings(num_ids, mean_resizing=False)
+    lm.config.pad_token_id = tokenizer.pad_token_id
+    if fresh and distributed.is_rank0():
+        generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
+        head = lm.score.weight  # (1, D)
+        std = head_std(head_init, head.shape[1])
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=generator) * std)
+    return lm
+
+
+def load_trained_reward_model(
+    path: str,
+    model_config: PretrainedConfig,
+    tokenizer: Any,
+    config: lora.LoraTrainConfig,
+    head_init: str = HEAD_INITS[0],
+) -> PreTrainedModel:
+    """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
+
+    Raises:
+        UserError: with `lora_r` the path is that of an adapter, which would be merged into what the
+            new one is saved for.
+    """
+    if config.lora_r and lora.is_adapter(path):
+        raise UserError(
+            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
+            "from a whole model: give the folder `model` beside it."
+        )
+    lm = load_reward_model(path, model_config, tokenizer, config, head_init)
+    if config.lora_r:
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, head="score")
+    return lm
+
+
+def load(
+    auto_class: Any,
+    path: str,
+    model_config: PretrainedConfig,
+    config: CommonConfig,
+    new: AbstractSet[str] = frozenset(),
+) -> PreTrainedModel:
+    """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
+
+    Raises:
+        UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
+            model, or lack parameters other than the `new` ones, which would be trained from random
+            values in silence.
+    """
+    try:
+        if not distributed.is_rank0():
+            with torch.device("meta"):
+                return auto_class.from_config(
+                    model_config, trust_remote_code=config.trust_remote_code
+                )
+        if path.endswith(".json"):
+            torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
+            model = auto_class.from_config(model_config)
+            distributed.seed_everything(config.seed)
+            return model
+    except ValueError as error:
+        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    try:
+        model, report = auto_class.from_pretrained(
+            path,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds, as above
+        raise UserError(
+            f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
+            f"{pickle_hint(path)}."
+        ) from None
+    check_weight_files(path, Path(cached_file(path, "config.json")).parent)
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise UserError(
+            f"the weights of {path!r} have {name!r} of shape {tuple(found)}, and its config.json "
+            f"makes it {tuple(expected)}."
+        )
+    missing = sorted(set(report["missing_keys"]) - new)
+    if missing:
+        raise UserError(
+            f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
+            f"of {type(model).__name__}."
+        )
+    refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
+    refuse_not_finite(path, model.named_parameters())
+    return model
+
+
+def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a pad token that is not its eos: scores are read before the padding."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})

@@ -1,0 +1,446 @@
+"""LoRA through peft: small trained matrices beside frozen weights (Hu et al. 2021, eq. 3).
+
+    W' = W + (alpha / r) B A        W (out, in) frozen, A (r, in) drawn at random, B (out, r) from 0
+
+peft's layers are put into the model in place, so that it keeps its Hugging Face class and forward.
+Adapters are float32 like all parameters: under bf16 FSDP gathers bfloat16 copies of them, and the
+optimiser keeps the float32 ones.
+
+The policy before training is still there, with its adapters off, so a reference needs no second
+model. A run that starts from an adapter goes on with it, and keeps a frozen copy of it beside: the
+reference is then the base with this copy, not the bare base.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from common import distributed
+from common.config import TrainConfig, UserError, gist, knob, require_not_negative, require_positive
+from common.errors import shown
+from common.model.checks import refuse_not_finite
+from common.noise import derive_seed
+
+TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
+SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of every name in peft's weights file
+# Settings with which peft computes something else than W + (alpha / r) B A
+VARIANTS = (
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication"),
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config"),
+    *("target_parameters", "trainable_token_indices"),
+)
+
+
+@dataclass
+class LoraTrainConfig(TrainConfig):
+    """The fields of the stages that can train adapters."""
+
+    # --- LoRA ---
+    lora_r: int = knob(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
+    lora_alpha: int = knob(32, "adapters are scaled by lora_alpha / lora_r")
+    lora_target_modules: list[str] = knob(
+        [], "layers with an adapter, by the end of their name (empty: every linear of the blocks)"
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that no LoRA run may have."""
+        super().__post_init__()
+        require_not_negative(self, "lora_r")
+        require_positive(self, "lora_alpha")
+        if self.lora_target_modules and not self.lora_r:
+            raise UserError(
+                f"--lora_target_modules is {self.lora_target_modules} and --lora_r is 0; it must "
+                "be positive to train adapters."
+            )
+        if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
+            raise UserError(
+                f"--lora_r is {self.lora_r} but {self.model_name_or_path} has no weights to adapt; "
+                "--model_name_or_path must be a model's or adapter's folder, or a hub id."
+            )
+
+
+# --- adapter folders ------------------------------------------------------------------------------
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a path is the folder of an adapter, which holds no model of its own."""
+    return (Path(path) / SETTINGS_FILE).is_file()
+
+
+def base_path(path: str) -> str:
+    """The model that an adapter's folder was trained on; any other path as it is.
+
+    Raises:
+        UserError: its settings cannot be read, are none of plain LoRA, or do not name its base.
+    """
+    if not is_adapter(path):
+        return path
+    try:
+        fields = dict(json.loads((Path(path) / SETTINGS_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
+    if fields.get("peft_type") != "LORA":
+        raise UserError(f"the adapter in {path!r} is {fields.get('peft_type')}; it must be LORA.")
+    for name in VARIANTS:
+        if fields.get(name):
+            raise UserError(
+                f"the adapter in {path!r} has {name} {shown(fields[name])}; it must be plain LoRA, "
+                "W + (alpha / r) B A."
+            )
+    if not fields.get("base_model_name_or_path"):
+        raise UserError(f"{path}/{SETTINGS_FILE} names no base_model_name_or_path.")
+    return str(fields["base_model_name_or_path"])
+
+
+def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
+    """Copy the weights in an adapter's folder into an adapter of a real model.
+
+    Raises:
+        UserError: there are none, or they are not exactly the adapter's matrices A and B, or not
+            finite.
+    """
+    try:
+        weights = load_file(Path(folder) / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"no {WEIGHTS_FILE} could be read in {folder!r}: {gist(error)}.") from None
+    targets = {name: p for name, p in lm.named_parameters() if belongs_to(name, adapter)}
+    found = {
+        f"{name.removeprefix(PREFIX).removesuffix('.weight')}.{adapter}.weight": tensor
+        for name, tensor in weights.items()
+    }
+    odd = sorted(targets.keys() ^ found.keys())
+    if odd:
+        raise UserError(
+            f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: {odd[0]!r} is "
+            "in one of them only."
+        )
+    for name, parameter in targets.items():
+        if found[name].shape != parameter.shape:
+            raise UserError(
+                f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: "
+                f"{name!r} is {tuple(found[name].shape)}, not {tuple(parameter.shape)}."
+            )
+        if not found[name].is_floating_point():
+            raise UserError(
+                f"{folder}/{WEIGHTS_FILE} has {name!r} as {found[name].dtype}; it must hold "
+                "floating-point numbers."
+            )
+        parameter.data.copy_(found[name])
+    refuse_not_finite(f"{folder}/{WEIGHTS_FILE}", targets.items())
+
+
+def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the trained adapter as a folder that peft loads on the base.
+
+    Args:
+        lm: with adapters.
+        state: its whole state, by its own names.
+        folder: there, and empty.
+    """
+    settings = lm.peft_config[TRAINED]
+    settings.inference_mode = True  # as peft writes it
+    settings.save_pretrained(str(folder))
+    weights = {
+        PREFIX + name.replace(f".{TRAINED}.", "."): tensor.contiguous()
+        for name, tensor in state.items()
+        if belongs_to(name, TRAINED) or is_saved_whole(lm, name)
+    }
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+# --- adapters in a model --------------------------------------------------------------------------
+
+
+def add_adapters(
+    lm: Any,
+    blocks: Sequence[nn.Module],
+    path: str,
+    config: LoraTrainConfig,
+    *,
+    with_copy: bool = False,
+    head: str = "",
+) -> None:
+    """Freeze a model but for adapters: new ones, or those of the folder it is loaded from.
+
+    The model then computes what it did before, or what base and adapter do.
+
+    Args:
+        lm: a Hugging Face model, changed in place; real on rank 0, on the meta device elsewhere.
+        blocks: its decoder blocks.
+        path: of the model, or of an adapter on it.
+        config: the fields on LoRA and the seed are read.
+        with_copy: keep a frozen copy also of new adapters: the reference will be replaced by it.
+        head: name of a module that is trained whole, and saved with the adapters; "" for none.
+
+    Raises:
+        UserError: the fields do not fit the model or the adapter.
+    """
+    goes_on = is_adapter(path)
+    settings = own_settings(path, config) if goes_on else new_settings(lm, blocks, path, config)
+    torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
+    for adapter in (TRAINED, REFERENCE) if goes_on or with_copy else (TRAINED,):
+        inject(lm, settings, adapter)
+        refuse_outside(lm, blocks, path)
+        if goes_on and distributed.is_rank0():
+            load_weights(lm, path, adapter)
+    distributed.seed_everything(config.seed)
+    if head:  # only now, since peft would put a copy of the module beside it
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", [head]
+    lm.peft_config = {TRAINED: settings}
+    for name, parameter in lm.named_parameters():
+        parameter.requires_grad_(belongs_to(name, TRAINED) or is_saved_whole(lm, name))
+    activate(lm, [TRAINED])
+
+
+def new_settings(
+    lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: LoraTrainConfig
+) -> Any:
+    """Settings of new adapters for peft, on the linear layers of the blocks or on some of them."""
+    from peft import LoraConfig
+
+    inside = {part for block in blocks for part in block.modules()}
+    linear = {
+        name: part
+        for name, part in lm.named_modules()
+        if part in inside and isinstance(part, nn.Linear | Conv1D)
+    }
+    kinds = sorted({name.rpartition(".")[2] for name in linear})
+    for target in config.lora_target_modules:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            raise UserError(
+                f"--lora_target_modules has {target!r}; it must be among the linear layers of "
+                f"{type(lm).__name__}'s blocks: {', '.join(kinds)}."
+            )
+    targets = tuple(f".{name}" for name in config.lora_target_modules or kinds)
+    widths = {n: min(part.weight.shape) for n, part in linear.items() if f".{n}".endswith(targets)}
+    narrowest = min(widths, key=widths.__getitem__)
+    if config.lora_r > widths[narrowest]:
+        raise UserError(
+            f"--lora_r is {config.lora_r}; it must be at most {widths[narrowest]}, the smaller "
+            f"side of {narrowest!r}, which a higher rank cannot fill."
+        )
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        target_modules=config.lora_target_modules or kinds,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+        fan_in_fan_out=any(isinstance(part, Conv1D) for part in linear.values()),
+    )
+
+
+def own_settings(path: str, config: LoraTrainConfig) -> Any:
+    """Settings of the adapter in a folder, which have to be those of the config."""
+    settings = read_settings(path)
+    if settings.init_lora_weights not in (True, False, "gaussian"):
+        raise UserError(
+            f"the adapter in {path!r} was begun with {settings.init_lora_weights!r}, which changes "
+            "its base; training cannot go on with it: leave --lora_r at 0, which merges it."
+        )
+    for flag, found in (("lora_r", settings.r), ("lora_alpha", settings.lora_alpha)):
+        if getattr(config, flag) != found:
+            raise UserError(
+                f"--{flag} is {getattr(config, flag)}; the adapter in {path!r}, with which "
+                f"training goes on, has {found}."
+            )
+    wanted, found = config.lora_target_modules, settings.target_modules
+    if wanted and set(wanted) != set(found):
+        raise UserError(
+            f"--lora_target_modules is {wanted}; the adapter in {path!r}, with which training goes "
+            f"on, has {sorted(found)}."
+        )
+    return settings
+
+
+def read_settings(path: str) -> Any:
+    """Settings in an adapter's folder, without dropout, which is off in every stage."""
+    from peft import LoraConfig
+
+    try:
+        settings = LoraConfig.from_pretrained(path)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
+    if isinstance(settings.target_modules, str):
+        try:
+            re.compile(settings.target_modules)
+        except re.error as error:
+            raise UserError(
+                f"{path}/{SETTINGS_FILE} has target_modules {settings.target_modules!r}, which is "
+                f"no pattern: {error}."
+            ) from None
+    settings.inference_mode, settings.lora_dropout = False, 0.0
+    return settings
+
+
+def inject(lm: Any, settings: Any, adapter: str) -> None:
+    """Put peft's layers around those that the settings name, or a further adapter into them."""
+    from peft import inject_adapter_in_model
+
+    is_meta = not distributed.is_rank0()
+    try:
+        inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=is_meta)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"the adapter does not fit {type(lm).__name__}: {gist(error)}.") from None
+    del lm.peft_config  # with it peft warns at the next adapter
+
+
+def belongs_to(name: str, adapter: str) -> bool:
+    """Whether a parameter's name is that of a matrix of the adapter."""
+    return name.endswith((f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight"))
+
+
+def is_saved_whole(lm: Any, name: str) -> bool:
+    """Whether a parameter is that of a module which is trained whole, as a reward head."""
+    return name.rpartition(".")[0] in (lm.peft_config[TRAINED].modules_to_save or [])
+
+
+def adapted_layers(lm: nn.Module) -> dict[str, Any]:
+    """The layers with adapters, by name; none in a model without LoRA."""
+    return {name: part for name, part in lm.named_modules() if hasattr(part, "lora_A")}
+
+
+def activate(lm: nn.Module, adapters: list[str]) -> None:
+    """Compute with these adapters.
+
+    peft's own switches set `requires_grad` too. FSDP reads that when it first gathers a parameter:
+    an adapter that was off at that moment would never get a gradient.
+    """
+    for layer in adapted_layers(lm).values():
+        layer._active_adapter = adapters
+
+
+@contextmanager
+def at_start(lm: nn.Module) -> Iterator[None]:
+    """Inside, a model computes what it did before its adapters were trained."""
+    has_copy = any(REFERENCE in layer.lora_A for layer in adapted_layers(lm).values())
+    activate(lm, [REFERENCE] if has_copy else [])
+    try:
+        yield
+    finally:
+        activate(lm, [TRAINED])
+
+
+class AdapterReference(nn.Module):
+    """The policy that a LoRA run started from, in the memory of the one that it trains."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        """Look at a sharded policy with adapters."""
+        super().__init__()
+        self.policy = policy
+
+    @property
+    def lm(self) -> Any:
+        """The Hugging Face model."""
+        return self.policy.lm
+
+    def adapter(self, name: str) -> list[nn.Parameter]:
+        """The matrices of an adapter, in the order of the layers."""
+        return [p for key, p in self.policy.named_parameters() if belongs_to(key, name)]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """What the policy's forward returned before training."""
+        with at_start(self.policy):
+            return self.policy(*inputs, **options)
+
+
+def reference_state(lm: nn.Module) -> dict[str, Tensor]:
+    """What an `AdapterReference` computes with: the state without the trained adapter.
+
+    The names are those of a plain model, so that without a frozen copy it is the state of one.
+    """
+    state = lm.state_dict().items()
+    return {plain_name(name): tensor for name, tensor in state if not belongs_to(name, TRAINED)}
+
+
+def reference_scales(lm: nn.Module) -> dict[str, float]:
+    """The scale of the frozen copy in each layer; empty where there is none."""
+    layers = adapted_layers(lm).items()
+    return {name: layer.scaling[REFERENCE] for name, layer in layers if REFERENCE in layer.lora_A}
+
+
+# --- adapters merged into weights -----------------------------------------------------------------
+
+
+def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """W + (alpha / r) B A, float32 (Hu et al. 2021, eq. 3).
+
+    Args:
+        layer: peft's layer; its scale and orientation are read.
+        weight: (out, in), or (in, out) of a `Conv1D`.
+        a: (r, in).
+        b: (out, r).
+    """
+    update: Tensor = layer.scaling[TRAINED] * (b.float() @ a.float())  # (out, in)
+    return weight.float() + (update.t() if layer.fan_in_fan_out else update)
+
+
+def merged_state(lm: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the plain model that computes what a model with adapters and this one does."""
+    merged = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    for name, layer in adapted_layers(lm).items():
+        a, b = (state[f"{name}.lora_{matrix}.{TRAINED}.weight"] for matrix in "AB")
+        merged[f"{name}.weight"] = merged_weight(layer, merged[f"{name}.weight"], a, b)
+    return merged
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> None:
+    """Raise a UserError for an adapter of other layers: a tied head would change the embedding."""
+    inside = {part for block in blocks for part in block.modules()}
+    for name, layer in adapted_layers(lm).items():
+        if layer not in inside:
+            raise UserError(
+                f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
+                "blocks only."
+            )
+
+
+def description(model: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint of adapters belongs to; None of a model without LoRA."""
+    for part in model.modules():
+        settings = getattr(part, "peft_config", {}).get(TRAINED)
+        if settings is not None:
+            targets = settings.target_modules
+            return {
+                "lora_r": settings.r,
+                "lora_alpha": settings.lora_alpha,
+                "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+                "model_name_or_path": settings.base_model_name_or_path,
+            }
+    return None
+
+
+def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
+    """Merge the adapter in a folder into the weights of its base; without one nothing is done.
+
+    Args:
+        lm: real on rank 0, which does it; elsewhere the plain model without storage.
+        blocks: its decoder blocks.
+        path: the model was loaded from `base_path` of it.
+    """
+    if not is_adapter(path) or not distributed.is_rank0():
+        return
+    inject(lm, read_settings(path), TRAINED)
+    refuse_outside(lm, blocks, path)
+    load_weights(lm, path, TRAINED)
+    for name, layer in adapted_layers(lm).items():
+        plain = layer.base_layer
+        matrices = (layer.lora_A[TRAINED].weight.data, layer.lora_B[TRAINED].weight.data)
+        plain.weight.data = merged_weight(layer, plain.weight.data, *matrices)
+        lm.set_submodule(name, plain)
+    lm.requires_grad_(True)

@@ -1,0 +1,358 @@
+"""What a model takes: numbers per parameter and bytes per token, counted on the meta device.
+
+A model is built from its configuration alone, without a weight. What its autograd graph keeps for
+backward is not guessed from a formula for one architecture: a pass over meta tensors is made, which
+computes nothing, and the storages that autograd saves are added up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.pytorch_utils import Conv1D
+
+from common.config import TrainConfig, UserError, gist
+from common.model import fsdp, load, lora, shared_prefix
+from common.model.checks import Kind
+from common.planning.flops import Decoder
+
+NUM_TOKENS = 128  # of the counted pass
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together: of each its rows, its numbers, whether it trains."""
+
+    parameters: tuple[tuple[int, int, bool], ...]
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter]) -> "Unit":
+        """The sizes of some parameters."""
+        return cls(
+            tuple((p.shape[0] if p.ndim else 1, p.numel(), p.requires_grad) for p in parameters)
+        )
+
+    def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
+        """Numbers on the rank that holds most: each parameter is cut along its first dimension.
+
+        FSDP fills the last part up to the size of the others, so that 768 rows on 1024 ranks take
+        a row on each.
+
+        Args:
+            ranks: that share the unit.
+            trained: count trained parameters only.
+        """
+        return sum(
+            -(-rows // ranks) * (size // max(1, rows))
+            for rows, size, is_trained in self.parameters
+            if is_trained or not trained
+        )
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Sizes of a model. Bytes are those of a token in the compute dtype, in one block."""
+
+    name: str  # of its class
+    blocks: tuple[Unit, ...]
+    root: Unit  # embeddings, final norm, head
+    width: int  # D
+    num_heads: int
+    attention_width: int  # heads times the width of one
+    key_width: int  # the same of keys: fewer heads with grouped queries
+    mlp_width: int  # what the widest linear layer reads
+    num_gates: int  # linear layers that make it: 2 in a gated MLP
+    linear_numbers: int  # in the weights of all linear layers of the blocks
+    head_numbers: int  # in the projection onto the vocabulary, 0 of a reward model
+    vocabulary: int
+    is_tied: bool  # whether that projection is the embedding
+    trains_head: bool
+    trains_embedding: bool
+    block_bytes: float  # kept for backward by a whole block
+    keys_bytes: float  # of these, by what is before the attention
+    outer_bytes: float  # kept for backward outside of the blocks
+    kept_keys_bytes: float  # of the storages in which a forward leaves keys and values
+
+    def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
+        """Numbers on one of the ranks that share the model."""
+        return sum(unit.numbers(ranks, trained=trained) for unit in (*self.blocks, self.root))
+
+    @property
+    def largest_block(self) -> int:
+        """Numbers of the largest block."""
+        return max(block.numbers() for block in self.blocks)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The sizes that operations are counted from."""
+        return Decoder(
+            len(self.blocks),
+            self.linear_numbers // len(self.blocks),
+            2 * self.width * self.key_width,
+            self.attention_width,
+            self.head_numbers,
+        )
+
+
+def of_model(
+    path: str, kind: Kind, config: TrainConfig, *, copies: bool, trains: bool
+) -> Footprint:
+    """The footprint of the model at a path, from its configuration only.
+
+    Args:
+        path: as `--model_name_or_path`.
+        kind: what it must be; a config .json may have the shape of a reward model without saying
+            that it is one.
+        config: of the run.
+        copies: whether attention copies what it reads, as it does on a GPU in the shared layout.
+        trains: False of a frozen model, which has no adapters of its own.
+
+    Raises:
+        UserError: there is no such model, or its attention cannot be counted.
+    """
+    tokenizer = None
+    if path.endswith(".json") and config.tokenizer_name_or_path:  # then it sets the vocabulary
+        tokenizer = load.load_tokenizer(config.tokenizer_name_or_path, config)
+    if path.endswith(".json") and kind == "reward_model":
+        kind = "trunk"
+    model_config = load.read_model_config(path, kind, tokenizer, config)
+    auto_class = AutoModelForCausalLM
+    if kind != "policy":
+        model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
+    try:
+        with torch.device("meta"):
+            lm = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    if not trains:
+        lm.requires_grad_(False)
+    elif isinstance(config, lora.LoraTrainConfig) and config.lora_r:
+        add_adapters(lm, path, config)
+    return measure(lm, config, copies=copies)
+
+
+def add_adapters(lm: Any, path: str, config: lora.LoraTrainConfig) -> None:
+    """Adapters on a meta model as `lora.add_adapters` puts them, without reading weights.
+
+    Beside them the head of a reward model is trained.
+    """
+    is_adapter = lora.is_adapter(path)
+    blocks = fsdp.blocks(lm)
+    settings = (
+        lora.own_settings(path, config)
+        if is_adapter
+        else lora.new_settings(lm, blocks, path, config)
+    )
+    with_copy = is_adapter or getattr(config, "ref_update_steps", 0) > 0
+    for adapter in (lora.TRAINED, lora.REFERENCE) if with_copy else (lora.TRAINED,):
+        with torch.device("meta"):
+            lora.inject(lm, settings, adapter)
+    for name, parameter in lm.named_parameters():
+        parameter.requires_grad_(lora.belongs_to(name, lora.TRAINED) or name == "score.weight")
+    lora.activate(lm, [lora.TRAINED])
+
+
+def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
+    """The footprint of a meta model, which is changed: prepared as for training, and cast."""
+    blocks = fsdp.blocks(lm)
+    if not blocks:
+        raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
+    refuse_experts(lm, blocks)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    units = tuple(Unit.of(list(block.parameters())) for block in blocks)
+    root = Unit.of([p for p in lm.parameters() if id(p) not in inside])
+    head = lm.get_output_embeddings()
+    embedding = lm.get_input_embeddings()
+    linear = [weight_shape(part) for block in blocks for part in base_layers(block)]
+    mlp_width = max(inputs for inputs, _ in linear)
+    num_makers = sum(outputs == mlp_width for _, outputs in linear) // len(blocks)
+    counted = count_pass(lm, blocks, config, copies=copies)
+    return Footprint(
+        name=type(lm).__name__,
+        blocks=units,
+        root=root,
+        width=embedding.weight.shape[1],
+        num_heads=counted.num_heads,
+        attention_width=counted.attention_width,
+        key_width=counted.key_width,
+        mlp_width=mlp_width,
+        num_gates=min(2, max(1, num_makers)),
+        linear_numbers=sum(inputs * outputs for inputs, outputs in linear),
+        head_numbers=0 if head is None else head.weight.numel(),
+        vocabulary=embedding.weight.shape[0],
+        is_tied=head is not None and head.weight is embedding.weight,
+        trains_head=head is not None and head.weight.requires_grad,
+        trains_embedding=embedding.weight.requires_grad,
+        block_bytes=counted.block_bytes,
+        keys_bytes=counted.keys_bytes,
+        outer_bytes=counted.outer_bytes,
+        kept_keys_bytes=counted.kept_keys_bytes,
+    )
+
+
+def refuse_experts(lm: Any, blocks: Sequence[nn.Module]) -> None:
+    """Raise a UserError for a mixture of experts: which tokens one computes depends on the data.
+
+    Their matrices are one parameter of three dimensions, so that none is a linear layer.
+    """
+    for block in blocks:
+        for name, parameter in block.named_parameters():
+            if parameter.ndim > 2:
+                raise UserError(
+                    f"--dry_run is true, and {type(lm).__name__} has experts ({name} of "
+                    f"{parameter.ndim} dimensions), whose memory depends on the data; only models "
+                    "whose blocks have matrices and vectors can be planned."
+                )
+
+
+def base_layers(block: nn.Module) -> list[nn.Module]:
+    """The linear layers of a block, without the matrices of adapters."""
+    return [
+        part
+        for name, part in block.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and ".lora_" not in name
+    ]
+
+
+def weight_shape(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+# ---- what autograd keeps -------------------------------------------------------------------------
+
+
+@dataclass
+class Count:
+    """The storages that a graph keeps, each once, and what was seen at each layer's attention.
+
+    Attributes:
+        parameters: Storages that are not counted.
+        kept: Storages by address, so that none is freed and its address used again.
+        before: Bytes kept before the attention of each layer.
+        num_heads: Of the queries.
+        attention_width: Heads times the width of one.
+        key_width: The same of keys.
+        keys_storage: Bytes of the storages that keys and values of a layer lie in.
+    """
+
+    parameters: set[int]
+    copies: bool
+    kept: dict[int, Any] = field(default_factory=dict)
+    before: list[int] = field(default_factory=list)
+    num_heads: int = 0
+    attention_width: int = 0
+    key_width: int = 0
+    keys_storage: int = 0
+
+    longest = 1  # of a `KeyCache`: no window is exceeded
+
+    @property
+    def num_bytes(self) -> int:
+        """Kept so far."""
+        return sum(storage.nbytes() for storage in self.kept.values())
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Called for every tensor that autograd saves."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.parameters:
+            self.kept[storage._cdata] = storage
+        return tensor
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """In the place of an attention: keep what it keeps."""
+        self.before.append(self.num_bytes)
+        self.num_heads = query.shape[1]
+        self.attention_width = query.shape[1] * query.shape[3]
+        self.key_width = key.shape[1] * key.shape[3]
+        storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in (key, value)}
+        self.keys_storage = sum(storage.nbytes() for storage in storages.values())
+        repeats = query.shape[1] // key.shape[1]
+        output: Tensor = KeepsLikeAttention.apply(
+            query, repeat_kv(key, repeats), repeat_kv(value, repeats), self.copies
+        )
+        return output
+
+    @property
+    def block_bytes(self) -> float:
+        """Per token and block: between the attentions of the first and the last layer."""
+        steps = len(self.before) - 1
+        whole = (self.before[-1] - self.before[0]) / steps if steps else self.num_bytes
+        return whole / NUM_TOKENS
+
+    @property
+    def keys_bytes(self) -> float:
+        """Per token, of the first block before its attention."""
+        return self.before[0] / NUM_TOKENS
+
+    @property
+    def outer_bytes(self) -> float:
+        """Per token, of what is not in a block."""
+        return max(0.0, self.num_bytes / NUM_TOKENS - len(self.before) * self.block_bytes)
+
+    @property
+    def kept_keys_bytes(self) -> float:
+        """Per token and layer."""
+        return self.keys_storage / NUM_TOKENS
+
+
+class KeepsLikeAttention(torch.autograd.Function):
+    """Keeps what fused attention keeps for backward, and computes nothing.
+
+    Queries, keys, values, the output, and a log-sum-exp per query and head; where they are copied
+    first the copies are counted by arithmetic, and here the output only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, copies: bool) -> Tensor:
+        """(1, H, T, d), in the memory order of fused attention."""
+        batch, num_heads, length, width = query.shape
+        output = query.new_empty(batch, length, num_heads, width).transpose(1, 2)
+        if copies:
+            ctx.save_for_backward(output)
+        else:
+            lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
+            ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Never called."""
+        raise NotImplementedError
+
+
+def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, copies: bool) -> Count:
+    """What the graph of one forward pass keeps, in the compute dtype.
+
+    Raises:
+        UserError: the model has an attention of its own, or computes what depends on its data.
+    """
+    if not (getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa):
+        raise UserError(
+            f"--dry_run is true, and {type(lm).__name__} has an attention of its own, whose memory "
+            "is not known."
+        )
+    if config.bf16:
+        lm.to(torch.bfloat16)
+    fsdp.fuse_gelu(lm)
+    shared_prefix.use_shared_prefix(lm, blocks[-1])
+    lm.eval()
+    count = Count({p.untyped_storage()._cdata for p in lm.parameters()}, copies)
+    ids, positions = torch.zeros(2, 1, NUM_TOKENS, dtype=torch.long, device="meta")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor):
+            hidden = shared_prefix.last_hidden_states(lm, ids, positions, count)
+    except (NotImplementedError, RuntimeError) as error:
+        raise UserError(
+            f"--dry_run is true, and what {type(lm).__name__} keeps depends on its data: "
+            f"{gist(error)}."
+        ) from None
+    del hidden  # alive until here: a freed storage's address might be used again
+    return count

@@ -1,0 +1,171 @@
+r"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
+
+    python train_grpo.py --config assets/recipes/tldr-gpt2-large/grpo.yaml \
+        --model_name_or_path assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --reward_funcs assets/recipes/tldr-gpt2-large/gpt2-large.json \
+        --batch_size 1024 --dry_run true --dry_run_device cuda --dry_run_ranks 1 8 64 1024
+
+`--dry_run true` prints it and ends. Nothing is trained, written or read but the models'
+configurations, for which a config .json will do, that of a reward model too. Lengths are the limits
+of the config: shorter rows take less. The models are counted in `footprint.py`; the formulas
+are in `work.py`, `activations.py` and `memory.py`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from common import distributed
+from common.config import TrainConfig
+from common.grpo.config import GRPOConfig
+from common.model.checks import Kind
+from common.pairs.config import DPOConfig
+from common.planning import footprint
+from common.planning.footprint import Footprint
+from common.planning.host_memory import HOST_COLUMNS, host_bytes
+from common.planning.memory import COLUMNS, models_of, moments, peak
+from common.planning.work import (
+    Run,
+    check_ranks,
+    has_reference,
+    micro_batch,
+    piece_tokens,
+    stage_of,
+    step_flops,
+)
+from common.record.terminal import format_number, markdown_table
+from common.rewards.functions import is_reward_model
+
+
+def make_run(config: TrainConfig) -> Run:
+    """Count the models of a run, from their configurations.
+
+    Raises:
+        UserError: a model is not there, or cannot be counted.
+    """
+    on_gpu = config.dry_run_device == "cuda"
+    if not config.dry_run_device:
+        on_gpu = torch.cuda.is_available()
+    copies = on_gpu and config.layout == "shared_prefix"
+    path = config.model_name_or_path
+    kind: Kind = "trunk" if stage_of(config) == "reward model" else "policy"
+    policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
+    reference = None
+    if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):
+        other = config.ref_model_name_or_path
+        if not (config.lora_r and other == path):  # else it is inside the policy
+            reference = footprint.of_model(other, "policy", config, copies=copies, trains=False)
+    names = config.reward_funcs if isinstance(config, DPOConfig | GRPOConfig) else []
+    reward_models = tuple(
+        footprint.of_model(name, "reward_model", config, copies=copies, trains=False)
+        for name in names
+        if is_reward_model(name)
+    )
+    # Counting has imported all that a run imports, and holds nothing.
+    process = 0.0 if on_gpu else float(distributed.resident_bytes())
+    return Run(config, policy, reference, reward_models, on_gpu, process)
+
+
+def page(run: Run, all_ranks: Sequence[int]) -> str:
+    """The plan as text: sizes, operations, and a table by number of ranks.
+
+    Raises:
+        UserError: the run would be refused on one of these numbers of ranks.
+    """
+    config = run.config
+    for ranks in all_ranks:
+        check_ranks(config, ranks)
+    sizes = [described("trained model", run.policy)]
+    sizes += [described("reference", run.reference)] if run.reference else []
+    sizes += [described("reward model", model) for model in run.reward_models]
+    rows = config.batch_size
+    own = run.num_completions * config.max_completion_length
+    tokens = rows * (config.max_prompt_length + own)
+    if not run.is_shared:
+        tokens = rows * piece_tokens(run, run.num_completions)
+    work = step_flops(run)
+    operations = ", ".join(f"{name} {format_number(n / 1e12)}" for name, n in work.items())
+    device = "a GPU" if run.on_gpu else "a CPU"
+    lines = [
+        f"plan of {run.stage}, prompts of {config.max_prompt_length} tokens with "
+        f"{run.num_completions} x {config.max_completion_length}",
+        *sizes,
+        f"a step: {rows:,} rows, {tokens:,} tokens; TFLOP: {operations}; "
+        f"all {format_number(sum(work.values()) / 1e12)}",
+        f"GB of a rank on {device} when it holds most (1 GB = 10^9 bytes):",
+        memory_table(run, all_ranks),
+        "GB at each moment:",
+        moment_table(run, all_ranks),
+    ]
+    if run.on_gpu:
+        lines += [
+            "CUDA and NCCL themselves, and gaps between allocations, are not counted",
+            "GB of a rank on its host, beside Python and its libraries:",
+            host_table(run, all_ranks),
+        ]
+    return "\n".join([*lines, *left_out(config)])
+
+
+def left_out(config: TrainConfig) -> list[str]:
+    """What of a config is not in the plan."""
+    notes = []
+    if getattr(config, "group_comparisons", False):
+        notes.append(
+            "--group_comparisons true: a prompt is counted with one pair, and may have more"
+        )
+    if dropout := getattr(config, "dropout", 0.0):
+        notes.append(f"--dropout {dropout:g}: what it keeps for backward is not counted")
+    return notes
+
+
+def described(role: str, model: Footprint) -> str:
+    """A line about a model."""
+    numbers, trained = model.numbers() / 1e6, model.numbers(trained=True) / 1e6
+    return f"{role}: {model.name}, {numbers:,.1f} M parameters, {trained:,.1f} M trained"
+
+
+def memory_table(run: Run, all_ranks: Sequence[int]) -> str:
+    """By number of ranks: what is held at the worst moment, by column."""
+    rows = []
+    for ranks in all_ranks:
+        most = peak(run, ranks)
+        cells = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
+        batch = micro_batch(run, ranks)
+        rows.append([f"{ranks}", f"{batch.number}", *cells, gigabytes(most.total), most.name])
+    return markdown_table(["ranks", "micro-batches", *COLUMNS, "peak", "when"], rows)
+
+
+def moment_table(run: Run, all_ranks: Sequence[int]) -> str:
+    """By number of ranks: how much is held at each moment."""
+    by_ranks = {ranks: moments(run, ranks) for ranks in all_ranks}
+    names = [moment.name for moment in by_ranks[all_ranks[0]]]
+    rows = [
+        [f"{ranks}", *(gigabytes(moment.total) for moment in found)]
+        for ranks, found in by_ranks.items()
+    ]
+    return markdown_table(["ranks", *names], rows)
+
+
+def host_table(run: Run, all_ranks: Sequence[int]) -> str:
+    """By number of ranks: what the process of a GPU holds on its host."""
+    rows = []
+    for ranks in all_ranks:
+        parts = host_bytes(run, ranks, models_of(run))
+        rows.append([f"{ranks}", *(gigabytes(parts[column]) for column in HOST_COLUMNS)])
+    return markdown_table(["ranks", *HOST_COLUMNS], rows)
+
+
+def gigabytes(number: float) -> str:
+    """Bytes for people, three digits behind the point below ten."""
+    value = number / 1e9
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def dry_run(config: TrainConfig) -> None:
+    """Print the plan for the numbers of ranks that are asked for, else for those launched.
+
+    Raises:
+        UserError: see `make_run` and `page`.
+    """
+    all_ranks = config.dry_run_ranks or [distributed.launched_ranks()]
+    print(page(make_run(config), all_ranks), flush=True)

@@ -1,0 +1,214 @@
+"""The table and the report of a chain of runs, from what evaluation recorded.
+
+`results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known),
+`systems` (one mapping each: name, accuracy, accuracy_by_source, gold_reward, reward, kl, length,
+stop_rate, minutes, peak_memory_gb; None where not measured) and `samples` (prompt, reference,
+completions by system).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from common.config import config_dict
+from common.distributed import is_rank0
+from common.record.terminal import NOT_MEASURED, markdown_table
+from common.record.tracking import log_evaluation
+from common.report import tables
+from common.report.page import (
+    Block,
+    Picture,
+    Section,
+    Table,
+    Text,
+    write_page,
+)
+from common.report.plots import dataset_title, reward_functions, summary_figure
+from common.report.sections import completions_section, curves_section, samples_section
+from common.report.tables import interval_cell
+
+PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
+
+
+def results_table(results: Mapping[str, Any]) -> str:
+    """The systems of `results.json` as a table for the terminal that is Markdown too."""
+    table = systems_table(results)
+    return markdown_table(table.headers, table.rows)
+
+
+def systems_table(results: Mapping[str, Any]) -> Table:
+    """The systems of `results.json`.
+
+    Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
+    left out.
+    """
+    functions = reward_functions(results["systems"])
+    headers = ["stage", "accuracy % [95% CI]", "attainable", "gold reward [95% CI]"]
+    headers += [*(f"{name} [95% CI]" for name in functions), "RM score [95% CI]", "KL", "length"]
+    headers += ["stop %", "minutes", "GB"]
+    attainable = results.get("attainable_accuracy")
+    rows = [
+        [
+            system["name"],
+            _accuracy(system.get("accuracy")),
+            _cell(attainable, "{:.1f}", scale=100),
+            interval_cell(system.get("gold_reward"), 1, 3),
+            *(interval_cell((system.get("rewards") or {}).get(name), 1, 3) for name in functions),
+            interval_cell(system.get("reward"), 1, 2),
+            _cell((system.get("kl") or {}).get("mean"), "{:.2f}"),
+            _cell(system.get("length"), "{:.1f}"),
+            _cell(system.get("stop_rate"), "{:.1f}", scale=100),
+            _cell(system.get("minutes"), "{:.1f}"),
+            _cell(system.get("peak_memory_gb"), "{:.2f}"),
+        ]
+        for system in results["systems"]
+    ]
+    shown = [any(cell != NOT_MEASURED for cell in column) for column in zip(*rows, strict=True)]
+    return Table(list(compress(headers, shown)), [list(compress(row, shown)) for row in rows])
+
+
+def _cell(value: float | None, number: str, scale: float = 1) -> str:
+    return NOT_MEASURED if value is None else number.format(scale * value)
+
+
+def _accuracy(interval: Mapping[str, float] | None) -> str:
+    return interval_cell(interval, 100, 1, "accuracy")
+
+
+def chain_report(
+    results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_dir: str | Path
+) -> list[Path]:
+    """Write `report.html`, `report.md` and `plots/summary.png` for a chain that was evaluated.
+
+    Args:
+        results: what `results.json` holds.
+        run_dirs: folder of each stage's run by the stage's name; folders without records are fine.
+        output_dir: where the report goes; the Markdown's pictures are relative to it.
+
+    Returns:
+        The files written, none on other ranks than 0.
+    """
+    if not is_rank0():
+        return []
+    output_dir = Path(output_dir)
+    picture = summary_figure(results, run_dirs, output_dir / "plots" / "summary.png")
+    systems: list[Block] = [
+        Text(f"Held-out, {results['num_pairs']:,} preference pairs."),
+        systems_table(results),
+        Picture(picture, "Accuracy, reward and training curves."),
+    ]
+    blocks = [
+        Section("Systems", systems),
+        *(_comparison_section(results, output_dir) or _source_section(results["systems"])),
+        *_generation_section(results),
+        *completions_section(results, output_dir),
+        *curves_section(run_dirs),
+        *samples_section(run_dirs),
+        _reading_section(results),
+    ]
+    title = f"Results on {dataset_title(results['dataset'])}"
+    return [*write_page(output_dir, title, blocks), picture]
+
+
+def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
+    """The runs behind the evaluated folders, for their training curves."""
+    folders = {system["name"]: Path(system["path"]).parent for system in systems}
+    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
+
+
+def send(results: Mapping[str, Any], config: Any) -> None:
+    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
+
+    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
+    """
+    if config.report_to != "wandb" or not is_rank0():
+        return
+    table = systems_table(results)
+    output_dir = Path(config.output_dir)
+    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
+    log_evaluation(*given, summary=system_numbers(results))
+
+
+def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
+    numbers = {}
+    functions = reward_functions(results["systems"])
+    for system in results["systems"]:
+        rewards = system.get("rewards") or {}
+        measured = {**{name: rewards.get(name) for name in functions}, **system}
+        for name in ("accuracy", "gold_reward", *functions, "reward", "kl", *PLAIN_NUMBERS):
+            value = measured.get(name)
+            if isinstance(value, Mapping):
+                value = value["accuracy" if name == "accuracy" else "mean"]
+            if value is not None:
+                numbers[f"{system['name']}/{name}"] = float(value)
+    return numbers
+
+
+def _comparison_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
+    """The systems on the same pairs, and their calibration, where evaluation compared them."""
+    comparison = results.get("comparison")
+    if not comparison:
+        return []
+    blocks: list[Block] = []
+    for table in tables.comparison_tables(comparison):
+        shown = (Table(table.headers, table.rows), Text(table.note))
+        blocks.append(Section(table.title, shown))
+    if comparison["calibration"]:
+        picture = output_dir / "plots" / "calibration.png"
+        blocks.append(Picture(picture, "Predicted against observed shares."))
+    return [Section("Preference accuracy", blocks)]
+
+
+def _generation_section(results: Mapping[str, Any]) -> list[Section]:
+    """What generations are like, and who wins against whom, where there are any."""
+    blocks = [Table(headers, rows) for headers, rows in tables.generation_tables(results)]
+    notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
+    return [Section("Generations", [*blocks, *map(Text, notes)])] if blocks else []
+
+
+def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Accuracy by the source of the rows, where there is more than one source."""
+    by_source = {system["name"]: system.get("accuracy_by_source") or {} for system in systems}
+    sources = sorted({source for parts in by_source.values() for source in parts})
+    if len(sources) < 2:
+        return []
+    rows = [
+        [name, *(_accuracy(parts.get(source)) for source in sources)]
+        for name, parts in by_source.items()
+    ]
+    return [Section("Accuracy by source", [Table(["stage", *sources], rows)])]
+
+
+def _reading_section(results: Mapping[str, Any]) -> Section:
+    ties = [
+        f"{system['name']} {system['accuracy']['num_ties']}"
+        for system in results["systems"]
+        if system.get("accuracy")
+    ]
+    notes = [
+        "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
+        "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
+        "itself by its log-probability. A pair with equal scores counts one half. Ties: "
+        f"{', '.join(ties) or 'none'}.",
+        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. Wilson's "
+        "takes pairs as independent: where a prompt has several, the interval over prompts in the "
+        "section on preference accuracy is the one that holds. Intervals cover the draw of the "
+        "evaluation rows, not the seed of the training run. Two systems whose "
+        "intervals are apart differ; if the intervals overlap they may still differ, since both "
+        "are measured on the same rows.",
+        "KL is to the reference in nats per completion, length is in tokens with the stop token, "
+        "stop is the share of completions that ended by themselves. Minutes and GB are the wall "
+        "time and the peak memory of training.",
+    ]
+    attainable = results.get("attainable_accuracy")
+    if attainable is not None:
+        notes.insert(
+            1,
+            f"Attainable is {100 * attainable:.1f}%: the labels were drawn with known "
+            "probabilities, and no system can be right more often in expectation.",
+        )
+    dash = f"{NOT_MEASURED} means that it was not measured."
+    text = "\n".join(f"- {note}" for note in [*notes, dash])
+    return Section("How to read this", [Text(text)])

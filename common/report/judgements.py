@@ -1,0 +1,226 @@
+"""Verdicts from outside: export completions for people or models to compare, import the winners.
+
+    python -m common.report.judgements --output_dir output/eval --systems dpo sft --num_prompts 100
+    python -m common.report.judgements --output_dir output/eval --verdicts v.jsonl --judge anna
+
+The first command reads `completions.jsonl` of an evaluation and writes, beside it,
+`comparisons.jsonl`: in random order one line per comparison with `id`, `prompt`, `first` and
+`second`, two completions in random order without a name; and `comparisons_key.jsonl`, which says
+what stands behind an id and is not for the judge. The second reads a line `{"id": ..., "winner":
+"first" | "second" | "tie"}` for each id, adds the verdicts to `completions.jsonl`, computes the win
+rates of `results.json` and the report anew and prints them. Importing a judge again replaces its
+verdicts.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from common.config import UserError, knob, parse, require_not_negative
+from common.evaluation import completions
+from common.evaluation.completions import REFERENCE, Answers, Verdict, system_names
+from common.evaluation.judges import is_swapped, text_of
+from common.evaluation.win_rates import all_win_rates, reward_judges
+from common.record.jsonl import json_line, read_jsonl, write_atomically
+from common.record.terminal import markdown_table, run_command
+from common.report import chain
+from common.report.tables import win_rate_table
+
+COMPARISONS, KEY = "comparisons.jsonl", "comparisons_key.jsonl"
+WINNERS = {"first": 1.0, "second": 0.0, "tie": 0.5}
+
+
+@dataclass
+class JudgementsConfig:
+    """With `verdicts` an import, else an export."""
+
+    output_dir: str = knob("", "folder of an evaluation, with its completions.jsonl (required)")
+    systems: list[str] = knob(
+        [], f"names to export every two of, '{REFERENCE}' among them (empty: all)"
+    )
+    num_prompts: int = knob(0, "export the first prompts only (0: all)")
+    seed: int = knob(0, "of the order of comparisons and of the two completions in each")
+    verdicts: str = knob("", "file with a line of `id` and `winner` for each comparison")
+    judge: str = knob("", "what tables call whoever gave the verdicts")
+
+    def __post_init__(self) -> None:
+        """Refuse values that no export or import may have."""
+        if not self.output_dir:
+            raise UserError("--output_dir is required: the folder of an evaluation.")
+        if bool(self.verdicts) != bool(self.judge):
+            raise UserError(
+                f"--verdicts is {self.verdicts!r} and --judge is {self.judge!r}; give both to "
+                "import verdicts, or neither to export comparisons."
+            )
+        require_not_negative(self, "num_prompts")
+
+
+def main(config: JudgementsConfig) -> None:
+    """Export, or import and print the win rates."""
+    output_dir = Path(config.output_dir)
+    answers = completions.read(output_dir)
+    if not answers:
+        raise UserError(f"{output_dir / completions.FILE} is not there, or empty: run evaluate.py.")
+    if not config.verdicts:
+        number = export(answers, output_dir, config.systems, config.num_prompts, config.seed)
+        print(f"{number} comparisons: {output_dir / COMPARISONS}")
+        return
+    answers = with_outside_verdicts(answers, output_dir, Path(config.verdicts), config.judge)
+    rates = all_win_rates(answers)
+    file = output_dir / "results.json"
+    if not file.is_file():
+        raise UserError(f"{file} is not there: run evaluate.py.")
+    results = json.loads(file.read_text(encoding="utf-8")) | {"win_rates": rates}
+    completions.write(answers, output_dir)
+    write_atomically(file, [json.dumps(results, indent=2) + "\n"])
+    chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
+    print(markdown_table(*win_rate_table(rates)))
+
+
+# ---- export --------------------------------------------------------------------------------------
+
+
+def export(
+    answers: Sequence[Answers],
+    output_dir: Path,
+    systems: Sequence[str],
+    num_prompts: int,
+    seed: int,
+) -> int:
+    """Write both files; how many comparisons they hold.
+
+    Raises:
+        UserError: an unknown system, fewer than two, or files that are there: somebody may be
+            judging them.
+    """
+    known = system_names(answers)
+    for name in systems:
+        if name not in known:
+            raise UserError(f"--systems has {name!r}; there are: {', '.join(known)}.")
+    chosen = [name for name in known if name in systems or not systems]
+    if len(chosen) < 2:
+        raise UserError(f"--systems is {list(systems)}; two of {', '.join(known)} are needed.")
+    if (output_dir / KEY).exists():
+        raise UserError(f"{output_dir / KEY} is there; move it away to export anew.")
+    keys = [
+        comparison_key(row, a, b, seed)
+        for row in answers[: num_prompts or None]
+        for b, a in combinations(chosen, 2)
+        if row.of(a) and row.of(b)
+    ]
+    keys.sort(key=lambda key: str(key["id"]))  # a hash: as good as a draw
+    by_row = {row.id: row for row in answers}
+    lines = [comparison(by_row[key["row"]], key) for key in keys]
+    for name, records in ((COMPARISONS, lines), (KEY, keys)):
+        text = "".join(map(json_line, records))
+        (output_dir / name).write_text(text, encoding="utf-8")
+    return len(keys)
+
+
+def comparison_key(row: Answers, a: str, b: str, seed: int) -> dict[str, Any]:
+    """What stands behind an id."""
+    first, second = (b, a) if is_swapped(seed, a, b, row.id) else (a, b)
+    name = comparison_id(row, first, second, seed)
+    return {"id": name, "row": row.id, "first": first, "second": second, "seed": seed}
+
+
+def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
+    """A hash of the seed, the row, the names and the texts: other texts have other ids."""
+    texts = [row.prompt, text_of(row, first), text_of(row, second)]
+    parts = json.dumps([seed, row.id, first, second, *texts])
+    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def comparison(row: Answers, key: dict[str, Any]) -> dict[str, Any]:
+    """What a judge is shown."""
+    texts = {side: text_of(row, key[side]) for side in ("first", "second")}
+    return {"id": key["id"], "prompt": row.prompt, **texts}
+
+
+# ---- import --------------------------------------------------------------------------------------
+
+
+def with_outside_verdicts(
+    answers: Sequence[Answers], output_dir: Path, file: Path, judge: str
+) -> list[Answers]:
+    """The answers with a judge's verdicts in the place of those it gave before.
+
+    Raises:
+        UserError: nothing was exported, the completions have changed since, the judge has the name
+            of a reward, or a verdict is unknown, doubled, missing or none of WINNERS.
+    """
+    keys = {key["id"]: key for key in read_jsonl(output_dir / KEY)}
+    if not keys:
+        raise UserError(f"{output_dir / KEY} is not there: export comparisons before verdicts.")
+    if judge in reward_judges(answers):
+        raise UserError(f"--judge is {judge!r}, which is a reward's name; choose another.")
+    by_row = {row.id: row for row in answers}
+    for key in keys.values():
+        refuse_changed(by_row.get(key["row"]), key)
+    winners = read_winners(file, set(keys))
+    found: dict[int, list[Verdict]] = {row.id: [] for row in answers}
+    for name, winner in winners.items():
+        key = keys[name]
+        found[key["row"]].append(Verdict(key["first"], key["second"], judge, WINNERS[winner]))
+    return [
+        replace(row, verdicts=[v for v in row.verdicts if v.judge != judge] + found[row.id])
+        for row in answers
+    ]
+
+
+def refuse_changed(row: Answers | None, key: dict[str, Any]) -> None:
+    """Raise a UserError unless the row still holds what was exported under this id."""
+    pair = (key["first"], key["second"])
+    is_there = row is not None and all(name in system_names([row]) for name in pair)
+    if row is None or not is_there or comparison_id(row, *pair, key["seed"]) != key["id"]:
+        raise UserError(
+            f"{completions.FILE} has changed since comparison {key['id']!r} was exported; the "
+            "verdicts are on other texts."
+        )
+
+
+def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
+    """The winner of every comparison by id.
+
+    Raises:
+        UserError: the file cannot be read, or does not name every id once.
+    """
+    if not file.is_file():
+        raise UserError(f"--verdicts {file} is no file.")
+    try:
+        lines = read_jsonl(file)
+    except RuntimeError as error:
+        raise UserError(f"--verdicts {str(error).rstrip('.')}.") from None
+    winners: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"--verdicts {file}, line {number}"
+        if not isinstance(line, dict) or "id" not in line or "winner" not in line:
+            raise UserError(f"{where}: needs `id` and `winner`.")
+        name, winner = line["id"], line["winner"]
+        if not isinstance(name, str) or name not in ids:
+            raise UserError(f"{where}: there is no comparison {name!r}.")
+        if name in winners:
+            raise UserError(f"{where}: comparison {name!r} is there twice.")
+        if not isinstance(winner, str) or winner not in WINNERS:
+            raise UserError(f"{where}: winner is {winner!r}; it must be {', '.join(WINNERS)}.")
+        winners[name] = winner
+    missing = sorted(ids - set(winners))
+    if missing:
+        raise UserError(
+            f"--verdicts {file} has no verdict on {len(missing)} of {len(ids)} comparisons, the "
+            f"first of which is {missing[0]!r}."
+        )
+    return winners
+
+
+def command() -> None:
+    """Run `main` with the config that the command line gives."""
+    run_command(lambda: main(parse(JudgementsConfig)))
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,289 @@
+"""Tables of an evaluation, as headers and rows of text: comparisons on pairs, and generations."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.evaluation.calibration import NUM_BINS
+from common.evaluation.completions import REFERENCE
+from common.evaluation.pair_scores import BASELINES
+from common.evaluation.paired_statistics import MIN_PROMPTS
+from common.record.terminal import NOT_MEASURED, markdown_table
+
+SMALLEST_P = 1e-4
+LEVEL = 0.05
+MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
+NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
+
+
+@dataclass(frozen=True)
+class NamedTable:
+    """A table with its title, and what must be known to read it."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str
+
+
+def comparison_tables(comparison: Mapping[str, Any]) -> list[NamedTable]:
+    """All tables of a comparison, in the order of a report."""
+    found = [accuracy_table(comparison), difference_table(comparison), *split_tables(comparison)]
+    found += [calibration_table(comparison)] if comparison["calibration"] else []
+    return [table for table in found if table.rows]
+
+
+def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Accuracy of every system, with both intervals."""
+    rows = []
+    for system in comparison["systems"]:
+        accuracy = system["accuracy"]
+        cells = [percent(accuracy["accuracy"]), interval(accuracy["low"], accuracy["high"])]
+        cells.append(interval(accuracy["prompt_low"], accuracy["prompt_high"]))
+        rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
+    return NamedTable(
+        "Preference accuracy of every system",
+        ["system", "accuracy %", "Wilson", "over prompts", "ties"],
+        rows,
+        f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts; a tie counts "
+        "one half. Wilson's interval takes pairs as independent; the bootstrap over prompts does "
+        f"not, and holds where a prompt has several pairs; below {MIN_PROMPTS} prompts there is "
+        "none. Baselines that need no model: the "
+        "completion of more tokens, of fewer, of the higher ROUGE-L F1 against the post, and a "
+        "seeded random guess.",
+    )
+
+
+def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Every two systems but the baselines on the same pairs; of many, each against the best one."""
+    systems = [s for s in comparison["systems"] if s["name"] not in BASELINES]
+    names = {system["name"] for system in systems}
+    shown = [d for d in comparison["differences"] if {d["first"], d["second"]} <= names]
+    if len(systems) > MOST_COMPARED:
+        best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
+        shown = [d for d in shown if best in (d["first"], d["second"])]
+    rows = []
+    for d in shown:
+        gain = f"{signed(d['difference'])} {interval(d['low'], d['high'], signed)}"
+        counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
+        p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
+        rows.append([f"{d['first']} - {d['second']}", gain, counts, *p_values])
+    return NamedTable(
+        "Differences on the same pairs",
+        ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"],
+        rows,
+        "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
+        "which one of the two counts more (a tie counts one half). McNemar's p is exact and "
+        "two-sided and takes pairs as independent; p over prompts is that of the permutation test "
+        "that swaps the two systems on all pairs of a prompt at once. Neither is corrected for the "
+        f"number of comparisons. Of more than {MOST_COMPARED} systems only the differences to the "
+        "one of the highest accuracy are shown; results.json has all, baselines too.",
+    )
+
+
+def split_tables(comparison: Mapping[str, Any]) -> Iterator[NamedTable]:
+    """Accuracy by part, one table a split."""
+    systems = comparison["systems"]
+    for split, parts in systems[0]["accuracy_by"].items():
+        headers = [f"{part} ({found['num_pairs']:,})" for part, found in parts.items()]
+        rows = [
+            [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
+            for system in systems
+        ]
+        note = SPLIT_NOTES[split]
+        title = f"Accuracy by {split}"
+        yield NamedTable(title, ["system", *headers], rows, f"{note} {SPLIT_INTERVALS}")
+
+
+SPLIT_INTERVALS = (
+    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
+    "fewer than about 20 they are too narrow."
+)
+SPLIT_NOTES = {
+    "source": "Where the rows come from.",
+    "confidence": "The annotator's confidence: steps 1-3, 4-6 and 7-9, or thirds of the values.",
+    "margin": "The difference of ratings that the rows give, by thirds of the values.",
+    "label certainty": "How sure the label is, max(p, 1 - p) of its known probability, by thirds.",
+    "length": "Tokens of chosen against rejected; about equal is within 10% of the longer one.",
+}
+
+
+def calibration_table(comparison: Mapping[str, Any]) -> NamedTable:
+    """Calibration error and log loss of the systems that give log odds."""
+    rows = [
+        [name, *(f"{found[key]:.3f}" for key in ("ece", "ece_by_chance", "log_loss"))]
+        for name, found in comparison["calibration"].items()
+    ]
+    return NamedTable(
+        "Calibration",
+        ["system", "ECE", "ECE by chance", "log loss"],
+        rows,
+        f"Expected calibration error of sigma(r_chosen - r_rejected) in {NUM_BINS} bins of equal "
+        "width, each pair counted on both sides; by chance: its mean if every prediction were "
+        "right. Log loss is in nats per pair, 0.693 for a coin.",
+    )
+
+
+def summary(comparison: Mapping[str, Any]) -> str:
+    """The accuracies and who is better than whom, for the terminal."""
+    table = accuracy_table(comparison)
+    counts = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
+    return (
+        f"{counts}\n\n{markdown_table(table.headers, table.rows)}\n\n"
+        f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
+        f"above {LEVEL}\n\n{difference_matrix(comparison)}"
+    )
+
+
+def difference_matrix(comparison: Mapping[str, Any]) -> str:
+    """Every system against every other, the columns by number."""
+    names = [system["name"] for system in comparison["systems"]]
+    cells = {(name, name): SAME for name in names}
+    for d in comparison["differences"]:
+        mark = NO_DIFFERENCE if d["prompt_p_value"] > LEVEL else ""
+        cells[d["first"], d["second"]] = signed(d["difference"]) + mark
+        cells[d["second"], d["first"]] = signed(-d["difference"]) + mark
+    numbers = [str(i) for i in range(1, len(names) + 1)]
+    rows = [
+        [f"{i} {row}", *(cells[row, column] for column in names)]
+        for i, row in zip(numbers, names, strict=True)
+    ]
+    return markdown_table(["system", *numbers], rows)
+
+
+def percent(share: float) -> str:
+    """A share as %."""
+    return f"{100 * share:.1f}"
+
+
+def signed(share: float) -> str:
+    """A difference of shares in points, with its sign."""
+    return f"{100 * share or 0.0:+.1f}"  # not -0.0
+
+
+def interval(low: float | None, high: float | None, form: Any = percent) -> str:
+    """Both ends; an en dash where there are none."""
+    if low is None or high is None:
+        return NOT_MEASURED
+    return f"[{form(low)}, {form(high)}]"
+
+
+def with_interval(accuracy: Mapping[str, float]) -> str:
+    """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
+    share = accuracy["accuracy"]
+    if accuracy["num_prompts"] < MIN_PROMPTS:
+        return percent(share)
+    ends = ("low", "high") if share in (0, 1) else ("prompt_low", "prompt_high")
+    return f"{percent(share)} {interval(*(accuracy[end] for end in ends))}"
+
+
+def p_value(p: float) -> str:
+    """A p-value as it is printed."""
+    return f"< {SMALLEST_P:.4f}" if p < SMALLEST_P else f"{p:.4f}"
+
+
+Rows = tuple[list[str], list[list[str]]]
+
+QUALITY = {  # key in results.json: heading, scale, digits
+    "rouge_1": ("ROUGE-1", 100, 1),
+    "rouge_2": ("ROUGE-2", 100, 1),
+    "rouge_l": ("ROUGE-L", 100, 1),
+    "kl": ("KL", 1, 2),
+    "entropy": ("entropy", 1, 2),
+    "length_interval": ("length", 1, 1),
+    "stop_rate_interval": ("stop %", 100, 1),
+    "repeated_3": ("repeated %", 100, 1),
+    "copied_2": ("copied 2 %", 100, 1),
+    "copied_3": ("copied 3 %", 100, 1),
+    "copied_4": ("copied 4 %", 100, 1),
+}
+QUALITY_NOTES = [
+    "Intervals are 95%, over prompts (rows with the same prompt are kept together).",
+    "ROUGE is F1 with the row's own completion, times 100, words as in Google's rouge-score "
+    "without stemming. KL is log pi - log ref of the completion in nats, at temperature 1 only.",
+    "Entropy is that of the next-token distribution at temperature 1 along the samples, nats per "
+    "token. Length is in tokens with the stop token.",
+    "Repeated is the share of a completion's 3-grams of words that it had before (seq-rep-3 of "
+    "Welleck et al. 2020, on words); copied the share of its 2-, 3- and 4-grams found in the "
+    "prompt. A completion without n-grams, being shorter, is in neither.",
+    "Distinct is the number of different completions of all prompts by their number.",
+]
+WIN_RATE_NOTES = [
+    "Win rate is the mean verdict, a tie counting one half; a reward prefers the completion it "
+    "scores higher. The interval is Wilson's for the effective sample size, with Student's "
+    "quantile: ties narrow it, rows with the same prompt widen it; one prompt alone has none.",
+    "At equal length: a logistic regression of the verdict on tanh(length difference / its "
+    "standard deviation), evaluated at 0 (Dubois et al. 2024), with the bootstrap over prompts; "
+    "not told where one system is longer by the same number of tokens everywhere.",
+]
+
+
+def generation_tables(results: Mapping[str, Any]) -> list[Rows]:
+    """The tables of `results.json`; one without a row is left out."""
+    own = results.get("reference_completions")
+    systems = [*results["systems"], *([{**own, "name": REFERENCE}] if own else [])]
+    found = [
+        quality_table(systems),
+        reward_table(systems),
+        win_rate_table(results.get("win_rates") or []),
+    ]
+    return [(headers, rows) for headers, rows in found if rows]
+
+
+def quality_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
+    """What the systems' completions are like, by the texts and by the policy itself.
+
+    Args:
+        systems: `name`, and what `generation_quality.summary` gives; those without are left out.
+    """
+    measured = [s for s in systems if s.get("distinct_completions") is not None]
+    headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]
+    rows = [
+        [
+            str(system["name"]),
+            *(interval_cell(system.get(k), s, d) for k, (_, s, d) in QUALITY.items()),
+            f"{100 * system['distinct_completions']:.1f}",
+        ]
+        for system in measured
+    ]
+    return headers, rows
+
+
+def reward_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
+    """Mean reward of the systems' completions by every judge of single completions."""
+    measured = [system for system in systems if system.get("rewards")]
+    judges = list(dict.fromkeys(judge for system in measured for judge in system["rewards"]))
+    rows = [
+        [str(system["name"]), *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
+        for system in measured
+    ]
+    return ["system", *judges], rows
+
+
+def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
+    """Every comparison of two systems by a judge, as `win_rates.win_rate` gives it."""
+    headers = ["comparison", "judge", "win rate % [95% CI]", "at equal length % [95% CI]"]
+    headers += ["wins", "ties", "losses", "not judged", "tokens longer"]
+    rows = [
+        [
+            f"{rate['a']} against {rate['b']}",
+            str(rate["judge"]),
+            interval_cell(rate, 100, 1, "win_rate"),
+            interval_cell(rate["length_controlled"], 100, 1, "win_rate"),
+            *(str(rate[f"num_{key}"]) for key in ("wins", "ties", "losses", "not_judged")),
+            f"{rate['length_difference']:+.1f}",
+        ]
+        for rate in win_rates
+    ]
+    return headers, rows
+
+
+def interval_cell(
+    interval: Mapping[str, Any] | None, scale: float, digits: int, key: str = "mean"
+) -> str:
+    """`value [low, high]`, or the value where it has no interval; an en dash without one."""
+    if not interval:
+        return NOT_MEASURED
+    parts = (key, "low", "high") if interval["low"] is not None else (key,)
+    value, *ends = (f"{scale * interval[part]:.{digits}f}" for part in parts)
+    return f"{value} [{', '.join(ends)}]" if ends else value

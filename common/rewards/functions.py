@@ -1,0 +1,253 @@
+"""The built-in reward functions, and reward functions found by name.
+
+A reward function has TRL's signature
+
+    f(prompts, completions, completion_ids, **columns) -> list of rewards
+
+where a prompt and a completion are texts, or lists of messages if the rows are conversations. The
+rewards here are computed from the text of the completion and, some, from a column of its row.
+"""
+
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+from common.config import UserError, gist
+from common.errors import refuse_forbidden
+from common.text import synthetic
+from common.text.chat import is_messages
+from common.text.overlap import common_subsequence
+
+Step = tuple[int, float]  # index in the completion of the step's last token, reward
+Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
+RewardFunction = Callable[..., Sequence[Reward]]
+
+_WORD = re.compile(r"\w+")
+# A number, as people write one, that is not a part of something longer (18th, 1/2, 3 1/2, 1.2.3).
+_NUMBER = (
+    r"(?P<sign>[-+\u2212$* \t]*)"
+    r"(?P<digits>(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)"
+    r"(?![\w/:]|[.,]\d)"
+    r"(?![ \t]*(and[ \t]+)?-?[ \t]*((\d+[ \t]*)?[/\u2044][ \t]*\d|[\u00bc-\u00be\u2150-\u215f]))"
+)
+_FINAL_ANSWER = re.compile(r"####" + _NUMBER)
+_ONLY_A_NUMBER = re.compile(_NUMBER + r"[.\s]*")
+
+
+def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    """Minus the number of tokens, stop token included: its weight is the price of a token."""
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def gsm8k(
+    completions: Sequence[Any], answer: Sequence[str | float | None], **columns: Any
+) -> list[float | None]:
+    """1 if the number behind the last `####` is that of the column `answer`, else 0.
+
+    The data set's own form of a final answer (Cobbe et al. 2021, section 2). Numbers are compared
+    by value: 1,000 is 1000, $18.00 is 18, and a period at the end is none of the number.
+
+    Args:
+        completions: B texts or lists of messages.
+        answer: B numbers, or texts that are one or end in `#### number`; None: does not apply.
+        columns: Not used.
+
+    Raises:
+        ValueError: An `answer` holds no number.
+    """
+    rewards: list[float | None] = []
+    for completion, reference in zip(completions, answer, strict=True):
+        expected = None if reference is None else _expected_number(str(reference))
+        found = final_number(text_of(completion))
+        rewards.append(None if expected is None else float(found == expected))
+    return rewards
+
+
+def _answer_fault(columns: Mapping[str, Any]) -> str:
+    """What is wrong with the `answer` of a row, empty if nothing is."""
+    try:
+        _expected_number("0" if columns["answer"] is None else str(columns["answer"]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+gsm8k.row_fault = _answer_fault  # type: ignore[attr-defined]
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number behind the last `####` of a text; None where there is none."""
+    _, mark, answer = text.rpartition("####")
+    return _value(_FINAL_ANSWER.match(mark + answer))
+
+
+def _expected_number(answer: str) -> Decimal:
+    """The number that an `answer` of a row is, or ends in."""
+    value = final_number(answer) if "####" in answer else _value(_ONLY_A_NUMBER.fullmatch(answer))
+    if value is None:
+        shown = repr(answer if len(answer) <= 60 else f"{answer[:60]}...")
+        raise ValueError(f"the column 'answer' holds {shown}, which names no number (18, #### 18)")
+    return value
+
+
+def _value(match: re.Match[str] | None) -> Decimal | None:
+    """The value of a matched `_NUMBER`."""
+    if match is None:
+        return None
+    value = Decimal(match["digits"].replace(",", ""))
+    return -value if set(match["sign"]) & {"-", "\u2212"} else value
+
+
+def regex(pattern: str) -> RewardFunction:
+    """1 if the pattern is found anywhere in the completion, else 0."""
+    compiled = _compile("regex", pattern)
+
+    def found(completions: Sequence[Any], **columns: Any) -> list[float]:
+        return [float(compiled.search(text_of(c)) is not None) for c in completions]
+
+    return found
+
+
+def exact_format(pattern: str) -> RewardFunction:
+    """1 if the whole completion, white space around it aside, matches the pattern, else 0."""
+    compiled = _compile("format", pattern)
+
+    def fits(completions: Sequence[Any], **columns: Any) -> list[float]:
+        return [float(compiled.fullmatch(text_of(c).strip()) is not None) for c in completions]
+
+    return fits
+
+
+def count(text: str) -> RewardFunction:
+    """How often a character (or a longer text) occurs in the completion."""
+
+    def occurrences(completions: Sequence[Any], **columns: Any) -> list[float]:
+        return [float(text_of(completion).count(text)) for completion in completions]
+
+    return occurrences
+
+
+def rouge_l(column: str) -> RewardFunction:
+    """ROUGE-L F1 against a reference in that column of the row; None where the column is None."""
+
+    def overlap(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        pairs = zip(completions, columns[column], strict=True)
+        return [None if r is None else rouge_l_f1(text_of(c), text_of(r)) for c, r in pairs]
+
+    def row_fault(row: Mapping[str, Any]) -> str:
+        reference = row[column]
+        if reference is None or isinstance(reference, str) or is_messages(reference):
+            return ""
+        kind = type(reference).__name__
+        return f"the column {column!r} holds {kind}, it must be text or messages"
+
+    overlap.columns = (column,)  # type: ignore[attr-defined]
+    overlap.row_fault = row_fault  # type: ignore[attr-defined]
+    return overlap
+
+
+def rouge_l_f1(candidate: str, reference: str) -> float:
+    """F1 of the longest common subsequence of words (Lin 2004, eq. 2 to 4 with beta = 1).
+
+    With l its length, m words in the reference and n in the candidate: R = l / m, P = l / n and
+    F1 = 2 R P / (R + P) = 2 l / (m + n). Words are runs of letters and digits in lower case, of any
+    alphabet (`rouge-score`, which evaluation reports, knows a-z only).
+
+    Returns:
+        Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
+    """
+    words, others = (_WORD.findall(text.lower()) for text in (reference, candidate))
+    return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
+
+
+def text_of(value: Any) -> str:
+    """A text as it is, or the contents of its messages."""
+    return value if isinstance(value, str) else "\n".join(message["content"] for message in value)
+
+
+BUILT_IN: dict[str, RewardFunction] = {"gold": synthetic.gold, "length": length, "gsm8k": gsm8k}
+WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
+    "regex": regex,  # a pattern of Python's `re`, in which . matches line breaks too
+    "format": exact_format,
+    "rouge_l": rouge_l,  # a column
+    "count": count,  # a character
+}
+KINDS = (*BUILT_IN, *(f"{name}:..." for name in WITH_ARGUMENT), "path/to/file.py:function")
+
+
+def is_built_in(name: str) -> bool:
+    """Whether a name in `reward_funcs` stands for a function of this module."""
+    return name in BUILT_IN or name.partition(":")[0] in WITH_ARGUMENT
+
+
+def is_reward_model(name: str) -> bool:
+    """Whether a name in `reward_funcs` stands for a model, not for a function."""
+    return not is_built_in(name) and re.search(r"\.py(:|\Z)", name) is None
+
+
+def find_function(name: str) -> RewardFunction | None:
+    """The function of that name, None if the name is a model's folder or hub id.
+
+    Raises:
+        UserError: The name is nothing of all that, or a file that cannot be run.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if is_built_in(name):
+        kind, _, argument = name.partition(":")
+        if not argument:
+            raise UserError(f"reward_funcs has {name!r}; say of what: {kind}:<argument>.")
+        return WITH_ARGUMENT[kind](argument)
+    if not is_reward_model(name):
+        return load_from_file(name)
+    refuse_forbidden("reward_funcs", name, os.R_OK)
+    if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
+        raise UserError(
+            f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "
+            "model's folder or hub id."
+        )
+    return None
+
+
+def _compile(name: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(
+            f"reward_funcs has {name}:{pattern}, which is no pattern: {error}."
+        ) from None
+
+
+def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
+    """The function of `path/to/file.py:function`; runs the file.
+
+    Raises:
+        UserError: There is none, or the file cannot be run; names the flag.
+    """
+    file, _, function_name = name.rpartition(":")
+    path = Path(os.path.expanduser(file))  # Path's own raises for an unknown ~user
+    if not file or not function_name:
+        raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
+    if not os.path.isfile(path):  # also of a name that is too long
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{flag} has {name!r}, and {file!r} is no Python file (.py).")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses in the file look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
+        raise UserError(
+            f"{flag} has {name!r}, and running {file!r} raised "
+            f"{type(error).__name__}: {gist(error)}."
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
+    return cast(Callable[..., Any], function)

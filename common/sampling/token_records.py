@@ -1,0 +1,102 @@
+"""What tables of samples keep of every token: its text, and its log-probabilities in nats.
+
+`samples.jsonl` then says where a policy has moved from its reference: the log-ratio of a token is
+`token_logps - ref_token_logps`, and a report colours the text by it. Computed for the few prompts
+of a table only, when there is one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from common import data, distributed
+from common.config import CommonConfig
+from common.data import Example
+from common.model import fsdp
+
+NUM_DECIMALS = 5  # of a log-probability in a file that people open
+
+
+def texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Each token as decoded alone; a character of several tokens is shown as not decodable."""
+    return [tokenizer.decode([token]) for token in ids]
+
+
+def rounded(logps: Sequence[float]) -> list[float]:
+    """As they are written."""
+    return [round(value, NUM_DECIMALS) for value in logps]
+
+
+@torch.no_grad()
+def token_logps(
+    model: nn.Module,
+    examples: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    temperature: float = 1.0,
+) -> list[list[float]]:
+    """Log-probability of every token of every completion, rounded. Collective.
+
+    Every rank has the same examples and computes all of them: they are few.
+
+    Args:
+        model: A policy or its reference.
+        examples: N prompts with K completions each.
+        config: How much is scored at once, and in which layout.
+        pad_id: Fills padding; masked.
+        temperature: Divides the logits.
+
+    Returns:
+        (N*K, ragged) nats, prompt-major.
+    """
+    pieces, num_completions = [], 0
+    for example in examples:
+        places = list(range(num_completions, num_completions + len(example.completions)))
+        pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
+        num_completions += len(places)
+    found: list[list[float]] = [[] for _ in range(num_completions)]
+    for part in data.pack(pieces, config):
+        batch = data.collate(part, config.layout, pad_id).to(distributed.device())
+        logps = model(batch, temperature=temperature).token_logps  # (B, C)
+        for row, place in enumerate(batch.places.tolist()):
+            if batch.is_real[row]:
+                found[place] = rounded(logps[row, batch.completion_mask[row]].tolist())
+    if pieces:
+        fsdp.reshard(model)
+    return found
+
+
+def completed(
+    examples: Sequence[Example], completion_ids: Sequence[list[int]], num_samples: int
+) -> list[Example]:
+    """The prompts with the completions that were sampled for them, prompt-major."""
+    starts = range(0, len(completion_ids), num_samples)
+    groups = [list(completion_ids[start : start + num_samples]) for start in starts]
+    return [replace(e, completions=ids) for e, ids in zip(examples, groups, strict=True)]
+
+
+def pair_columns(
+    examples: Sequence[Example],
+    logps: Sequence[list[float]],
+    ref_logps: Sequence[list[float]] | None,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Columns of a table about N pairs: tokens and log-probabilities of chosen and rejected.
+
+    Args:
+        examples: N pairs.
+        logps: (2N, ragged) under the policy, as `token_logps` gives them.
+        ref_logps: The same under the reference, None without one.
+        tokenizer: Of the run.
+    """
+    columns: dict[str, Any] = {}
+    for k, name in enumerate(("chosen", "rejected")):
+        ids = [example.completions[k] for example in examples]
+        columns[f"{name}_tokens"] = [texts(tokenizer, completion) for completion in ids]
+        columns[f"{name}_token_logps"] = list(logps[k::2])
+        if ref_logps is not None:
+            columns[f"ref_{name}_token_logps"] = list(ref_logps[k::2])
+    return columns

@@ -1,0 +1,96 @@
+"""Words that texts share: ROUGE (Lin 2004), and how much a text repeats itself or copies another.
+
+Tokens are those of Google's `rouge-score` without stemming, so that numbers compare: lower case,
+runs of a-z and 0-9; anything else separates. Another alphabet has no tokens, and a score of 0.
+"""
+
+import re
+from collections import Counter
+from typing import NamedTuple
+
+WORD = re.compile(r"[a-z0-9]+")
+
+
+class Rouge(NamedTuple):
+    """Shares in [0, 1]; all 0 where either text has no token."""
+
+    precision: float  # of the candidate that is in the reference
+    recall: float  # of the reference that is in the candidate
+    f1: float  # their harmonic mean
+
+
+def rouge_n(candidate: str, reference: str, n: int = 1) -> Rouge:
+    """ROUGE-N: overlap of n-grams, each counted as often as both texts have it."""
+    counts, expected = ngrams(words(candidate), n), ngrams(words(reference), n)
+    return _rouge((counts & expected).total(), counts.total(), expected.total())
+
+
+def rouge_l(candidate: str, reference: str) -> Rouge:
+    """ROUGE-L: longest common subsequence of the words, each text taken as one sentence."""
+    found, expected = words(candidate), words(reference)
+    return _rouge(common_subsequence(found, expected), len(found), len(expected))
+
+
+def words(text: str) -> list[str]:
+    """The tokens of a text."""
+    return WORD.findall(text.lower())
+
+
+def common_subsequence(first: list[str], second: list[str]) -> int:
+    """Length of the longest common subsequence.
+
+    Hyyro 2004, "Bit-parallel LCS-length computation revisited": a column of the usual table is the
+    bits of one integer, so a word of `second` costs a few operations, not one per word of `first`.
+    """
+    places: dict[str, int] = {}
+    for i, word in enumerate(first):
+        places[word] = places.get(word, 0) | 1 << i
+    whole = (1 << len(first)) - 1
+    column = whole  # bit i is 0 where the subsequence grows by first[i]
+    for word in second:
+        matches = column & places.get(word, 0)
+        column = (column + matches | column - matches) & whole
+    return len(first) - column.bit_count()
+
+
+def ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
+    """How often each sequence of n neighbouring tokens occurs; empty below n tokens."""
+    return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+
+
+def _rouge(num_shared: int, num_candidate: int, num_reference: int) -> Rouge:
+    if num_shared == 0:
+        return Rouge(0.0, 0.0, 0.0)
+    precision, recall = num_shared / num_candidate, num_shared / num_reference
+    return Rouge(precision, recall, 2 * precision * recall / (precision + recall))
+
+
+def repeated_share(text: str, n: int) -> float | None:
+    """Share of a text's n-grams that occurred in it before: 1 - distinct / all.
+
+    This is seq-rep-n of Welleck et al. 2020 ("Neural text generation with unlikelihood training"),
+    on words in the place of tokens.
+
+    Returns:
+        In [0, 1), 0 if all differ; None for a text of fewer than n words, which has no n-gram.
+    """
+    counts = ngrams(words(text), n)
+    return 1 - len(counts) / counts.total() if counts else None
+
+
+def copied_share(text: str, source: str, n: int) -> float | None:
+    """Share of a text's n-grams, each occurrence counted, that are found in the source.
+
+    One minus the share of novel n-grams of See et al. 2017 ("Get to the point").
+
+    Returns:
+        In [0, 1]; None for a text of fewer than n words.
+    """
+    counts, there = ngrams(words(text), n), ngrams(words(source), n)
+    found = sum(number for ngram, number in counts.items() if ngram in there)
+    return found / counts.total() if counts else None
+
+
+def distinct_share(texts: list[str]) -> float:
+    """Number of different texts, white space around them aside, by the number of texts."""
+    return len({text.strip() for text in texts}) / len(texts)

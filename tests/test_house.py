@@ -1,0 +1,71 @@
+"""Claim: a module imports what is beside it or above it in the README's tree; rooms are small.
+
+Imports inside functions count. Every module can be imported by itself.
+"""
+
+import ast
+import importlib
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = sorted((ROOT / "common").rglob("*.py"))
+MOST_MODULES, MOST_LINES = 12, 400
+STILL_LONGER = {"call", "config", "data", "lora", "losses", "rollouts", "saver", "shared_prefix"}
+
+
+def names_in_tree() -> list[str]:
+    """The modules at the top of `common/` and its rooms, from the top of the tree down."""
+    tree = (ROOT / "README.md").read_text().split("\ncommon/ ", 1)[1].split("\nassets/", 1)[0]
+    lines = re.findall(r"^  (\S.*?)(?:  |$)", tree, re.M)
+    return [name.removesuffix(".py").removesuffix("/") for line in lines for name in line.split()]
+
+
+def place(module: str) -> str:
+    """The room that `common.room.module` is in, or the module at the top that it is."""
+    return module.split(".")[1]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+NAMES = {dotted(path) for path in MODULES}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of `common` that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common"):
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & NAMES
+
+
+def test_a_room_imports_only_what_stands_above_it():
+    order = names_in_tree()
+    assert sorted(order) == sorted({place(dotted(path)) for path in MODULES} - {"__init__"})
+    for path in MODULES:
+        for name in imported(path):
+            assert order.index(place(name)) <= order.index(place(dotted(path))), (path, name)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    list(TopologicalSorter({dotted(path): imported(path) for path in MODULES}).static_order())
+
+
+def test_rooms_and_modules_are_small():
+    for room in {path.parent for path in MODULES}:
+        modules = [path for path in room.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MOST_MODULES, room
+    long = {path.stem for path in MODULES if len(path.read_text().splitlines()) > MOST_LINES}
+    assert long <= STILL_LONGER
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_every_module_is_imported(path: Path):
+    if path.stem not in ("__main__", "patched"):
+        importlib.import_module(dotted(path).removesuffix(".__init__"))
