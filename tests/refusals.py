@@ -50,7 +50,7 @@ class Refusals:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
-        monkeypatch.setattr(distributed, "close_and_exit", self.leave)
+        monkeypatch.setattr(launch, "close_and_exit", self.leave)
 
     @staticmethod
     def leave(status: int) -> None:
