@@ -167,14 +167,14 @@ def baselines(
     """
     lengths = token_counts(examples).astype(np.float64)
     posts = [split_prompt(example.prompt)[1] for example in examples]
-    overlap = [
+    overlaps = [
         [overlap.rouge_l(text, post).f1 for text in pair]
         for post, pair in zip(posts, texts, strict=True)
     ]
     rows = torch.tensor([[example.row] for example in examples])  # (N, 1)
     seed = noise.derive_seed(seed, "random baseline")
     guess = noise.uniform(seed, rows, torch.arange(2)).numpy()
-    scores = (lengths, -lengths, np.array(overlap), guess)
+    scores = (lengths, -lengths, np.array(overlaps), guess)
     return dict(zip(BASELINES, scores, strict=True))
 
 
