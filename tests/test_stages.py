@@ -5,14 +5,13 @@ a driver. One run is of a real stage, with a patch.
 """
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.config import UserError
-from common.experiments import forked, stages
+from common.experiments import stages
 from common.experiments.stages import Stage, StageFailed, description, is_finished, run
 
 SCRIPT = """
@@ -160,12 +159,3 @@ def test_rows_in_a_folder_are_noticed_and_an_empty_flag_names_none(stage, tmp_pa
     assert description(stage)["inputs"].keys() == {str(rows)}
     (rows / "train.jsonl").write_text("{}\n{}\n")
     assert not is_finished(stage)
-
-
-def test_nothing_is_forked_from_a_process_with_threads() -> None:
-    waiting = threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    assert not forked.is_possible()
-    waiting.set()
-    thread.join()

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from common.checkpoint.files import describe
 from common.config import UserError, parse, read_recipe
-from common.experiments.forked import ForkedScript, is_possible
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
 
@@ -149,7 +148,14 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
         Exit status and the last lines.
     """
     last_lines: deque[str] = deque(maxlen=TAIL)
-    child = start(words)
+    child = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
     assert child.stdout is not None
     with log.open("a", encoding="utf-8") as file:
         try:
@@ -163,20 +169,6 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
             child.wait()
             raise
     return child.wait(), list(last_lines)
-
-
-def start(words: list[str]) -> "subprocess.Popen[str] | ForkedScript":
-    """Start a Python command as a child, forked from here where that is possible."""
-    if is_possible() and words[1] != "-m":
-        return ForkedScript(words[1:])
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
 
 
 def written_at(stage: Stage) -> int | None:
