@@ -48,8 +48,8 @@ from common.config import (
 from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
-from common.model import dropout, fsdp, load, optim
-from common.model.dropout import DropoutTrainConfig
+from common.model import fsdp, load, optim
+from common.model.lora import LoraTrainConfig
 from common.pairs import comparisons
 from common.pairs import groups as pairs
 from common.record.metrics import Accumulator, RunLogger
@@ -58,7 +58,7 @@ from common.scoring import RewardModel
 
 
 @dataclass
-class RewardConfig(DropoutTrainConfig):
+class RewardConfig(LoraTrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     head_init: str = knob(
@@ -113,7 +113,6 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
     lm = load.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
-    dropout.refuse_without(lm, config)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
     optimizer = optim.build_optimizer(model, config)
 
@@ -140,7 +139,6 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
         own = [groups[i].rows for i in order.rows(step) if i is not None]
         parts = comparisons.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
-        dropout.start_step(model, config, step)
         for i, part in enumerate(parts):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
@@ -156,7 +154,6 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
             score.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
-        dropout.end_step(model, config)
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
         with bad_step.guarded(saver, batches, rows, step):

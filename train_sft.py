@@ -7,7 +7,7 @@ counted over all micro-batches and ranks before the first backward.
 
 How this differs from the paper:
 1. AdamW with fused kernels, not Adam; weight decay 0 unless asked for.
-2. Dropout is off (Huang et al. 2024) unless `dropout` asks for it.
+2. Dropout is off (Huang et al. 2024).
 3. Posts too long for the prompt are cut at a newline or sentence, never in the header or cue.
 
 Launch (the last value of a flag wins; every field of a recipe is a flag):
@@ -28,8 +28,8 @@ from common.checkpoint import saver as checkpoint
 from common.config import is_due, is_due_before_end
 from common.evaluation import score
 from common.losses import sft_loss
-from common.model import dropout, fsdp, load, optim
-from common.model.dropout import DropoutTrainConfig
+from common.model import fsdp, load, optim
+from common.model.lora import LoraTrainConfig
 from common.record.metrics import Accumulator, RunLogger
 from common.record.profile import StepProfiler
 from common.sampling.sampler import Sampler
@@ -37,7 +37,7 @@ from common.scoring import Policy
 
 
 @dataclass
-class SFTConfig(DropoutTrainConfig):
+class SFTConfig(LoraTrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
 
@@ -60,7 +60,6 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     lm = load.load_trained_policy(config.model_name_or_path, model_config, config)
-    dropout.refuse_without(lm, config)
     policy = fsdp.shard(Policy(lm), config, mesh)
     optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
@@ -87,7 +86,6 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
     for step in range(start_step, total_steps):
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
-        dropout.start_step(policy, config, step)
         for i, batch in enumerate(batches):
             saver.stop_if_asked(step)
             fsdp.reduce_gradients_in_next_backward(policy, i == len(batches) - 1)
@@ -96,7 +94,6 @@ def main(config: SFTConfig) -> None:  # noqa: C901 - the loop stays in sight
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        dropout.end_step(policy, config)
         rows = (numbers[batch.places] for batch in batches)
         with bad_step.guarded(saver, batches, rows, step):
             loss_sum = metrics.total("loss")

@@ -125,7 +125,7 @@ def test_a_patch_runs_before_a_real_stage_and_is_named(tmp_path, capfd):
     recipe = root / "assets" / "recipes" / "demo" / "sft.yaml"
     stage = Stage("train_sft.py", tmp_path / "sft", recipe, flags, patch)
     run(stage)
-    assert "!!! RE-ENACTED BUG" in capfd.readouterr().out
+    assert "!!! PATCHED" in capfd.readouterr().out
     lines = (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()
     assert 7.0 in [json.loads(line).get("grad_norm") for line in lines]
     environment = json.loads((tmp_path / "sft" / "environment.json").read_text())

@@ -296,6 +296,28 @@ def test_the_sampler_keeps_its_positions_under_that_bug(monkeypatch):
     torch.testing.assert_close(beside, alone, atol=1e-4, rtol=1e-4)
 
 
+def test_dropout_acts_where_a_gradient_is_wanted(monkeypatch):
+    monkeypatch.setattr(RewardModel, "forward", RewardModel.forward)  # put back afterwards
+    runpy.run_path(str(ABLATIONS / "dropout.py"))
+    model = RewardModel(tiny.classifier("gpt2", is_plain=True))
+    batch = tiny.batch_of([[3, 4, 5]] * 2, [[6, 7, 8]] * 2, side="right")
+
+    def rewards() -> list[float]:
+        return model(batch).tolist()
+
+    noisy = [*rewards(), *rewards()]
+    assert len(set(noisy)) == 4, "every row and forward has noise of its own"
+    parts = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
+    assert len(parts) == 1 + 2 * 3  # of the embeddings; of each block attention, and two residuals
+    assert {part.p for part in parts} == {0.1}
+    assert all(block.attn.training for block in fsdp.blocks(model))
+    with torch.no_grad():
+        quiet, again = rewards(), rewards()
+    assert quiet == again
+    assert quiet[0] == pytest.approx(quiet[1])
+    assert quiet[0] not in noisy
+
+
 def heads_after_a_step() -> dict:
     """On each rank, with the patch: the head before and after a step, and the trunk after it."""
     runpy.run_path(str(ABLATIONS / "bugs" / "head_outside_sharding.py"))

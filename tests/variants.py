@@ -86,10 +86,9 @@ LORA: Flags = {"lora_r": 4, "learning_rate": 1e-2}
 FURTHER_LORA: list[Flags] = [LORA, {**LORA, "lora_alpha": 8, "lora_target_modules": ["c_attn"]}]
 
 VARIANTS: dict[str, list[Flags]] = {
-    "sft": [{}, {"dropout": 0.1, "layout": "padded"}, *FURTHER_LORA],
+    "sft": [{}, *FURTHER_LORA],
     "reward": [
         {},
-        {"dropout": 0.1, "layout": "padded"},
         *({"head_init": name} for name in HEAD_INITS if name != "stiennon"),
         {"center_rewards_coefficient": 0.1},
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},

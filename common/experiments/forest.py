@@ -15,7 +15,7 @@ PANEL_WIDTH = 2.6  # inches
 LABEL_WIDTH = 3.2  # inches
 KEY = (
     "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; "
-    "orange: a bug, re-enacted"
+    "orange: a patch"
 )
 
 
@@ -26,7 +26,7 @@ class Row:
     label: str
     by_seed: Sequence[float]
     difference: SeedMean
-    is_bug: bool = False
+    is_patched: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def draw_panel(axes: Any, panel: Panel, *, with_labels: bool) -> None:
     """
     axes.axvline(0, color=GREY, linewidth=1)
     for place, row in enumerate(panel.rows):
-        mean, colour = row.difference, COLOURS[1] if row.is_bug else COLOURS[0]
+        mean, colour = row.difference, COLOURS[1] if row.is_patched else COLOURS[0]
         axes.plot(row.by_seed, [place] * len(row.by_seed), "o", color=colour, alpha=0.3, ms=3)
         if mean.low is not None and mean.high is not None:
             axes.plot([mean.low, mean.high], [place, place], color=colour, linewidth=1.4)

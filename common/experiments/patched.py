@@ -1,9 +1,10 @@
-"""Run a Python file, then a stage script in the same process: how known bugs are re-enacted.
+"""Run a Python file, then a stage script in the same process: how a sweep's patches are run.
 
     python common/experiments/patched.py PATCH.py train_reward.py --config ...
 
-The patch replaces functions of `common` before the script uses them. The stage scripts have no flag
-for a bug; a run with one says so in its first line.
+The patch replaces functions of `common` before the script uses them: known bugs of other code are
+re-enacted so, for which the stage scripts have no flag. A run with a patch says so in its first
+line.
 """
 
 import runpy
@@ -18,5 +19,5 @@ if __name__ == "__main__":
     from common import distributed
 
     if distributed.own_rank() == 0:
-        print(f"!!! RE-ENACTED BUG ({patch}): {about.strip().splitlines()[0]}", flush=True)
+        print(f"!!! PATCHED ({patch}): {about.strip().splitlines()[0]}", flush=True)
     runpy.run_path(script, run_name="__main__")

@@ -52,7 +52,7 @@ class Stage:
         output_dir: the run's folder; becomes its `--output_dir`.
         config: its recipe.
         flags: override the recipe; a list gives several values to a flag.
-        patch: Python file that is run in the same process before the script: it re-enacts a bug.
+        patch: Python file that is run in the same process before the script, which it changes.
     """
 
     script: str

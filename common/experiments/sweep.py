@@ -214,7 +214,7 @@ def panels(sweep: Sweep, found: Sequence[Effect]) -> list[forest.Panel]:
                 f"{effect.variant.detail}: {effect.variant.choice}",
                 [v - b for v, b in zip(effect.values, effect.base, strict=True)],
                 effect.difference,
-                is_bug=bool(effect.variant.patch),
+                is_patched=bool(effect.variant.patch),
             )
             for effect in found
             if (effect.stage, effect.outcome) == (stage, outcome)
@@ -238,7 +238,7 @@ def table(sweep: Sweep, outcomes: Any, found: Sequence[Effect], stage: str) -> T
         rows.append(
             [
                 first.variant.detail,
-                first.variant.choice + (" (bug)" if first.variant.patch else ""),
+                first.variant.choice + (" (patch)" if first.variant.patch else ""),
                 *(difference_cell(mine[name].difference) for name in names),
                 str(first.difference.n),
             ]
@@ -272,8 +272,8 @@ def blocks(
         f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
         f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
         "cover the seed of training, not the draw of the held-out rows, which all runs share. "
-        f"{NOT_MEASURED} means that it was not measured. A bug is a known error of other code that "
-        "a patch re-enacts; the scripts themselves have no flag for it."
+        f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
+        "code, or dropout; the scripts themselves have no flag for it."
     )
     result: list[Block] = [Text(reading)]
     if picture:

@@ -13,7 +13,7 @@
     variants:
       - {detail: Reward head, choice: zeros, stage: reward, flags: {head_init: zeros}}
 
-A variant is its stage with more flags, or with a patch that re-enacts a bug; `then` names later
+A variant is its stage with more flags, or with a patch (`patched.py`); `then` names later
 stages that are made again on top of it, and the last of them is judged.
 """
 

@@ -170,7 +170,7 @@ def set_mode(module: nn.Module, config: CommonConfig) -> None:
     """Evaluation mode, since the other one brings noise of many names: `layerdrop`, `jitter`.
 
     Only where activations are recomputed Hugging Face's blocks must be told that they train, or,
-    of a model without such blocks, all of it. `dropout.start_step` turns dropout on.
+    of a model without such blocks, all of it.
     """
     module.eval()
     if config.gradient_checkpointing and any(p.requires_grad for p in module.parameters()):

@@ -113,8 +113,7 @@ def read_model_config(
     it names.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
-    first loss is not ln 2, and noise depends on how rows are split over ranks. `dropout.py`
-    puts it back where a run asks for it.
+    first loss is not ln 2, and noise depends on how rows are split over ranks.
 
     Raises:
         UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than

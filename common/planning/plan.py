@@ -108,14 +108,9 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
 
 def left_out(config: TrainConfig) -> list[str]:
     """What of a config is not in the plan."""
-    notes = []
-    if getattr(config, "group_comparisons", False):
-        notes.append(
-            "--group_comparisons true: a prompt is counted with one pair, and may have more"
-        )
-    if dropout := getattr(config, "dropout", 0.0):
-        notes.append(f"--dropout {dropout:g}: what it keeps for backward is not counted")
-    return notes
+    if not getattr(config, "group_comparisons", False):
+        return []
+    return ["--group_comparisons true: a prompt is counted with one pair, and may have more"]
 
 
 def described(role: str, model: Footprint) -> str:
