@@ -55,7 +55,6 @@ from common.model import fsdp, load, optim
 from common.model.lora import AdapterReference
 from common.record.metrics import Accumulator, RunLogger
 from common.record.profile import StepProfiler
-from common.rewards import replay
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Sampler
 from common.scoring import Policy, ReferenceStates
@@ -73,7 +72,6 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
-    replay.replay(scorer, config)
     resume_from = checkpoint.find(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
@@ -104,7 +102,6 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, policy, optimizer, metrics, updated)
     start_step = saver.load(resume_from)
-    bad_step.watch_replay(policy, config)
     logger = RunLogger.start(config, "GRPO", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     draw = partial(

@@ -123,7 +123,6 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     metrics = Accumulator(device)
     saver = checkpoint.Checkpointer(config, model, optimizer, metrics)
     start_step = saver.load(resume_from)
-    bad_step.watch_replay(model, config)
     logger = RunLogger.start(config, "reward model", total_steps, start_step)
     profiler = StepProfiler.start(config, total_steps, start_step)
     numbers = data.row_numbers(train_set)  # (rows,)

@@ -28,7 +28,6 @@ from common.errors import gist as gist
 from common.errors import refuse_beyond_range, shown
 
 Config = TypeVar("Config")
-REWARD_REPLAY = "rollouts.jsonl"  # in the folder of a step whose rewards could not be given
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 NULL = re.compile(r"(~|null|Null|NULL|)\Z")  # in a recipe
@@ -203,11 +202,6 @@ class TrainConfig(CommonConfig):
         "auto: the newest whole checkpoint in output_dir, if it is of a run like this one; latest: "
         "of any run; none: start anew, removing those in output_dir; or a checkpoint's folder",
     )
-    replay: str = knob(
-        "",
-        "folder in output_dir/failed of a step that went bad: make it again, watching each layer, "
-        "or call the reward functions on the same completions again",
-    )
     keep_last: int = knob(3, "checkpoints to keep in output_dir, with the best one (0: all)")
     async_save: bool = knob(True, "write checkpoints while training goes on, from a host copy")
     metric_for_best_model: str = knob(
@@ -253,25 +247,9 @@ class TrainConfig(CommonConfig):
             raise UserError("--dataset_train_split is empty: name the split to train on.")
         if self.max_steps == 0:
             require_positive(self, "num_train_epochs")
-        set_replay(self)
         refuse_own_output(self)
         refuse_best(self)
         refuse_plan(self)
-
-
-def set_replay(config: TrainConfig) -> None:
-    """Let a replay start from what was kept; raise a UserError if nothing was."""
-    if not config.replay:
-        return
-    config.output_dir = f"{config.replay}/replay"  # the run's own files stay as they are
-    if Path(config.replay, REWARD_REPLAY).is_file():
-        return
-    if not Path(config.replay, "checkpoint").is_dir():
-        raise UserError(
-            f"--replay {config.replay} is not the folder of a step that went bad; give one "
-            "of those in output_dir/failed."
-        )
-    config.resume_from_checkpoint = f"{config.replay}/checkpoint"
 
 
 def refuse_own_output(config: TrainConfig) -> None:
@@ -318,7 +296,7 @@ MAY_CHANGE = frozenset(
     gradient_checkpointing reshard_after_forward prefetch_blocks compile cpu_offload
     num_replicas num_sample_prompts self_check require_stop_token report_to run_name logging_steps
     eval_steps sample_steps save_steps keep_last async_save metric_for_best_model
-    load_best_model_at_end profile profile_steps replay ddp_timeout dry_run dry_run_ranks
+    load_best_model_at_end profile profile_steps ddp_timeout dry_run dry_run_ranks
     dry_run_device
     """.split()  # noqa: SIM905 - one name a line is longer
 )

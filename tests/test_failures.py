@@ -188,7 +188,8 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_once(folder: Path) -
     assert "Connection closed" not in run.output
     assert run.output.count("in raises\n") == 0  # no traceback: the line is in the sentence
     kept = folder / "raises" / "failed" / "step_00000003" / "rewards_rank_1"
-    assert f"--replay {kept}" in line
+    assert line.endswith(f"its completions are in {kept}.")
+    assert "ValueError: no such answer" in (kept / "traceback.txt").read_text()
     assert len((kept / "rollouts.jsonl").read_text().splitlines()) == 2  # this rank's prompts
     assert not kept.with_name("rewards_rank_0").exists()
     assert re.search(r"Root Cause.*?rank +: 1 ", run.output, re.DOTALL)

@@ -1,15 +1,11 @@
-"""A step whose numbers went bad: nothing is updated, the rows are named, and it can be made again.
+"""A step whose numbers went bad: nothing is updated, and the rows are named and kept.
 
-    output_dir/failed/step_00000012/
-        config.yaml           of the run
-        checkpoint/           the state before the step
-        batch_rank_0.jsonl    the completions that rank 0 had, and whether their scores were finite
-
-Row order and noise are functions of the step, so `--replay` of that folder makes the same batch
-from the state before it and watches the output of every layer.
+output_dir/failed/step_00000012/
+config.yaml           of the run
+checkpoint/           the state before the step
+batch_rank_0.jsonl    the completions that rank 0 had, and whether their scores were finite
 """
 
-import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +17,10 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.checkpoint.saver import Checkpointer
-from common.config import TrainConfig, UserError, save_config
-from common.exits import signals
+from common.config import UserError, save_config
 from common.model.optim import NonFiniteError
 from common.padding import AnyBatch
-from common.record.jsonl import json_line, read_jsonl
+from common.record.jsonl import json_line
 
 MAX_NAMED = 8  # rows in a message
 
@@ -36,8 +31,7 @@ def guarded(
 ) -> Iterator[None]:
     """Around an update: if its numbers are not finite, keep what is needed to look. Collective.
 
-    If it is not the first update of a rollout, the state is that before this update: a replay
-    samples from it anew, and says that the batch is another one.
+    If it is not the first update of a rollout, the state is that before this update.
 
     Args:
         saver: of the run.
@@ -47,25 +41,19 @@ def guarded(
 
     Raises:
         RuntimeError: a loss or gradient is not finite; nothing was changed.
-        Stopped: this is a replay.
     """
-    config = saver.config
     try:
         yield
     except NonFiniteError as error:
         completions = scored_again(saver.model, batches, rows)
-        folder = Path(config.replay or Path(config.output_dir) / "failed" / f"step_{step + 1:08d}")
+        folder = Path(saver.config.output_dir) / "failed" / f"step_{step + 1:08d}"
         told = f"{error} {describe(completions)}"
-        if config.replay:
-            raise signals.Stopped(f"replayed: {told} {compare(completions, folder)}") from None
         try:
             keep(saver, completions, folder, step)
         except (UserError, OSError) as refusal:
-            raise RuntimeError(f"{told} It cannot be made again: {refusal}") from None
-        place = shlex.quote(str(folder))
+            raise RuntimeError(f"{told} They were not kept: {refusal}") from None
         raise RuntimeError(
-            f"{told} To make the step again, watching every layer: the same launch with only "
-            f"--config {place}/config.yaml --replay {place}"
+            f"{told} The completions and the state before the step are in {folder}."
         ) from None
 
 
@@ -108,43 +96,12 @@ def describe(completions: Sequence[dict[str, Any]]) -> str:
 def keep(
     saver: Checkpointer, completions: Sequence[dict[str, Any]], folder: Path, step: int
 ) -> None:
-    """Write what a replay needs; a `UserError` or `OSError` if the disk refuses. Collective."""
+    """Write what there is to see; a `UserError` or `OSError` if the disk refuses. Collective."""
     if distributed.is_rank0():
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # of an earlier run, which may have had more ranks
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that may have had more ranks
     distributed.barrier()
     saver.keep_before(step, folder / "checkpoint")
     with (folder / f"batch_rank_{distributed.rank()}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json_line(one) for one in completions)
     if distributed.is_rank0():
         save_config(folder / "config.yaml", saver.config)
-
-
-def compare(completions: Sequence[dict[str, Any]], folder: Path) -> str:
-    """Whether the batch of a replay is the one that was kept. Collective."""
-    kept = [one for path in folder.glob("batch_rank_*.jsonl") for one in read_jsonl(path)]
-    now = distributed.from_all_ranks(list(completions))
-    batches = [
-        sorted((one["row"], one["place"], one["completion_ids"]) for one in side)
-        for side in (kept, now)
-    ]
-    return f"The batch {'is' if batches[0] == batches[1] else 'is not'} the one that was kept."
-
-
-def watch_replay(model: nn.Module, config: TrainConfig) -> None:
-    """In a replay, print the first layer whose output is not finite."""
-    if not config.replay:
-        return
-    seen: set[str] = set()
-
-    def look(name: str, output: Any) -> None:
-        tensors = output if isinstance(output, tuple | list) else (output,)
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and not bool(tensor.isfinite().all()) and not seen:
-                seen.add(name)
-                print(f"rank {distributed.rank()}: the output of {name} is not finite", flush=True)
-
-    for name, part in model.named_modules():
-        if not list(part.children()):
-            part.register_forward_hook(lambda _, __, output, name=name: look(name, output))

@@ -455,12 +455,9 @@ class Checkpointer:
                 last call counts, and no rank waits for another.
 
         Raises:
-            Stopped: the run is saved; or it is a replay, whose step was made.
+            Stopped: the run is saved.
             UserError: an earlier checkpoint could not be written.
         """
-        if self.config.replay and step > self._start_step:
-            self._end()
-            raise signals.Stopped(f"replayed step {step}: every number is finite.")
         if self._writing is not None and self._writing.done():
             self.wait()
         if step != self._step:

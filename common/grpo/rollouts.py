@@ -31,7 +31,6 @@ from common.noise import derive_seed, hash_counters, permutation
 from common.padding import AnyBatch, right_pad
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.record.metrics import Accumulator
-from common.rewards import replay
 from common.rewards.call import (
     Rewards,
     Steps,
@@ -39,6 +38,7 @@ from common.rewards.call import (
     eos_penalty,
     penalise_steps,
 )
+from common.rewards.kept import kept
 from common.rewards.scorer import RewardScorer
 from common.sampling import token_records
 from common.sampling.sampler import Rollouts, Sampler
@@ -128,7 +128,7 @@ def reward(
 
     `step` is the number of finished steps of the run's `total_steps`.
     """
-    with replay.kept(scorer, examples, rollouts, config, step, total_steps):
+    with kept(scorer, examples, rollouts, config, step, total_steps):
         scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     lengths = rollouts.lengths.view(rewards.shape)

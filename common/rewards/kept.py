@@ -1,30 +1,25 @@
-"""Completions that could not be rewarded are kept, and the functions called on them again.
+"""Completions that could not be rewarded are kept, with what the function raised.
 
     output_dir/failed/step_00000012/rewards_rank_1/
         config.yaml       of the run
         rollouts.jsonl    the prompts that rank 1 had, each with its columns and its completions
-        steps.json        which step of how many
+        traceback.txt     of a function that raised
 
-Only the rank whose function failed knows of it, so it writes alone, and no state of the model is
-kept: `--replay` of that folder loads none, and calls the reward functions on the same completions.
+Only the rank whose function failed knows of it, so it writes alone.
 """
 
 import json
-import shlex
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from common import distributed
-from common.config import REWARD_REPLAY, TrainConfig, UserError, save_config
+from common.config import TrainConfig, UserError, save_config
 from common.data import Example
-from common.exits import failures, signals
-from common.record.jsonl import read_jsonl
+from common.exits import failures
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
-
-STEPS = "steps.json"  # for functions that read `trainer_state`
 
 
 @contextmanager
@@ -61,16 +56,13 @@ def kept(
         told = str(error).removesuffix(".")
         try:
             keep(folder, scorer, examples, rollouts)
-            steps = {"step": step, "total_steps": total_steps}
-            (folder / STEPS).write_text(json.dumps(steps) + "\n")
             save_config(folder / "config.yaml", config)
+            if error.__cause__ is not None:
+                text = "".join(traceback.format_exception(error.__cause__))
+                (folder / "traceback.txt").write_text(text, "utf-8", "backslashreplace")
         except OSError as refusal:
             raise type(error)(f"{told}; its completions were not kept: {refusal}") from error
-        shown = shlex.quote(str(folder))
-        raise type(error)(
-            f"{told}; this script with only --config {shown}/config.yaml --replay {shown} calls "
-            "the functions on the same completions again."
-        ) from error
+        raise type(error)(f"{told}; its completions are in {folder}.") from error
 
 
 def keep(
@@ -80,7 +72,7 @@ def keep(
     folder.mkdir(parents=True, exist_ok=True)
     texts = rollouts.texts(scorer.tokenizer)
     num_samples = len(texts) // len(examples)
-    with (folder / REWARD_REPLAY).open("w", encoding="utf-8") as file:
+    with (folder / "rollouts.jsonl").open("w", encoding="utf-8") as file:
         for n, example in enumerate(examples):
             places = range(n * num_samples, (n + 1) * num_samples)
             line = {
@@ -94,46 +86,3 @@ def keep(
                 "has_stop": [rollouts.has_stop[i] for i in places],
             }
             file.write(json.dumps(line, default=str) + "\n")  # a column may hold a date
-
-
-def read(folder: Path) -> tuple[list[Example], Rollouts]:
-    """The prompts and completions that `keep` wrote."""
-    examples, rollouts = [], Rollouts()
-    for line in read_jsonl(folder / REWARD_REPLAY):
-        examples.append(
-            Example(
-                row=line["row"],
-                prompt=line["prompt"],
-                prompt_ids=line["prompt_ids"],
-                completions=[],
-                columns=line["columns"],
-                messages=line["messages"],
-            )
-        )
-        rollouts.completion_ids += line["completion_ids"]
-        rollouts.has_stop += line["has_stop"]
-    return examples, rollouts
-
-
-def replay(scorer: RewardScorer, config: TrainConfig) -> None:
-    """Call the functions on what was kept; does nothing in any other run. Collective.
-
-    Raises:
-        UserError: a function failed again; what it raised is printed with its traceback.
-        RuntimeError: the same of a reward model.
-        Stopped: it did not.
-    """
-    folder = Path(config.replay)
-    if not config.replay or not (folder / REWARD_REPLAY).is_file():
-        return
-    scorer.load(distributed.mesh(config.num_replicas))
-    examples, rollouts = read(folder)
-    try:
-        scorer.score(examples, rollouts, **json.loads((folder / STEPS).read_text()))
-    except (UserError, RuntimeError) as error:
-        if error.__cause__ is not None and distributed.is_rank0():
-            traceback.print_exception(error.__cause__)
-        raise
-    raise signals.Stopped(
-        f"replayed: the reward functions judge all {len(rollouts.has_stop)} completions."
-    )
