@@ -37,33 +37,33 @@ With one update per rollout the ratio is 1, so the policy loss is minus the mean
 is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, product
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import bad_step, export
 from common.checkpoint import saver as checkpoint
-from common.config import is_due, is_due_before_end
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import MicroBatch
 from common.losses import aggregate, clipped_tokens, kl_loss, policy_loss, sampler_weights
-from common.model import fsdp, load, optim
+from common.model import fsdp, load
 from common.model.lora import AdapterReference
-from common.record.metrics import Accumulator, RunLogger
-from common.record.profile import StepProfiler
+from common.record.metrics import Accumulator
 from common.rewards.scorer import RewardScorer
+from common.run import Run
 from common.sampling.sampler import Sampler
 from common.scoring import Policy, ReferenceStates
 
 
-def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
+def main(config: GRPOConfig) -> None:
     """Train, export, show samples."""
     distributed.seed_everything(config.seed)
-    device = distributed.device()
 
     # Data and rewards
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
@@ -76,22 +76,14 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
     order = data.BatchOrder.of_training(config, train_set)
-    total_steps = order.total_steps(config)
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     moves = config.ref_update_steps > 0
     lm = load.load_trained_policy(paths[0], configs[0], config, with_copy=moves)
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
-    reference: Policy | AdapterReference | None = None
-    if config.beta > 0 and config.lora_r and paths[0] == paths[1]:
-        reference = AdapterReference(policy)
-    elif config.beta > 0:
-        frozen = Policy(load.load_policy(paths[1], configs[1], config)).requires_grad_(False)
-        reference = fsdp.shard(frozen, config, mesh)
-        self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
+    reference = load_reference(policy, paths, configs[1], config, mesh)
     scorer.load(mesh)
-    optimizer = optim.build_optimizer(policy, config)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
@@ -99,55 +91,40 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
     updated = reference if moves else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
-    metrics = Accumulator(device)
-    saver = checkpoint.Checkpointer(config, policy, optimizer, metrics, updated)
-    start_step = saver.load(resume_from)
-    logger = RunLogger.start(config, "GRPO", total_steps, start_step)
-    profiler = StepProfiler.start(config, total_steps, start_step)
+    run = Run("GRPO", policy, order, config, resume_from, updated)
     draw = partial(
         rollouts.draw,
-        total_steps=total_steps,
+        total_steps=run.total_steps,
         sampler=sampler,
         scorer=scorer,
         config=config,
-        metrics=metrics,
-        report=logger.status,
+        metrics=run.metrics,
+        report=run.logger.status,
     )
     warnings = rollouts.StepWarnings(config)
-    update = partial(optim.clip_and_step, policy, optimizer, config)
-    clip: Any = {
-        "objective": config.policy_objective,
-        "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high,
-        "delta": config.delta or None,
-        "ratio_level": config.ratio_level,
-    }
-    cap: Any = {"correction": config.sampler_correction, "cap": config.sampler_correction_cap}
-    of_kl: Any = {"estimator": config.kl_estimator, "corrected": config.kl_correction}
-    scoring: Any = {"temperature": config.temperature, "with_entropy": True}
 
     def show_samples(step: int) -> None:
         fixed = (eval_set or train_set)[: config.num_sample_prompts]
-        steps = (step, total_steps)
+        steps = (step, run.total_steps)
         table = rollouts.sample_table(sampler, scorer, reference, fixed, config, *steps)
-        logger.samples(step, table)
+        run.logger.samples(step, table)
 
     # Loop
-    for step in range(start_step, total_steps):
-        saver.stop_if_asked(step, at_once=True)
+    for step in run.steps():
+        run.saver.stop_if_asked(step, at_once=True)
         # 1. Sample K candidates for each of this rank's N prompts, and reward every one
         groups = draw(*data.prompts(train_set, order.rows(step)), step=step)
         if config.zero_variance == "resample":
             more = partial(draw, step=step)
             num_replaced = rollouts.replace_flat(groups, train_set, more, config, step)
-            metrics.add_values(replaced_groups=num_replaced)
+            run.metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, and say which of them count
         kept = rollouts.select(groups, config, step)  # (N, G)
         warnings.look(groups, kept, step)
         counts = rollouts.counted(groups, kept, config)  # (N, G)
         minibatches = rollouts.collate(groups, kept, counts, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates
-        with torch.no_grad(), metrics.timed("reference_seconds"):
+        with torch.no_grad(), run.metrics.timed("reference_seconds"):
             score_before_updates(policy, reference, minibatches, config)
         if config.self_check and step == 0:
             rollouts.check_first(policy, minibatches[0][0], paths[0] == paths[1], config)
@@ -155,61 +132,108 @@ def main(config: GRPOConfig) -> None:  # noqa: C901 - the loop stays in sight
         advantages = rollouts.kept_advantages(groups, kept, counts, chain(*minibatches), config)
         rollouts.set_advantages(chain(*minibatches), advantages)
         # 5. Update
-        with metrics.timed("update_seconds"):
+        with run.metrics.timed("update_seconds"):
             for iteration, micro_batches in product(range(config.num_iterations), minibatches):
-                for i, part in enumerate(micro_batches):
-                    if iteration == 0 and micro_batches is minibatches[0]:
-                        saver.stop_if_asked(step)  # no update of this step was made yet
-                    fsdp.reduce_gradients_in_next_backward(policy, i == len(micro_batches) - 1)
-                    scores = policy(part.batch, reference=part.ref_states, **scoring)
-                    logps, mask = scores.token_logps, part.batch.completion_mask  # (B, C)
-                    old_logps = logps.detach() if part.old_logps is None else part.old_logps
-                    terms = (logps, old_logps, part.advantages, mask)
-                    per_token = policy_loss(*terms, **clip)  # (B, C)
-                    if config.sampler_correction != "none":
-                        part.weights = sampler_weights(old_logps, part.sampled_logps, mask, **cap)
-                        per_token = per_token * part.weights
-                    if config.entropy_coef > 0:
-                        per_token = per_token - config.entropy_coef * scores.entropy
-                    if part.ref_logps is not None:
-                        kl = scores.kl  # (B, C)
-                        if not config.has_exact_kl:
-                            kl = kl_loss(logps, part.ref_logps, old_logps, mask, **of_kl)
-                        metrics.add("kl", (kl * mask).sum(), part.batch.is_real.sum())
-                        if config.kl_in == "loss":
-                            per_token = per_token + config.beta * kl
-                    loss = aggregate(per_token, mask, **part.aggregation)
+                is_first = iteration == 0 and micro_batches is minibatches[0]
+                for part in run.parts(micro_batches, may_stop=is_first):
+                    loss = grpo_loss(policy, part, config, run.metrics, is_new=iteration == 0)
                     loss.backward()
-
-                    num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
-                    metrics.add("loss", loss * part.aggregation["num_sequences"], num_real)
-                    metrics.add("entropy", scores.entropy.sum(), num_tokens)
-                    was_clipped = clipped_tokens(*terms, **clip)
-                    metrics.add("clip_fraction", was_clipped.sum(), num_tokens)
-                    if iteration == 0:
-                        gap = (part.sampled_logps - old_logps) * mask
-                        metrics.add("sampler_kl", gap.sum(), num_tokens)
                 if micro_batches[0].has_effect:
                     batches = [part.batch for part in micro_batches]
-                    rows = (rollouts.rows_of(groups, kept, batch.places) for batch in batches)
-                    with bad_step.guarded(saver, batches, rows, step):
-                        metrics.add_values(**update(step, total_steps, metrics.total("loss")))
+                    run.update(
+                        batches,
+                        (rollouts.rows_of(groups, kept, batch.places) for batch in batches),
+                    )
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
-        rollouts.add_metrics(metrics, groups, kept, advantages, chain(*minibatches), config, step)
-        metrics.add_values(epoch=order.epochs(step + 1))
-        logger.update(step + 1)
-        profiler.step()
-
-        if is_due(step + 1, config.logging_steps, total_steps):
-            logger.log_training(step + 1, metrics)
-        if is_due_before_end(step + 1, config.sample_steps, total_steps):
-            show_samples(step + 1)
-        if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            saver.save(step + 1)
+        parts = chain(*minibatches)
+        rollouts.add_metrics(run.metrics, groups, kept, advantages, parts, config, step)
+        run.end_step(show_samples=show_samples)
 
     # Export, last samples
-    export.finish(saver, logger, tokenizer, stop_ids, looks=[show_samples])
+    run.finish(tokenizer, stop_ids, looks=[show_samples])
+
+
+def load_reference(
+    policy: Policy, paths: Sequence[str], ref_config: Any, config: GRPOConfig, mesh: DeviceMesh
+) -> Policy | AdapterReference | None:
+    """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective.
+
+    Args:
+        policy: sharded.
+        paths: of policy and reference.
+        ref_config: of the reference's model.
+        config: of the run.
+        mesh: to shard over.
+    """
+    if config.beta == 0:
+        return None
+    if config.lora_r and paths[0] == paths[1]:
+        return AdapterReference(policy)
+    frozen = Policy(load.load_policy(paths[1], ref_config, config)).requires_grad_(False)
+    reference = fsdp.shard(frozen, config, mesh)
+    self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
+    return reference
+
+
+def grpo_loss(
+    policy: Policy, part: MicroBatch, config: GRPOConfig, metrics: Accumulator, *, is_new: bool
+) -> Tensor:
+    """A micro-batch's part of the loss of an update, a scalar; counts what is logged of it.
+
+    Args:
+        policy: after the updates so far.
+        part: from the policy before them.
+        config: of the run.
+        metrics: of the run.
+        is_new: whether it is the first time that the completions are trained on.
+    """
+    clip: dict[str, Any] = {
+        "objective": config.policy_objective,
+        "epsilon_low": config.epsilon_low,
+        "epsilon_high": config.epsilon_high,
+        "delta": config.delta or None,
+        "ratio_level": config.ratio_level,
+    }
+    mask = part.batch.completion_mask  # (B, C)
+    scores = policy(
+        part.batch,
+        reference=part.ref_states,
+        temperature=config.temperature,
+        with_entropy=True,
+    )
+    logps = scores.token_logps  # (B, C)
+    old_logps = logps.detach() if part.old_logps is None else part.old_logps
+    terms = (logps, old_logps, part.advantages, mask)
+    per_token = policy_loss(*terms, **clip)  # (B, C)
+    num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
+    if config.sampler_correction != "none":
+        by, cap = config.sampler_correction, config.sampler_correction_cap
+        part.weights = sampler_weights(old_logps, part.sampled_logps, mask, correction=by, cap=cap)
+        per_token = per_token * part.weights
+    if config.entropy_coef > 0:
+        per_token = per_token - config.entropy_coef * scores.entropy
+    if part.ref_logps is not None:
+        kl = scores.kl  # (B, C)
+        if not config.has_exact_kl:
+            kl = kl_loss(
+                logps,
+                part.ref_logps,
+                old_logps,
+                mask,
+                estimator=config.kl_estimator,
+                corrected=config.kl_correction,
+            )
+        metrics.add("kl", (kl * mask).sum(), num_real)
+        if config.kl_in == "loss":
+            per_token = per_token + config.beta * kl
+    loss = aggregate(per_token, mask, **part.aggregation)
+    metrics.add("loss", loss * part.aggregation["num_sequences"], num_real)
+    metrics.add("entropy", scores.entropy.sum(), num_tokens)
+    metrics.add("clip_fraction", clipped_tokens(*terms, **clip).sum(), num_tokens)
+    if is_new:
+        metrics.add("sampler_kl", ((part.sampled_logps - old_logps) * mask).sum(), num_tokens)
+    return loss
 
 
 def score_before_updates(

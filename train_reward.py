@@ -36,11 +36,8 @@ from typing import Any
 import torch
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import bad_step, export
 from common.checkpoint import saver as checkpoint
 from common.config import (
-    is_due,
-    is_due_before_end,
     knob,
     require_not_negative,
     require_positive,
@@ -48,12 +45,11 @@ from common.config import (
 from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
-from common.model import fsdp, load, optim
+from common.model import fsdp, load
 from common.model.lora import LoraTrainConfig
 from common.pairs import comparisons
 from common.pairs import groups as pairs
-from common.record.metrics import Accumulator, RunLogger
-from common.record.profile import StepProfiler
+from common.run import Run
 from common.scoring import RewardModel
 
 
@@ -88,7 +84,7 @@ class RewardConfig(LoraTrainConfig):
         require_not_negative(self, "center_rewards_coefficient")
 
 
-def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
+def main(config: RewardConfig) -> None:
     """Train, shift, export, evaluate."""
     distributed.seed_everything(config.seed)
     device = distributed.device()
@@ -107,41 +103,32 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
     groups = pairs.group(train_set, by_prompt=config.group_comparisons)
     weights = pairs.weights(groups).to(device)  # (rows,) 1 / pairs of the group
     order = data.BatchOrder.of_training(config, groups)
-    total_steps = order.total_steps(config)
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
     lm = load.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
-    optimizer = optim.build_optimizer(model, config)
 
     # Self-checks, resume
     self_checks.loaded_model(model, config)
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
-    metrics = Accumulator(device)
-    saver = checkpoint.Checkpointer(config, model, optimizer, metrics)
-    start_step = saver.load(resume_from)
-    logger = RunLogger.start(config, "reward model", total_steps, start_step)
-    profiler = StepProfiler.start(config, total_steps, start_step)
+    run = Run("reward model", model, order, config, resume_from)
     numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
             accuracy, scores = score.preferences(model, eval_set, config, pad_id)
-            logger.log(step, {"eval_accuracy": accuracy.accuracy})
-            logger.samples(step, score.pair_table(eval_set, scores, tokenizer, config))
+            run.logger.log(step, {"eval_accuracy": accuracy.accuracy})
+            run.logger.samples(step, score.pair_table(eval_set, scores, tokenizer, config))
 
     # Loop
-    for step in range(start_step, total_steps):
+    for step in run.steps():
         own = [groups[i].rows for i in order.rows(step) if i is not None]
         parts = comparisons.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
-        for i, part in enumerate(parts):
-            saver.stop_if_asked(step)
-            fsdp.reduce_gradients_in_next_backward(model, i == len(parts) - 1)
-            part = part.to(device)
+        for part in run.micro_batches(parts):
             rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
             margin, weight = margins[part.rows], weights[part.rows]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
@@ -149,38 +136,24 @@ def main(config: RewardConfig) -> None:  # noqa: C901 - the loop stays in sight
             losses = losses + config.center_rewards_coefficient * penalties
             loss = (losses * weight).sum() / num_groups
             loss.backward()
-            metrics.add("loss", loss * num_groups, weight.sum())
-            score.add_pair_metrics(metrics, rewards, torch.ones_like(part.rows))
+            run.metrics.add("loss", loss * num_groups, weight.sum())
+            score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
-            metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
+            run.metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
-        with bad_step.guarded(saver, batches, rows, step):
-            loss_sum = metrics.total("loss")
-            update = optim.clip_and_step(model, optimizer, config, step, total_steps, loss_sum)
-        metrics.add_values(
-            **update,
-            epoch=order.epochs(step + 1),
-        )
-        logger.update(step + 1)
-        profiler.step()
-
-        if is_due(step + 1, config.logging_steps, total_steps):
-            logger.log_training(step + 1, metrics)
-        if is_due_before_end(step + 1, config.eval_steps, total_steps):
-            evaluate(step + 1)
-        if config.save_steps and is_due(step + 1, config.save_steps, total_steps):
-            saver.save(step + 1)
+        run.update(batches, rows)
+        run.end_step(evaluate)
 
     def shift() -> float:
         if not sft_set:
             return 0.0
         rewards = score.score_examples(model, sft_set, config, pad_id, "scoring references")
-        logger.log(total_steps, {"reward_shift": -float(rewards.mean())})
+        run.logger.log(run.total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 
     # Export, shifted to mean 0 over reference summaries; final evaluation
-    export.finish(saver, logger, tokenizer, looks=[evaluate], shift=shift)
+    run.finish(tokenizer, looks=[evaluate], shift=shift)
 
 
 def load_data(

@@ -7,6 +7,7 @@ import ast
 import importlib
 import re
 from graphlib import TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ STILL_LONGER = {"call", "config", "data", "lora", "losses", "rollouts", "saver",
 def names_in_tree() -> list[str]:
     """The modules at the top of `common/` and its rooms, from the top of the tree down."""
     tree = (ROOT / "README.md").read_text().split("\ncommon/ ", 1)[1].split("\nassets/", 1)[0]
-    lines = re.findall(r"^  (\S.*?)(?:  |$)", tree, re.M)
-    return [name.removesuffix(".py").removesuffix("/") for line in lines for name in line.split()]
+    words = [
+        takewhile(re.compile(r"\w+(\.py|/)$").match, line.split()) for line in tree.splitlines()
+    ]
+    return [word.removesuffix(".py").removesuffix("/") for line in words[1:] for word in line]
 
 
 def place(module: str) -> str:

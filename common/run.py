@@ -1,0 +1,151 @@
+"""What stands around the loop of every stage.
+
+It is no Trainer: the loop, the loss and the counts of a stage are in its script.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from common import distributed
+from common.checkpoint import bad_step, export
+from common.checkpoint.saver import Checkpointer
+from common.config import TrainConfig, is_due, is_due_before_end
+from common.data import BatchOrder
+from common.model import fsdp, optim
+from common.padding import AnyBatch
+from common.record.metrics import Accumulator, RunLogger
+from common.record.profile import StepProfiler
+
+Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
+
+
+class Movable(Protocol):
+    """What can be taken to another device."""
+
+    def to(self, device: Any) -> Any:
+        """The same there."""
+
+
+Part = TypeVar("Part")
+Batch = TypeVar("Batch", bound=Movable)
+
+
+class Run:
+    """Optimiser, metrics, checkpoints, logger and profiler of a run, from the step it starts at.
+
+    Attributes:
+        metrics: what the stage counts; reduced and logged every `logging_steps` steps.
+        saver: of checkpoints.
+        logger: of `metrics.jsonl`, tables of samples and the bar.
+        total_steps: of the run, earlier starts of it included.
+        step: that is being made, counted from 0.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        order: BatchOrder,
+        config: TrainConfig,
+        resume_from: Path | None,
+        updated: nn.Module | Any | None = None,
+    ) -> None:
+        """Restore the state, if there is one to start from. Collective.
+
+        Args:
+            name: of the stage, before the bar.
+            module: sharded; what is trained.
+            order: of the training rows.
+            config: of the run.
+            resume_from: a checkpoint (`saver.find`), None to start at step 0.
+            updated: a reference that is trained too, by way of the module, and saved with it.
+        """
+        self.config, self.module, self.order = config, module, order
+        self.total_steps = order.total_steps(config)
+        self.optimizer = optim.build_optimizer(module, config)
+        self.metrics = Accumulator(distributed.device())
+        self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
+        self.step = self.saver.load(resume_from)
+        self.logger = RunLogger.start(config, name, self.total_steps, self.step)
+        self.profiler = StepProfiler.start(config, self.total_steps, self.step)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, counted from 0; each ends with `end_step`."""
+        for step in range(self.step, self.total_steps):
+            self.step = step
+            yield step
+
+    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """The micro-batches of the step's one update, on the device; see `parts`. Collective."""
+        for batch in self.parts(batches):
+            yield batch.to(distributed.device())
+
+    def parts(self, parts: Sequence[Part], *, may_stop: bool = True) -> Iterator[Part]:
+        """The micro-batches of an update; gradients are reduced in the last's backward. Collective.
+
+        Args:
+            parts: each goes through one forward and backward pass.
+            may_stop: whether a signal may end the run here: no update of this step was made yet.
+
+        Raises:
+            Stopped: the run was asked to, and is saved.
+        """
+        for i, part in enumerate(parts):
+            if may_stop:
+                self.saver.stop_if_asked(self.step)
+            fsdp.reduce_gradients_in_next_backward(self.module, i == len(parts) - 1)
+            yield part
+
+    def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:
+        """Clip and take an optimiser step. Collective.
+
+        Args:
+            batches: all that the gradients were computed from.
+            rows: (B,) int64 for each batch, the numbers of the rows that its completions came from.
+
+        Raises:
+            RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.
+        """
+        with bad_step.guarded(self.saver, batches, rows, self.step):
+            loss = self.metrics.total("loss")
+            values = optim.clip_and_step(
+                self.module, self.optimizer, self.config, self.step, self.total_steps, loss
+            )
+        self.metrics.add_values(**values)
+
+    def end_step(
+        self, evaluate: Look | None = None, show_samples: Look | None = None, **values: Any
+    ) -> None:
+        """Log, look and save where it is due; looks of the last step are `finish`'s. Collective.
+
+        Args:
+            evaluate: every `eval_steps` steps.
+            show_samples: every `sample_steps` steps.
+            values: further metrics of the step.
+        """
+        done, config = self.step + 1, self.config
+        self.metrics.add_values(**values, epoch=self.order.epochs(done))
+        self.logger.update(done)
+        self.profiler.step()
+        if is_due(done, config.logging_steps, self.total_steps):
+            self.logger.log_training(done, self.metrics)
+        if evaluate and is_due_before_end(done, config.eval_steps, self.total_steps):
+            evaluate(done)
+        if show_samples and is_due_before_end(done, config.sample_steps, self.total_steps):
+            show_samples(done)
+        if config.save_steps and is_due(done, config.save_steps, self.total_steps):
+            self.saver.save(done)
+
+    def finish(
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int] = (),
+        *,
+        looks: Sequence[Look],
+        shift: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Export, then look, as `export.finish`. Collective."""
+        export.finish(self.saver, self.logger, tokenizer, stop_ids, looks=looks, shift=shift)
