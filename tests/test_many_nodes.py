@@ -30,7 +30,7 @@ from many_nodes import (
 from ranks import untimed_lines
 
 RUNS = [("sft", 1), ("sft", 2), ("grpo", 2)]
-DDP_TIMEOUT = 10  # seconds that a rank waits
+DDP_TIMEOUT = 20  # seconds that a rank waits; a busy machine may take ten to start both
 # Packets are sent again for about 25 s: so long torchrun waits for a host that does not answer.
 TCP_RETRIES2, GIVEN_UP = 6, 25
 
