@@ -7,7 +7,7 @@ counted over all micro-batches and ranks before the first backward.
 
 How this differs from the paper:
 1. AdamW with fused kernels, not Adam; weight decay 0 unless asked for.
-2. Dropout is off (Huang et al. 2024) unless `dropout` asks for it.
+2. Dropout is off (Huang et al. 2024).
 3. Posts too long for the prompt are cut at a newline or sentence, never in the header or cue.
 
 Launch (the last value of a flag wins; every field of a recipe is a flag):

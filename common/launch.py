@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed, errors
+from common.checkpoint import best
 from common.config import CommonConfig, TrainConfig, UserError, parse
 from common.exits import failures, signals
 from common.record import terminal
@@ -32,6 +33,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     terminal.keep_printing()
     try:
         config = parse(config_class)
+        best.refuse_unknown(config)
         if isinstance(config, TrainConfig):
             if config.dry_run:
                 plan(config)

@@ -24,7 +24,7 @@ from common.scoring import RewardModel, sequence_scores
 # errors are random: a sum over T tokens may be off by sqrt(T) times as much.
 TOLERANCE = {False: 1e-3, True: 0.1}
 # Tokens of the longest sequence looked at: seconds on a CPU. What rotary embeddings do beyond is
-# known from the config (`model_checks.max_positions`).
+# known from the config (`checks.max_positions`).
 MAX_LENGTH = 256
 
 

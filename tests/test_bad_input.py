@@ -387,6 +387,7 @@ FLAGS: list[Case] = [
     ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
     ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
+    ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
     # Contradictions
     ("train_grpo", {"distinct_candidates": "true"}, ["--distinct_candidates is true", "drawn"]),
     ("train_grpo", {"eval_steps": 5}, ["--eval_steps is 5", "must be 0", "--sample_steps"]),

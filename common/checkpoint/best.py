@@ -3,14 +3,16 @@
 import difflib
 from pathlib import Path
 
-from common.checkpoint import files as files
+from common.checkpoint import files
+from common.config import CommonConfig
 from common.errors import UserError
 from common.record.glossary import METRICS, is_defined
 from common.record.jsonl import read_jsonl
 
 
-def refuse_unknown(metric: str) -> None:
-    """Raise a UserError for a metric that no run logs."""
+def refuse_unknown(config: CommonConfig) -> None:
+    """Raise a UserError for a metric of the best checkpoint that no run logs."""
+    metric = getattr(config, "metric_for_best_model", "")
     if metric and not is_defined(metric):
         close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
         raise UserError(

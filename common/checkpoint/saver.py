@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files as files
+from common.checkpoint import files
 from common.checkpoint.state import State, reference_state, restore_state, trained_state
 from common.config import TrainConfig, UserError, config_dict, gist
 from common.exits import signals
@@ -41,12 +41,10 @@ def find(config: TrainConfig) -> Path | None:
     A damaged one is named, and the one before it taken. What is there is rank 0's to say.
 
     Raises:
-        UserError: no run logs the metric of the best one, the folder that was named is no whole
-            checkpoint, all of them are damaged,
+        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
             `auto` finds one of a run with another config, or there is none and `output_dir` has a
             model of another config, or of another stage.
     """
-    best_checkpoint.refuse_unknown(config.metric_for_best_model)
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint

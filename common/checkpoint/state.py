@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from common import distributed
-from common.checkpoint import files as files
+from common.checkpoint import files
 from common.config import UserError, gist
 from common.model import lora
 

@@ -33,8 +33,8 @@ class Generation:
         rouge_1: F1 with the row's own completion (Lin 2004), as of ROUGE-2 and ROUGE-L.
         rouge_2: See there.
         rouge_l: See there.
-        repeated_3: See `text_statistics.repeated_share`, of 3 words.
-        copied_2: See `text_statistics.copied_share`, of 2 words.
+        repeated_3: See `overlap.repeated_share`, of 3 words.
+        copied_2: See `overlap.copied_share`, of 2 words.
         copied_3: Of 3 words.
         copied_4: Of 4 words.
         completion_ids: Of the policies' tokenizer, stop token included: what the KL is of.

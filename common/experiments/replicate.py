@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 import yaml
 
+from common.checkpoint import best
 from common.config import UserError, hint, knob, parse, read_recipe, require_positive
 from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
@@ -164,7 +165,7 @@ def show_commands(config: ReplicateConfig, chains: Mapping[int, Mapping[str, Sta
     for stages in chains.values():
         for name, stage in stages.items():
             try:
-                parse(config_class(name), script_arguments(stage))
+                best.refuse_unknown(parse(config_class(name), script_arguments(stage)))
             except UserError as error:
                 raise UserError(
                     f"stage {name} of --recipe {config.recipe}: {error} "

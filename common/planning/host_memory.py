@@ -16,7 +16,7 @@ HOST_COLUMNS = ("offloaded", "checkpoint's copy", "writing it", "export on rank 
 
 
 def state_bytes(run: Run, ranks: int) -> float:
-    """A rank's part of a checkpoint (`run_state.trained_state`).
+    """A rank's part of a checkpoint (`state.trained_state`).
 
     Float32 shards of what is trained and both its moments, and of a reference that is updated:
     inside a policy with adapters that is a frozen copy of them.

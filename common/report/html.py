@@ -1,6 +1,6 @@
 """Report blocks as one HTML page that needs nothing else: no network, no other file.
 
-Everything that comes from data passes through `page_text.shown`. A policy of the page (CSP) lets
+Everything that comes from data passes through `escape.shown`. A policy of the page (CSP) lets
 only the page's own script run and nothing be loaded, so a text that slips through is inert too.
 """
 

@@ -234,7 +234,7 @@ def quality_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
     """What the systems' completions are like, by the texts and by the policy itself.
 
     Args:
-        systems: `name`, and what `generation_quality.summary` gives; those without are left out.
+        systems: `name`, and what `quality.summary` gives; those without are left out.
     """
     measured = [s for s in systems if s.get("distinct_completions") is not None]
     headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]

@@ -6,7 +6,7 @@ A reward function has TRL's signature
 
 with one entry per completion: texts (or lists of messages, if the rows are conversations), token
 ids, and the columns of the data set row that each completion belongs to; all are passed by name. As
-in TRL it also gets `trainer_state`, `log_extra` and `log_metric` (see `reward_notes`), and it may
+in TRL it also gets `trainer_state`, `log_extra` and `log_metric` (see `notes`), and it may
 be a coroutine. One without `**columns` gets what it names. A reward is
 
 - a number;
