@@ -1,9 +1,11 @@
 """A step whose numbers went bad: nothing is updated, and the rows are named and kept.
 
-output_dir/failed/step_00000012/
-config.yaml           of the run
-checkpoint/           the state before the step
-batch_rank_0.jsonl    the completions that rank 0 had, and whether their scores were finite
+What there is to see of it:
+
+    output_dir/failed/step_00000012/
+        config.yaml           of the run
+        checkpoint/           the state before the step
+        batch_rank_0.jsonl    the completions that rank 0 had, and whether their scores were finite
 """
 
 import shutil

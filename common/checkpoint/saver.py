@@ -212,7 +212,6 @@ class Checkpointer:
         self._step = -1  # the step that is being made
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
-        self._start_step = 0
         self._vote: tuple[Any, torch.Tensor] | None = None  # whether any rank got a signal
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -423,8 +422,7 @@ class Checkpointer:
                         flush=True,
                     )
         distributed.barrier()
-        self._start_step = int(manifest["step"])
-        return self._start_step
+        return int(manifest["step"])
 
     def _restore_sums(self, of_ranks: list[dict[str, list[float]]]) -> None:
         """Give every rank its sums back; rank 0 takes all where the number of ranks differs."""

@@ -279,11 +279,18 @@ def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def interval_cell(
-    interval: Mapping[str, Any] | None, scale: float, digits: int, key: str = "mean"
+    interval: Mapping[str, Any] | None,
+    scale: float,
+    digits: int,
+    key: str = "mean",
+    sign: str = "",
 ) -> str:
-    """`value [low, high]`, or the value where it has no interval; an en dash without one."""
+    """`value [low, high]`, or the value where it has no interval; an en dash without one.
+
+    `sign` "+" writes that of positive numbers too.
+    """
     if not interval:
         return NOT_MEASURED
     parts = (key, "low", "high") if interval["low"] is not None else (key,)
-    value, *ends = (f"{scale * interval[part]:.{digits}f}" for part in parts)
+    value, *ends = (f"{scale * interval[part]:{sign}.{digits}f}" for part in parts)
     return f"{value} [{', '.join(ends)}]" if ends else value

@@ -15,6 +15,7 @@ from common.experiments.overoptimization.plots import (
 )
 from common.record.terminal import NOT_MEASURED, format_number
 from common.report.page import Block, Picture, Section, Table, Text, write_page
+from common.report.tables import interval_cell
 
 Results = Mapping[str, Any]
 
@@ -84,8 +85,8 @@ def turns_table(results: Results) -> Table:
             setting(turn["method"], turn["peak"]),
             setting(turn["method"], turn["last"]),
             f"{turn['peak_distance']:.2f} to {turn['last_distance']:.2f}",
-            format_interval(turn["gold_change"], "{:+.3f}"),
-            format_interval(turn["proxy_change"], "{:+.2f}"),
+            interval_cell(turn["gold_change"], 1, 3, sign="+"),
+            interval_cell(turn["proxy_change"], 1, 2, sign="+"),
         ]
         for turn in results["turns"]
     ]
@@ -146,7 +147,7 @@ def starts_table(results: Results) -> Table:
     rows = [
         [
             str(start["seed"]),
-            format_interval(start["gold"], "{:.3f}"),
+            interval_cell(start["gold"], 1, 3),
             f"{start['gold_std']:.3f}",
             f"{start['proxy_std']:.2f}",
             format_number(start["judges_correlation"])
@@ -180,13 +181,6 @@ def notes(settings: Mapping[str, Any]) -> str:
 def setting(method: str, value: float) -> str:
     """As `n 4`."""
     return f"{SETTINGS[method]} {value:g}"
-
-
-def format_interval(interval: Mapping[str, float], number: str) -> str:
-    """Mean with its interval."""
-    parts = ("mean", "low", "high") if interval["low"] is not None else ("mean",)
-    mean, *ends = (number.format(interval[part]) for part in parts)
-    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
 def format_fitted(interval: Mapping[str, float | None] | None) -> str:
