@@ -6,7 +6,7 @@ Every stage runs on 1 and on 2 ranks: once in one go, and once killed again and 
 restarted with the same command. SIGKILL goes to all processes of the run or to one rank; at times
 a SIGTERM asks the run to stop. Killed runs must end with the same lines of metrics (timings aside)
 and samples, the same exported weights and the same last checkpoint, optimiser state included, to
-the bit. `tests/test_fault_drill.py` is the short form.
+the bit. `tests/checkpoint/test_fault_drill.py` is the short form.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python -m tests.many_nodes [tcp_retries2]     as root, with iproute2; prints what was seen
 
 Run as a program it makes the full comparison: every stage on two hosts against one, plain FSDP and
-HSDP, and a cut amid a run; `tests/test_many_nodes.py` makes a short
+HSDP, and a cut amid a run; `tests/stages/test_many_nodes.py` makes a short
 one.
 """
 

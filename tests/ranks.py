@@ -41,7 +41,8 @@ from common.record.jsonl import read_jsonl
 from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
 
-ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 STAGES = {
     "sft": ("train_sft", "SFTConfig"),
     "reward": ("train_reward", "RewardConfig"),
@@ -131,8 +132,9 @@ def start_server() -> subprocess.Popen[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a child process: CPU only, one thread, no network, our modules."""
+    rooms = sorted({path.parent for path in TESTS.glob("*/test_*.py")})
     ours = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, TESTS, *rooms])),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",

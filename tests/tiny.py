@@ -26,6 +26,10 @@ from common.padding import Batch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.text import synthetic
 
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 FAMILIES = ("gpt2", "llama", "qwen2")  # learned positions; rotary; rotary with attention biases
 
 

@@ -38,7 +38,7 @@ from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
 LIMITS: dict[str, Any] = {
     "max_prompt_length": 90,

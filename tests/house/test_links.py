@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("assets/**/*.md"))]
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
@@ -61,6 +61,6 @@ def test_files_and_tests_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"\b(?:assets|common|docs|tests)/[\w./-]+\.\w+", text):
         assert (ROOT / name).exists(), name
     for file, test in re.findall(r"\b(test_\w+\.py)(?:::(\w+))?", text):
-        path = ROOT / "tests" / file
-        assert path.exists(), file
-        assert not test or f"def {test}(" in path.read_text(), (file, test)
+        paths = list((ROOT / "tests").rglob(file))
+        assert len(paths) == 1, file
+        assert not test or f"def {test}(" in paths[0].read_text(), (file, test)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_chat import CHATML
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerState
 
 import train_reward
@@ -87,7 +86,7 @@ def rewards_by_trl(
 def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     (tmp_path / "judge.py").write_text(FILE)
     tokenizer = copy.deepcopy(tiny.tokenizer())
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = tiny.CHATML
     names = ["judge", "always"] if is_text else ["judge", "always", "thinks"]
     paths = [f"{tmp_path / 'judge.py'}:{name}" for name in names]
     config = tiny.train_config(max_prompt_length=40, max_completion_length=40)
@@ -161,7 +160,7 @@ def chatml_tokenizer(eos_token: str, vocab_size: int = 1024) -> Any:
     tokenizer = synthetic.train_tokenizer(vocab_size)
     special = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
     tokenizer.add_special_tokens(special | {"eos_token": eos_token, "pad_token": "<|pad|>"})
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = tiny.CHATML
     return tokenizer
 
 

@@ -36,7 +36,7 @@ from common.exits import signals
 from common.model import load
 from common.record.jsonl import read_jsonl
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

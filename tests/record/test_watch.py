@@ -19,7 +19,7 @@ from common.record import watch
 from common.record.progress import Growing, Run, find_runs, seconds_per_step, total_steps
 from common.record.watch import duration, metric_names, picture, sparkline
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def append(path: Path, *records: dict[str, Any]) -> Path:

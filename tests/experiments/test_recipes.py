@@ -35,7 +35,7 @@ from common.rewards.call import load_reward_functions
 from common.text import synthetic
 from common.text.rows import load_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
 STAGES = {

@@ -620,7 +620,7 @@ while not signals.received():
     time.sleep(0.01)
 assert signals.received() == "SIGUSR1"
 """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
 
 
@@ -644,7 +644,7 @@ for _ in range(2):  # the main thread waits for itself, where no handler of Pyth
 print("still here", flush=True)
 """
     command = [sys.executable, "-c", program]
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         command, cwd=root, capture_output=True, text=True, check=False, timeout=60
     )

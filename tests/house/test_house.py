@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "common").rglob("*.py"))
 MOST_MODULES, MOST_LINES = 12, 400
 STILL_LONGER = {"call", "config", "data", "lora", "losses", "rollouts", "saver", "shared_prefix"}

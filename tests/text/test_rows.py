@@ -186,7 +186,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatc
     ],
 )
 def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
     assert told in refusal(name, "train")
 
@@ -371,5 +371,5 @@ def test_importing_the_module_does_not_import_datasets():
     import sys
 
     code = "import sys, common.data; sys.exit('datasets' in sys.modules)"
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

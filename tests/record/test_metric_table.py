@@ -11,7 +11,7 @@ from common.record.glossary import METRICS
 from common.record.jsonl import read_jsonl
 from common.record.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "metrics.md"
 IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it measured
 ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons

@@ -11,7 +11,7 @@ import pytest
 from common.config import UserError
 from common.record import output_lock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path

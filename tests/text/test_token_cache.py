@@ -514,7 +514,7 @@ def test_two_runs_may_write_and_delete_the_same_file_at_once(tmp_path):
     cache = tmp_path / "cache"
     command = [sys.executable, "-c", RACE, str(tmp_path / "train.jsonl"), str(cache)]
     ready = [str(tmp_path / "first"), str(tmp_path / "second")]
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     racers = [
         subprocess.Popen([*command, *flags], cwd=root, **pipes) for flags in (ready, ready[::-1])

@@ -518,7 +518,7 @@ def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file
 
 
 def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monkeypatch):
-    gold = Path(__file__).parents[1] / "assets/recipes/sentiment/gold.py"
+    gold = Path(__file__).parents[2] / "assets/recipes/sentiment/gold.py"
     monkeypatch.chdir(tmp_path)
     Path("judge").mkdir()
     names = [f"{gold}:{name}" for name in ("positive", "judge", "./judge", "hub/judge")]

@@ -28,7 +28,7 @@ from refusals import STAGES, Refusals, arguments
 from common.config import parse
 from common.model import load
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
     path
     for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "tests/benchmarks/*.py")

@@ -79,10 +79,6 @@ def test_pairs_of_conversations_that_do_not_differ_or_share_nothing(tmp_path, to
 
 # --- the forms that a conversation comes in, by a ChatML template ---------------------------------
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 USER, AGAIN = ({"role": "user", "content": text} for text in ("Why?", "And then?"))
 SYSTEM, FIRST = ASKED[0], ANSWER[0]
 SECOND, THIRD = ({"role": "assistant", "content": text} for text in ("It ends.", "No idea."))
@@ -96,7 +92,7 @@ def chatml():
     tokenizer.add_special_tokens(
         {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     )
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = tiny.CHATML
     return tokenizer
 
 
@@ -242,8 +238,8 @@ def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
 def test_the_end_of_a_turn_is_found_in_any_template(chatml):
     """Also where its text holds letters, and where a prompt is written anew once an answer is."""
     for template, end in (
-        (CHATML, "<|im_end|>\n"),
-        (CHATML.replace("<|im_end|>", "<|text, Because.|>"), "<|text, Because.|>\n"),
+        (tiny.CHATML, "<|im_end|>\n"),
+        (tiny.CHATML.replace("<|im_end|>", "<|text, Because.|>"), "<|text, Because.|>\n"),
         (
             "{{ messages | length }}{% if not add_generation_prompt %}{{ messages[-1].content }}"
             "{% endif %}",
@@ -284,7 +280,7 @@ def test_the_end_of_a_turn_is_there_once(chatml, written, stop):
 def test_a_judge_with_another_template_reads_messages_by_its_own(tmp_path, chatml):
     tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    for template, is_same in ((CHATML, True), (None, True), (TEMPLATE, False)):
+    for template, is_same in ((tiny.CHATML, True), (None, True), (TEMPLATE, False)):
         own = copy.deepcopy(chatml)
         own.chat_template = template
         own.save_pretrained(tmp_path)
