@@ -6,7 +6,7 @@ and `count` says how many are in.
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,3 +285,35 @@ def _measured(
 
 def _all_differ(clusters: NDArray[np.int64]) -> bool:
     return int(clusters.max()) + 1 == clusters.size
+
+
+def interval_cell(
+    found: Mapping[str, Any] | None,
+    scale: float,
+    digits: int,
+    key: str | None = "mean",
+    *,
+    prefix: str = "",
+    sign: str = "",
+) -> str:
+    """`value [low, high]`, as every table has it; of what there is not an en dash.
+
+    Args:
+        found: Has the value and its interval, whose ends are None where there is none.
+        scale: From what is recorded to what is shown, as 100 for percent.
+        digits: After the point.
+        key: Of the value; None shows the interval alone.
+        prefix: Before `low` and `high` in the keys of the ends.
+        sign: "+" writes that of positive numbers too.
+    """
+    from common.record.terminal import NOT_MEASURED
+
+    if not found:
+        return NOT_MEASURED
+    low, high = f"{prefix}low", f"{prefix}high"
+    ends = (low, high) if found[low] is not None else ()
+    names = [key, *ends] if key else ends
+    cells = {name: f"{scale * found[name] or 0.0:{sign}.{digits}f}" for name in names}  # not -0.0
+    value = [cells[key]] if key else []
+    interval = [f"[{cells[low]}, {cells[high]}]"] if ends else []
+    return " ".join(value + interval) or NOT_MEASURED

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.config import config_dict
 from common.distributed import is_rank0
+from common.evaluation.intervals import interval_cell
 from common.record.terminal import NOT_MEASURED, markdown_table
 from common.record.tracking import log_evaluation
 from common.report import tables
@@ -26,7 +27,6 @@ from common.report.page import (
 )
 from common.report.plots import dataset_title, reward_functions, summary_figure
 from common.report.sections import completions_section, curves_section, samples_section
-from common.report.tables import interval_cell
 
 PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from common.evaluation.calibration import NUM_BINS
 from common.evaluation.completions import REFERENCE
+from common.evaluation.intervals import interval_cell
 from common.evaluation.pair_scores import BASELINES
 from common.evaluation.paired_statistics import MIN_PROMPTS
-from common.record.terminal import NOT_MEASURED, markdown_table
+from common.record.terminal import markdown_table
 
 SMALLEST_P = 1e-4
 LEVEL = 0.05
@@ -38,8 +39,8 @@ def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
     rows = []
     for system in comparison["systems"]:
         accuracy = system["accuracy"]
-        cells = [percent(accuracy["accuracy"]), interval(accuracy["low"], accuracy["high"])]
-        cells.append(interval(accuracy["prompt_low"], accuracy["prompt_high"]))
+        cells = [f"{100 * accuracy['accuracy']:.1f}", interval_cell(accuracy, 100, 1, None)]
+        cells.append(interval_cell(accuracy, 100, 1, None, prefix="prompt_"))
         rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
     return NamedTable(
         "Preference accuracy of every system",
@@ -64,7 +65,7 @@ def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
         shown = [d for d in shown if best in (d["first"], d["second"])]
     rows = []
     for d in shown:
-        gain = f"{signed(d['difference'])} {interval(d['low'], d['high'], signed)}"
+        gain = interval_cell(d, 100, 1, "difference", sign="+")
         counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
         p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
         rows.append([f"{d['first']} - {d['second']}", gain, counts, *p_values])
@@ -151,30 +152,15 @@ def difference_matrix(comparison: Mapping[str, Any]) -> str:
     return markdown_table(["system", *numbers], rows)
 
 
-def percent(share: float) -> str:
-    """A share as %."""
-    return f"{100 * share:.1f}"
-
-
 def signed(share: float) -> str:
     """A difference of shares in points, with its sign."""
     return f"{100 * share or 0.0:+.1f}"  # not -0.0
 
 
-def interval(low: float | None, high: float | None, form: Any = percent) -> str:
-    """Both ends; an en dash where there are none."""
-    if low is None or high is None:
-        return NOT_MEASURED
-    return f"[{form(low)}, {form(high)}]"
-
-
-def with_interval(accuracy: Mapping[str, float]) -> str:
+def with_interval(accuracy: Mapping[str, Any]) -> str:
     """An accuracy with its interval over prompts; Wilson's where no resample could differ."""
-    share = accuracy["accuracy"]
-    if accuracy["num_prompts"] < MIN_PROMPTS:
-        return percent(share)
-    ends = ("low", "high") if share in (0, 1) else ("prompt_low", "prompt_high")
-    return f"{percent(share)} {interval(*(accuracy[end] for end in ends))}"
+    is_alike = accuracy["accuracy"] in (0, 1) and accuracy["num_prompts"] >= MIN_PROMPTS
+    return interval_cell(accuracy, 100, 1, "accuracy", prefix="" if is_alike else "prompt_")
 
 
 def p_value(p: float) -> str:
@@ -276,21 +262,3 @@ def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
         for rate in win_rates
     ]
     return headers, rows
-
-
-def interval_cell(
-    interval: Mapping[str, Any] | None,
-    scale: float,
-    digits: int,
-    key: str = "mean",
-    sign: str = "",
-) -> str:
-    """`value [low, high]`, or the value where it has no interval; an en dash without one.
-
-    `sign` "+" writes that of positive numbers too.
-    """
-    if not interval:
-        return NOT_MEASURED
-    parts = (key, "low", "high") if interval["low"] is not None else (key,)
-    value, *ends = (f"{scale * interval[part]:{sign}.{digits}f}" for part in parts)
-    return f"{value} [{', '.join(ends)}]" if ends else value

@@ -11,9 +11,13 @@ from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
-from common.evaluation.intervals import mean_over_prompts, mean_over_tokens, share_over_prompts
+from common.evaluation.intervals import (
+    interval_cell,
+    mean_over_prompts,
+    mean_over_tokens,
+    share_over_prompts,
+)
 from common.evaluation.win_rates import all_win_rates, by_reward
-from common.report.tables import interval_cell
 
 
 def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: Any) -> Generation:

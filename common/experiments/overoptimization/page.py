@@ -1,9 +1,11 @@
 """The report of over-optimisation, made of `results.json` alone."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.evaluation.intervals import interval_cell
 from common.experiments.overoptimization.plots import (
     SETTINGS,
     TITLES,
@@ -15,7 +17,6 @@ from common.experiments.overoptimization.plots import (
 )
 from common.record.terminal import NOT_MEASURED, format_number
 from common.report.page import Block, Picture, Section, Table, Text, write_page
-from common.report.tables import interval_cell
 
 Results = Mapping[str, Any]
 
@@ -143,7 +144,7 @@ def fits_table(results: Results) -> Table:
 def starts_table(results: Results) -> Table:
     """The SFT policy and the proxy of each seed."""
     headers = ["seed", "gold of SFT [95% CI]", "SD of gold", "SD of proxy"]
-    headers += ["proxy against gold (r)", "proxy's accuracy on held-out pairs [95% CI]"]
+    headers += ["proxy against gold (r)", "proxy's accuracy % on held-out pairs [95% CI]"]
     rows = [
         [
             str(start["seed"]),
@@ -153,7 +154,7 @@ def starts_table(results: Results) -> Table:
             format_number(start["judges_correlation"])
             if start["judges_correlation"] is not None
             else NOT_MEASURED,
-            format_accuracy(start["proxy_accuracy"]),
+            interval_cell(start["proxy_accuracy"], 100, 1, "accuracy"),
         ]
         for start in results["seeds"]
     ]
@@ -183,17 +184,7 @@ def setting(method: str, value: float) -> str:
     return f"{SETTINGS[method]} {value:g}"
 
 
-def format_fitted(interval: Mapping[str, float | None] | None) -> str:
-    """A fitted value; an end that is infinite as such, and what is not there as a dash."""
-    if interval is None:
-        return NOT_MEASURED
-    cells = ["inf" if interval[p] is None else f"{interval[p]:.3f}" for p in interval]
-    return f"{cells[0]} [{cells[1]}, {cells[2]}]"
-
-
-def format_accuracy(accuracy: Mapping[str, float] | None) -> str:
-    """In percent."""
-    if accuracy is None:
-        return NOT_MEASURED
-    value, low, high = (f"{100 * accuracy[part]:.1f}" for part in ("accuracy", "low", "high"))
-    return f"{value}% [{low}, {high}]"
+def format_fitted(found: Mapping[str, float | None] | None) -> str:
+    """A fitted value with its interval; None stands for an end that is infinite."""
+    ends = found and {part: math.inf if end is None else end for part, end in found.items()}
+    return interval_cell(ends, 1, 3, "value")
