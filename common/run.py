@@ -10,14 +10,11 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from common import distributed
-from common.checkpoint import bad_step, export
-from common.checkpoint.saver import Checkpointer
 from common.config import TrainConfig, is_due, is_due_before_end
 from common.data import BatchOrder
-from common.model import fsdp, optim
+from common.model import fsdp
 from common.padding import AnyBatch
-from common.record.metrics import Accumulator, RunLogger
-from common.record.profile import StepProfiler
+from common.record.metrics import Accumulator
 
 Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
@@ -63,14 +60,22 @@ class Run:
             resume_from: a checkpoint (`saver.find`), None to start at step 0.
             updated: a reference that is trained too, by way of the module, and saved with it.
         """
+        from common.checkpoint.saver import Checkpointer
+        from common.model import optim
+        from common.record.logger import RunLogger
+
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
         self.step = self.saver.load(resume_from)
-        self.logger = RunLogger.start(config, name, self.total_steps, self.step)
-        self.profiler = StepProfiler.start(config, self.total_steps, self.step)
+        self.logger = RunLogger(config, name, self.total_steps, self.step)
+        self.profiler: Any = None
+        if config.profile and self.step < self.total_steps and distributed.is_rank0():
+            from common.record.profile import start_profiler
+
+            self.profiler = start_profiler(config, self.total_steps - self.step, self.step)
 
     def steps(self) -> Iterator[int]:
         """The steps that are left, counted from 0; each ends with `end_step`."""
@@ -109,6 +114,9 @@ class Run:
         Raises:
             RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.
         """
+        from common.checkpoint import bad_step
+        from common.model import optim
+
         with bad_step.guarded(self.saver, batches, rows, self.step):
             loss = self.metrics.total("loss")
             values = optim.clip_and_step(
@@ -129,7 +137,8 @@ class Run:
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=self.order.epochs(done))
         self.logger.update(done)
-        self.profiler.step()
+        if self.profiler:
+            self.profiler.step()
         if is_due(done, config.logging_steps, self.total_steps):
             self.logger.log_training(done, self.metrics)
         if evaluate and is_due_before_end(done, config.eval_steps, self.total_steps):
@@ -148,4 +157,6 @@ class Run:
         shift: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Export, then look, as `export.finish`. Collective."""
+        from common.checkpoint import export
+
         export.finish(self.saver, self.logger, tokenizer, stop_ids, looks=looks, shift=shift)

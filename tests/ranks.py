@@ -36,8 +36,8 @@ from common.checkpoint import export
 from common.config import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
-from common.record.glossary import SPANS
 from common.record.jsonl import read_jsonl
+from common.record.metrics import SPANS
 from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
 

@@ -14,8 +14,7 @@ from common.checkpoint.files import replacing
 from common.checkpoint.saver import Checkpointer, cause
 from common.config import UserError, gist
 from common.model import fsdp, lora
-from common.record.metrics import RunLogger
-from common.report import plots
+from common.record.logger import RunLogger
 
 
 def finish(
@@ -45,6 +44,8 @@ def finish(
         UserError: the model could not be written; a checkpoint of the last step is kept.
         RuntimeError: it is written, and what comes after that failed.
     """
+    from common.report import plots
+
     step, folder = logger.total_steps, saver.output_dir / "model"
 
     def export() -> None:

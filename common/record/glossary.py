@@ -79,8 +79,6 @@ METRICS: dict[str, str] = {
     "stop_rate": "Share of completions that ended with a stop token within the length limit.",
 }
 
-# The phases of a step, in its order: what `Accumulator.timed` takes, and a profile shows.
-SPANS = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
 
 # What a console line and the bar show, in this order; metrics.jsonl has everything.
 CONSOLE = (

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,23 @@ def _logged(line: str) -> dict[str, Any] | None:
     return record if all(isinstance(number, int | float) for number in numbers) else None
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write a file at, which takes its place once it is on the disk."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        yield unfinished
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
     """Write a text file: it holds all of the lines, flushed to the disk, or what it held before."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def json_line(record: Mapping[str, Any]) -> str:

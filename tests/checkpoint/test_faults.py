@@ -26,7 +26,7 @@ from common.config import UserError
 from common.evaluation import score
 from common.model import optim
 from common.record.jsonl import read_jsonl
-from common.record.metrics import RunLogger
+from common.record.logger import RunLogger
 from common.report import plots
 
 pytestmark = pytest.mark.usefixtures("process_group")

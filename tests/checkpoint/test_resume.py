@@ -22,7 +22,7 @@ from common.checkpoint import saver as checkpoint
 from common.config import UserError
 from common.model import fsdp, load, optim
 from common.record.jsonl import read_jsonl
-from common.record.metrics import RunLogger
+from common.record.logger import RunLogger
 from common.scoring import Policy
 from train_sft import SFTConfig
 
@@ -213,7 +213,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.5)}
     with pytest.raises(UserError, match=f"at step {SAVED} and the run has {SAVED - 1} steps"):
-        RunLogger.start(config, "SFT", SAVED - 1, SAVED)
+        RunLogger(config, "SFT", SAVED - 1, SAVED)
 
 
 def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:

@@ -33,7 +33,7 @@ from common import distributed
 from common.config import UserError
 from common.exits import failures
 from common.record.jsonl import read_jsonl
-from common.record.metrics import RunLogger
+from common.record.logger import RunLogger
 
 STEPS = 6
 REWARDS = """

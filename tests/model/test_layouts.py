@@ -29,8 +29,8 @@ from common import distributed, padding, self_checks
 from common.config import UserError
 from common.model import fsdp, load, shared_prefix
 from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
-from common.record.glossary import SPANS
 from common.record.jsonl import read_jsonl
+from common.record.metrics import SPANS
 from common.scoring import Policy, RewardModel
 
 Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions

@@ -1,6 +1,7 @@
 """Every name that a stage or the evaluation writes is in the table of `docs/metrics.md`."""
 
 import json
+import re
 from pathlib import Path
 
 from ranks import run_stages
@@ -9,7 +10,6 @@ import evaluate
 from common.config import parse
 from common.record.glossary import METRICS
 from common.record.jsonl import read_jsonl
-from common.record.metric_table import COMPARISONS, EVALUATION, FORMULAS, glossary_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "metrics.md"
@@ -17,24 +17,28 @@ IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it meas
 ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
 
 
-def rows(table: str) -> list[str]:
-    return [line for line in table.splitlines() if line.startswith("| `")]
+def table() -> dict[str, list[str]]:
+    """Unit, formula and sentence of each name in the glossary."""
+    lines = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [re.split(r"(?<!\\)\|", line.strip("|")) for line in lines]
+    return {
+        name.strip(): [cell.strip().replace("\\|", "|") for cell in others]
+        for name, *others in cells
+    }
 
 
-def test_every_metric_has_a_row_with_unit_and_formula() -> None:
-    assert list(FORMULAS) == list(METRICS)
-    table = glossary_table()
-    assert len(rows(table)) == len(METRICS)
-    for name in METRICS:
-        assert f"\n| `{name}` | " in table
-    names = [*EVALUATION, *(f"{part}.{name}" for part, own in COMPARISONS.items() for name in own)]
-    for name in names:
-        assert f"\n| results: `{name}` | " in table
-    assert {line.replace("\\|", "").count("|") for line in table.splitlines()} == {5}
+def names_of(part: str) -> set[str]:
+    """What the glossary has of `results.json`: names of a system, or of a part like win_rates."""
+    found = [name.removeprefix("results: ").strip("`") for name in table() if "results: " in name]
+    return {name.removeprefix(part) for name in found if name.rpartition(".")[0] + "." == part}
 
 
-def test_the_glossary_has_the_table_as_it_is() -> None:
-    assert glossary_table() in GLOSSARY.read_text()
+def test_every_metric_has_a_row_with_unit_formula_and_its_definition() -> None:
+    rows = table()
+    logged = {name.strip("`"): cells for name, cells in rows.items() if "results: " not in name}
+    assert list(logged) == list(METRICS)
+    assert {name: cells[2] for name, cells in logged.items()} == METRICS
+    assert {len(cells) for cells in rows.values()} == {3}
 
 
 def test_what_evaluation_writes_of_a_system_is_in_the_table(
@@ -57,13 +61,13 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
     evaluate.main(parse(evaluate.EvaluateConfig, arguments))
     results = json.loads((tmp_path / "eval/results.json").read_text())
     (system,) = results["systems"]
-    assert set(system) - IDENTITY == set(EVALUATION)
+    assert set(system) - IDENTITY == names_of(".")
     compared = {
         "win_rates": results["win_rates"][0],
         "comparison.differences": results["comparison"]["differences"][0],
     }
     for part, values in compared.items():
         own = {name for name in values if not name.startswith("num_")} - ENDS
-        assert own == set(COMPARISONS[part]), part
+        assert own == names_of(f"{part}."), part
     for name in ("report.html", "report.md", "plots/summary.png"):
         assert (tmp_path / "eval" / name).is_file()

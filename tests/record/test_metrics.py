@@ -11,29 +11,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from ranks import launch
 
 from common import distributed
+from common.record import logger as run_logger
 from common.record import metrics
 from common.record.glossary import CONSOLE, METRICS, POSTFIX
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-from common.record.metrics import Accumulator, RunLogger
+from common.record.logger import RunLogger
+from common.record.metrics import Accumulator
 from common.record.terminal import fitted_widths, format_number, markdown_table, wrapped_table
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def logger(output_dir: Path, **changes: Any) -> RunLogger:
-    options = {
-        "total_steps": 100,
-        "description": "SFT",
-        "report_to": "none",
-        "run_name": "test",
-        "config": {"learning_rate": 1e-4},
-        "start_step": 0,
-    }
-    return RunLogger(output_dir, **(options | changes))
+def logger(
+    output_dir: Path, description: str = "SFT", start_step: int = 0, **fields: Any
+) -> RunLogger:
+    config = tiny.train_config(output_dir=str(output_dir), **fields)
+    return RunLogger(config, description, 100, start_step)
 
 
 # --- accumulator ---
@@ -156,7 +154,7 @@ def test_resuming_drops_what_was_logged_after_the_checkpoint(tmp_path: Path) -> 
     losses = [(line["step"], line["loss"]) for line in read_jsonl(tmp_path / "metrics.jsonl")]
     assert losses == [(10, 10.0), (20, 20.0), (30, -30.0)]
     assert [line["step"] for line in read_jsonl(tmp_path / "samples.jsonl")] == [10, 20]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_new_run_starts_with_empty_files(tmp_path: Path) -> None:
@@ -208,7 +206,7 @@ def test_records_that_are_removed_in_mid_run_are_written_again(
 def test_other_ranks_write_and_print_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics, "is_rank0", lambda: False)
+    monkeypatch.setattr(run_logger, "is_rank0", lambda: False)
     run = logger(tmp_path / "run", report_to="wandb")
     run.status("sampling")
     run.update(1)
@@ -225,7 +223,7 @@ def test_other_ranks_write_and_print_nothing(
 
 def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(run_logger, "time", SimpleNamespace(monotonic=lambda: clock.now))
     run, sums = logger(tmp_path), Accumulator("cpu")
 
     def train(steps: range) -> None:

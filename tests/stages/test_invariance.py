@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from common import distributed, noise
 from common.config import CommonConfig
-from common.record.glossary import SPANS
 from common.record.jsonl import read_jsonl
+from common.record.metrics import SPANS
 from common.rewards.scorer import RewardModelFunction
 from common.sampling.sampler import draw, draw_token
 

@@ -1,0 +1,207 @@
+"""Where a run's metrics and samples go: files, the bar, the terminal, wandb.
+
+`metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
+and evaluations are lines of their own. Every name is defined in `common/record/glossary.py`.
+"""
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from common.config import TrainConfig, UserError, config_dict, save_run_files
+from common.distributed import is_rank0, peak_memory_gb, world_size
+from common.exits.failures import note_step
+from common.record import output_lock
+from common.record.glossary import CONSOLE, POSTFIX, check_names
+from common.record.jsonl import json_line, rewind_jsonl
+from common.record.metrics import Accumulator
+from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
+from common.record.tracking import log_table, start_wandb, warn_about_wandb
+
+
+class RunLogger:
+    """Shows and records a run. Call it on every rank: rank 0 writes and prints, others do nothing.
+
+    Args:
+        config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
+        description: name of the stage, shown in the bar: "SFT".
+        total_steps: optimiser steps of the whole run.
+        start_step: the step resumed from; what was logged after it is dropped.
+
+    Raises:
+        UserError: the run was resumed beyond its end.
+    """
+
+    def __init__(
+        self, config: TrainConfig, description: str, total_steps: int, start_step: int = 0
+    ) -> None:
+        """Open the files, the bar and, if asked for, wandb."""
+        if start_step > total_steps:
+            raise UserError(
+                f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
+                "raise --max_steps or --num_train_epochs."
+            )
+        self.description = description
+        self.total_steps = total_steps
+        self._active = is_rank0()
+        self._started = self._mark = time.monotonic()
+        self._step_seconds = 0.0  # spent in steps since the last `log_training`
+        self._step = self._logged_step = start_step
+        note_step(start_step, total_steps)
+        if not self._active:
+            return
+        self.output_dir = output_dir = Path(config.output_dir)
+        save_run_files(output_dir, config, world_size())
+        earlier = rewind_jsonl(output_dir / "metrics.jsonl", start_step)
+        self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
+        self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
+        rewind_jsonl(output_dir / "samples.jsonl", start_step)
+        self._files = {
+            name: (output_dir / name).open("a+", encoding="utf-8")
+            for name in ("metrics.jsonl", "samples.jsonl")
+        }
+        self._wandb: Any = None
+        if config.report_to == "wandb":
+            name = config.run_name or output_dir.name
+            self._wandb = start_wandb(output_dir, name, config_dict(config), start_step)
+        self._bar = progress_bar(description, total_steps, start_step)
+
+    def log_training(self, step: int, metrics: Accumulator) -> None:
+        """Reduce and record what was added since the last call, with time and memory. Collective.
+
+        `update` has told how many steps that were. `tokens_per_second` needs `tokens` among the
+        metrics.
+        """
+        num_steps = self._step - self._logged_step
+        values = metrics.reduce(max(num_steps, 1))
+        values["peak_memory_gb"] = peak_memory_gb()
+        if num_steps > 0:
+            seconds = self._step_seconds / num_steps
+            values["step_seconds"] = seconds
+            if "tokens" in values:
+                values["tokens_per_second"] = values["tokens"] / seconds
+        self._logged_step, self._step_seconds = self._step, 0.0
+        self.log(step, values)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics of a step in every place, and print a short line of them."""
+        check_names(metrics)
+        if not self._active:
+            return
+        values = {name: float(value) for name, value in metrics.items()}
+        values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
+        if "peak_memory_gb" in values:
+            values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
+        self._append(self._open("metrics.jsonl"), {"step": step, **values})
+        self._to_wandb(lambda run: run.log({"step": step, **values}))
+        labels = {"tokens_per_second": "completion_tokens_per_second"}
+        shown = [
+            f"{labels.get(name, name)} {format_number(values[name])}"
+            for name in CONSOLE
+            if name in values
+        ]
+        postfix = {name: format_number(values[name]) for name in POSTFIX if name in values}
+        if postfix:  # an evaluation between two logs leaves the last training loss in the bar
+            self._bar.set_postfix(postfix, refresh=False)
+        self._write(f"{self.description} step {step}/{self.total_steps}: {', '.join(shown)}")
+        self._mark = time.monotonic()
+
+    def status(self, text: str) -> None:
+        """Say in the bar what is happening ("sampling 34/56 tokens"); "" for nothing special.
+
+        Cheap enough for every token: the bar is redrawn at its own pace.
+        """
+        if not self._active:
+            return
+        label = f"{self.description}: {text}" if text else self.description
+        show_status(self._bar, label)
+
+    def update(self, step: int) -> None:
+        """End a step: move the bar, and count the time since the last call as the step's.
+
+        `log` and `samples` restart that clock, so what is done between `update` and them, which is
+        evaluation, is not part of any step.
+        """
+        now = time.monotonic()
+        self._step_seconds += now - self._mark
+        self._step, self._mark = step, now
+        note_step(step, self.total_steps)
+        if self._active:
+            self._bar.update(step - self._bar.n)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print completions as a table, and add them to `samples.jsonl` and to wandb.
+
+        What is measured of single tokens, which are lists, goes to `samples.jsonl` only.
+
+        Args:
+            step: optimiser steps made.
+            rows: one mapping per completion with the same keys; the order of keys is the order of
+                columns. Values are text, numbers, None, or lists.
+        """
+        if not self._active or not rows:
+            return
+        for row in rows:
+            self._append(self._open("samples.jsonl"), {"step": step, **row})
+        table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
+        width = shutil.get_terminal_size((120, 24)).columns
+        title = f"{self.description} samples at step {step}/{self.total_steps}"
+        self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
+        columns = list(table[0])
+        data = [[row.get(column) for column in columns] for row in table]
+        self._to_wandb(lambda run: log_table(run, step, columns, data))
+        self._mark = time.monotonic()
+
+    def close(self) -> None:
+        """End the bar, the files and the wandb run. The run is complete."""
+        if not self._active:
+            return
+        self._active = False
+        self._bar.close()
+        for name in self._files:
+            self._open(name).close()
+        self._to_wandb(lambda run: run.finish())
+        output_lock.release(self.output_dir)
+
+    def _to_wandb(self, action: Callable[[Any], object]) -> None:
+        """Do something with the wandb run, if there is one; one that fails is given up."""
+        if self._wandb is None:
+            return
+        try:
+            action(self._wandb)
+        except Exception as error:
+            self._wandb = None
+            warn_about_wandb("stopped", error, self.output_dir)
+
+    @staticmethod
+    def _append(file: TextIO, record: Mapping[str, Any]) -> None:
+        try:
+            file.write(json_line(record))
+            file.flush()  # a reader, or the next run after a crash, finds every logged step
+        except OSError as error:
+            error.filename = file.name  # for the sentence about a full disk
+            raise
+
+    def _open(self, name: str) -> TextIO:
+        """A record to be added to; if somebody has removed its file, that is written anew."""
+        file, path = self._files[name], self.output_dir / name
+        if not path.exists():
+            print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file.seek(0)
+            self._files[name] = path.open("a+", encoding="utf-8")
+            self._files[name].write(file.read())
+            file.close()
+        return self._files[name]
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if sys.stderr.isatty():
+            tqdm.write(text, file=sys.stdout)  # above the bar
+        else:
+            print(text, flush=True)  # tqdm.write would redraw the bar at every line of a log file
