@@ -160,13 +160,15 @@ def load_data(
     config: RewardConfig, tokenizer: Any, stop_ids: list[int], model_config: Any
 ) -> tuple[list[Example], list[Example], list[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
+    from common.model import checks
+
     train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
     references, split = config.sft_dataset_name, config.dataset_train_split
     sft_set = data.load_examples(
         config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
     )
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
-    rest = (tokenizer, stop_ids, model_config)
+    rest = (tokenizer, stop_ids, checks.max_positions(model_config))
     return (
         data.to_end_of_turn(train_set, *rest),
         data.to_end_of_turn(eval_set, *rest),

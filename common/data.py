@@ -1,40 +1,25 @@
-"""Rows become token ids, and token ids become each rank's batches.
+"""Examples, their order, and each rank's micro-batches.
 
-`tokenize_rows` makes `Example`s and counts what it truncated and dropped; `BatchOrder` gives each
-rank its rows as a function of the step; `pack` puts them into micro-batches by length. Reading and
-checking the rows themselves is in `text/rows.py`, cutting a prompt in `text/truncate.py`.
+`load_examples` gives the rows of a split as token ids (`text/tokenise.py` makes them); `BatchOrder`
+gives each rank its rows as a function of the step; `pack` puts them into micro-batches by length.
 """
 
 import math
-import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
-from common.model import checks
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
-from common.text import token_cache
-from common.text.chat import Conversation, render, turn_end
-from common.text.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
-from common.text.truncate import (
-    encode,
-    last_line,
-    leading_ids,
-    shared_cues,
-    split_prompt,
-    truncate_prompt,
-    without_leading,
-)
+
+if TYPE_CHECKING:
+    from common.text.rows import Kind
 
 MOST_FILLER = 10_000  # rows of a batch that is larger than its data set
-MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
-SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
 
 
 @dataclass
@@ -66,213 +51,26 @@ class Example:
         return len(self.prompt_ids) + sum(map(len, self.completions))
 
 
-@dataclass
-class DataReport:
-    """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
-
-    split: str
-    num_rows: int
-    num_kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    first_dropped: int = 0  # its row, counted from 1
-    num_prompts_truncated: int = 0
-    truncated_prompt: str = ""  # the row of them that changed most, before and after
-    num_cues_cut: int = 0
-    num_completions_truncated: int = 0
-    num_duplicates: int = 0
-    num_boundary_merges: int = 0
-    num_boundaries_checked: int = 0
-    prompt_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
-    completion_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
-
-    @property
-    def num_dropped(self) -> int:
-        """Rows that did not become examples."""
-        return self.dropped.total()
-
-    @property
-    def drop_counts(self) -> str:
-        """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
-        return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
-
-    def __str__(self) -> str:
-        """Lines to print."""
-        dropped = f" ({self.drop_counts})" if self.num_dropped else ""
-        cues_cut = (
-            f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
-            "max_prompt_length leaves no room\n"
-            if self.num_cues_cut
-            else ""
-        )
-        lines = (
-            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
-            f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
-            f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
-            f"{cues_cut}  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
-        )
-        if self.num_boundaries_checked:
-            lines += (
-                f", completion {_slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
-                f"{self.num_boundaries_checked} would merge across the boundary"
-            )
-        return lines
-
-
-class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut."""
-
-    text: str
-    ids: list[int]
-    is_truncated: bool
-    is_cue_cut: bool = False
-
-
-def tokenize_rows(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    *,
-    kind: Kind,
-    stop_id: int,
-    max_prompt_length: int,
-    max_completion_length: int,
-    truncation: str,
-    max_dropped_fraction: float,
-    split: str,
-) -> tuple[list[Example], DataReport]:
-    """Tokenise prompts and completions apart and count what is lost.
-
-    A completion ends at its first stop token; one is appended where there is none. What is longer
-    than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
-    when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
-    long, or a conversation is.
-
-    Args:
-        rows: Rows of text: as `load_rows` gives them, messages rendered.
-        tokenizer: A Hugging Face tokenizer, a fast one for `tldr`.
-        kind: As in `load_rows`.
-        stop_id: Token that ends a completion.
-        max_prompt_length: Tokens.
-        max_completion_length: Tokens, stop token included.
-        truncation: `tldr` cuts the body of the prompt (`truncate_prompt`), `start` keeps the last
-            tokens of the prompt, whatever they are.
-        max_dropped_fraction: Refuse a split that loses more than this share of its rows.
-        split: Name for the report and for errors.
-
-    Raises:
-        UserError: Too many rows dropped or none left; `tldr` without a fast tokenizer.
-    """
-    completion_columns = COMPLETION_COLUMNS[kind]
-    prompts = _tokenize_prompts(
-        [row["prompt"] for row in rows], tokenizer, max_prompt_length, truncation
-    )
-    texts = [
-        tokenize_completions([row[c] for row in rows], tokenizer, stop_id, max_completion_length)
-        for c in completion_columns
-    ]
-    groups = list(zip(*texts, strict=True)) if texts else [()] * len(rows)
-
-    report = DataReport(split=split, num_rows=len(rows))
-    examples: list[Example] = []
-    cut: dict[int, _Text] = {}
-    for index, (row, prompt, group) in enumerate(zip(rows, prompts, groups, strict=True)):
-        reason = _drop_reason(prompt, group)
-        if prompt is None or reason:
-            report.dropped[reason] += 1
-            report.first_dropped = report.first_dropped or index + 1
-            continue
-        report.num_prompts_truncated += prompt.is_truncated
-        report.num_cues_cut += prompt.is_cue_cut
-        if prompt.is_truncated:
-            cut[index] = prompt
-        report.num_completions_truncated += sum(completion.is_truncated for completion in group)
-        ids = [completion.ids for completion in group]
-        examples.append(_example(row, kind, index, prompt.text, prompt.ids, ids))
-
-    report.num_kept = len(examples)
-    report.truncated_prompt = _before_and_after(rows, cut, truncation)
-    keys = {tuple(row[c] for c in ("prompt", *completion_columns)) for row in rows}
-    report.num_duplicates = len(rows) - len(keys)
-    report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
-    report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
-    sample = examples[:: -(-len(examples) // MERGE_SAMPLE) or 1]
-    pairs = [(e.prompt, completion.text) for e in sample for completion in groups[e.row]]
-    report.num_boundaries_checked = len(pairs)
-    report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
-    _refuse_lossy(report, max_dropped_fraction)
-    return examples, report
-
-
 def load_examples(
     config: CommonConfig,
     dataset_name: str,
     split: str,
-    kind: Kind,
+    kind: "Kind",
     tokenizer: Any,
     stop_ids: Sequence[int],
     num_rows: int = 0,
 ) -> list[Example]:
-    """Read, check and tokenise one split, and print what was lost; [] for an empty name.
+    """Read, check and tokenise one split, and print what was lost; [] for an empty name."""
+    from common.text import tokenise
 
-    The embedded task has one data set, whatever the seed of the run.
-    """
     if not dataset_name or not split:
         return []
-    rows = load_rows(
-        dataset_name,
-        split,
-        kind=kind,
-        seed=0,
-        num_rows=num_rows,
-        # A configuration belongs to the data set it was given with, not to a second one.
-        dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
-    )
-    rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
-    settings: dict[str, Any] = {
-        "kind": kind,
-        "stop_id": stop_ids[0],
-        "max_prompt_length": config.max_prompt_length,
-        "max_completion_length": config.max_completion_length,
-        "truncation": config.prompt_truncation,
-    }
-    limits: dict[str, Any] = {"max_dropped_fraction": config.max_dropped_fraction, "split": split}
-    columns = ("prompt", *COMPLETION_COLUMNS[kind])
-    file = token_cache.file_for(config.token_cache_dir, rows, columns, tokenizer, settings)
-    stored = token_cache.read(file, rows)
-    if stored:
-        examples, report = _from_cache(rows, kind, *stored, **limits)
-    else:
-        examples, report = tokenize_rows(rows, tokenizer, **settings, **limits)
-        token_cache.write(file, rows, examples, vars(report))
-    distributed.print_rank0(report)
-    return examples
-
-
-def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
-    """The row rendered; blank messages become an empty text, without a template's words."""
-    if isinstance(row["prompt"], str):
-        return row
-    names = ("prompt", *columns)
-    blank = {n: "" for n in names if not any(m["content"].strip() for m in row[n])}
-    return render(row, [name for name in columns if name not in blank], tokenizer) | blank
-
-
-def _from_cache(
-    rows: Sequence[Row],
-    kind: Kind,
-    entries: Sequence[token_cache.Entry],
-    counts: dict[str, Any],
-    *,
-    max_dropped_fraction: float,
-    split: str,
-) -> tuple[list[Example], DataReport]:
-    """What `tokenize_rows` would return, or raise, for the rows that these entries were made of."""
-    report = DataReport(**(counts | {"split": split, "dropped": Counter(counts["dropped"])}))
-    _refuse_lossy(report, max_dropped_fraction)
-    return [_example(rows[entry.row], kind, *entry) for entry in entries], report
+    found = tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids[0], num_rows)
+    return [Example(*fields) for fields in found]
 
 
 def load_splits(
-    config: TrainConfig, kind: Kind, tokenizer: Any, stop_ids: Sequence[int]
+    config: TrainConfig, kind: "Kind", tokenizer: Any, stop_ids: Sequence[int]
 ) -> tuple[list[Example], list[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     train, test = config.dataset_train_split, config.dataset_test_split
@@ -284,161 +82,30 @@ def load_splits(
 
 
 def to_end_of_turn(
-    examples: list[Example], tokenizer: Any, stop_ids: Sequence[int], model_config: Any
+    examples: list[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
 ) -> list[Example]:
     """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
 
     Raises:
         UserError: one is then longer than the model's positions.
     """
+    from common.text import chat
+
     conversations = [example for example in examples if example.messages]
     if not conversations:
         return examples
-    end = turn_end(conversations[0].messages, tokenizer)
+    end = chat.turn_end(conversations[0].messages, tokenizer)
     closed = {
         e.row: replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
         for e in conversations
     }
     longest = max(len(e.prompt_ids) + len(c) for e in closed.values() for c in e.completions)
-    limit = checks.max_positions(model_config)
     if limit is not None and longest > limit:
         raise UserError(
             f"a conversation with the end of its turn is {longest} tokens, and the model has "
             f"{limit} positions; lower --max_completion_length by {longest - limit}."
         )
     return [closed.get(example.row, example) for example in examples]
-
-
-def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
-    """How many (prompt, completion) pairs have other tokens when tokenised as one text.
-
-    Such rows teach the model a split that it would not meet in running text; most often a missing
-    space at the start of the completion is the cause.
-    """
-    prompts = encode([prompt for prompt, _ in pairs], tokenizer)
-    completions = encode([completion for _, completion in pairs], tokenizer)
-    joint = encode([prompt + completion for prompt, completion in pairs], tokenizer)
-    return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
-
-
-def _tokenize_prompts(
-    prompts: Sequence[str], tokenizer: Any, max_length: int, truncation: str
-) -> list[_Text | None]:
-    """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
-    assert truncation in ("tldr", "start"), truncation
-    leading = leading_ids(tokenizer)
-    opening = tokenizer.decode(leading)
-    room = max_length - len(leading)
-    if room < 1:
-        raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
-    cues = shared_cues(text for text in prompts if not isinstance(text, Conversation))
-    result: list[_Text | None] = []
-    for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
-        may_be_cut = not isinstance(prompt, Conversation)
-        prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
-        if len(ids) <= room:
-            result.append(_Text(prompt, leading + ids, False))
-        elif not may_be_cut:
-            result.append(None)
-        elif truncation == "start":
-            ids = ids[-room:]
-            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            result.append(_Text(text, leading + ids, True))
-        elif not tokenizer.is_fast:
-            raise UserError(
-                "prompt_truncation 'tldr' needs a fast tokenizer; use 'start' with "
-                f"{type(tokenizer).__name__}."
-            )
-        else:
-            own = cues.get(last_line(prompt), "")
-            endings = dict.fromkeys((own, last_line(own), ""))  # as much as there is room for
-            tries = (truncate_prompt(prompt, tokenizer, room, ending) for ending in endings)
-            text, ids = next(filter(None, tries), ("", []))
-            is_cue_cut = not text.endswith(split_prompt(prompt, own)[2])
-            result.append(_Text(text, leading + ids, True, is_cue_cut) if text else None)
-    return result
-
-
-def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation: str) -> str:
-    """A line that shows the side at which prompts were cut, of the row that changed most there."""
-    part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
-    verb = "began with" if truncation == "start" else "ended in"
-    shown = {i: (rows[i]["prompt"][part], text.text[part]) for i, text in cut.items()}
-    changed = [i for i, (before, after) in shown.items() if before != after]
-    if not changed:
-        return ""
-    index = min(changed, key=lambda i: len(os.path.commonprefix([s[::-1] for s in shown[i]])))
-    before, after = shown[index]
-    return f"  row {index + 1}'s prompt {verb} {before!r}, now {after!r}\n"
-
-
-def tokenize_completions(
-    completions: Sequence[str], tokenizer: Any, stop_id: int, max_length: int
-) -> list[_Text]:
-    """Completions that end in the first stop token they have, in an appended one, or cut short."""
-    stop_text = tokenizer.decode([stop_id])
-    # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
-    # would miss. Where the text is not that of the token (SentencePiece bytes), the ids decide.
-    if stop_text and encode([stop_text], tokenizer) == [[stop_id]]:
-        completions = [text.split(stop_text, 1)[0] for text in completions]
-    result = []
-    for text, ids in zip(completions, encode(completions, tokenizer), strict=True):
-        if stop_id in ids:
-            ids = ids[: ids.index(stop_id)]
-            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        ids = [*ids, stop_id]
-        result.append(_Text(text, ids[:max_length], len(ids) > max_length))
-    return result
-
-
-def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
-    """Why a row cannot be used, empty if it can."""
-    if prompt is None:
-        return "prompt over max_prompt_length"
-    if not prompt.text.strip():
-        return "empty prompt"
-    if any(not completion.text.strip() for completion in completions):
-        return "empty completion"
-    if len(completions) == 2 and completions[0].ids == completions[1].ids:
-        return "identical pair"
-    return ""
-
-
-def _example(
-    row: Row, kind: Kind, index: int, prompt: str, prompt_ids: list[int], ids: list[list[int]]
-) -> Example:
-    """The example of a row, with what tokenising leaves as it is."""
-    tokenized = ("prompt", *COMPLETION_COLUMNS[kind])
-    columns = {k: v for k, v in row.items() if k not in tokenized}
-    messages = getattr(row["prompt"], "messages", [])
-    return Example(index, prompt, prompt_ids, ids, columns, row_source(row), messages)
-
-
-def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
-    """Raise a UserError if too few rows are left."""
-    fraction = report.num_dropped / report.num_rows
-    if fraction > max_dropped_fraction or fraction == 1:
-        raise UserError(
-            f"split {report.split!r} would lose {report.num_dropped} of {report.num_rows} rows "
-            f"({report.drop_counts}; the first is row {report.first_dropped}) and "
-            f"max_dropped_fraction is {max_dropped_fraction}; "
-            "clean the data or change the length limits or max_dropped_fraction."
-        )
-
-
-def _quantiles(lengths: Sequence[int]) -> tuple[int, int, int, int]:
-    """Median, 90 %, 99 % and maximum: the smallest length that the share does not exceed."""
-    if not lengths:
-        return (0, 0, 0, 0)
-    ordered = sorted(lengths)
-    median, p90, p99, longest = (
-        ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)
-    )
-    return median, p90, p99, longest
-
-
-def _slashed(numbers: Sequence[int]) -> str:
-    return "/".join(map(str, numbers))
 
 
 class HasTokens(Protocol):

@@ -22,15 +22,14 @@ from common.config import TrainConfig, UserError
 from common.data import (
     BatchOrder,
     Example,
-    count_boundary_merges,
     load_examples,
-    load_rows,
     load_splits,
     micro_batches,
     prompts,
-    tokenize_rows,
 )
 from common.text import synthetic
+from common.text.rows import load_rows
+from common.text.tokenise import count_boundary_merges, tokenize_rows
 from common.text.truncate import (
     cut_body,
     encode,
@@ -90,7 +89,8 @@ def tokenize(rows: list[dict[str, Any]], tokenizer: Any, stop: str = EOS, **chan
         "max_dropped_fraction": 0.0,
         "split": "train",
     }
-    return tokenize_rows(rows, tokenizer, **(settings | changes))
+    found, report = tokenize_rows(rows, tokenizer, **(settings | changes))
+    return [Example(*fields) for fields in found], report
 
 
 # --- truncation -----------------------------------------------------------------------------------

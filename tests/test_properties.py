@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 from common import noise
 from common.config import UserError, parse
-from common.data import load_examples, tokenize_rows
+from common.data import load_examples
 from common.padding import make_batch, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from common.text.chat import is_messages
 from common.text.rows import COMPLETION_COLUMNS, load_rows
+from common.text.tokenise import tokenize_rows
 from common.text.truncate import last_line, shared_cues, split_prompt
 from train_sft import SFTConfig
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common import data
 from common.config import CommonConfig
 from common.data import Example
 from common.evaluation import score
@@ -24,6 +23,7 @@ from common.sampling.sampler import Rollouts
 from common.scoring import Policy
 from common.text.chat import is_messages, render
 from common.text.overlap import copied_share, distinct_share, repeated_share, rouge_l, rouge_n
+from common.text.tokenise import tokenize_completions
 
 MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l", "repeated_3", "copied_2", "copied_3", "copied_4")
 
@@ -98,7 +98,7 @@ def reference_completions(
     if not there:
         return found
     written = [as_written(prompts[i], texts[i], tokenizer) for i in there]
-    cut = data.tokenize_completions(written, tokenizer, stop_id, max_completion_length)
+    cut = tokenize_completions(written, tokenizer, stop_id, max_completion_length)
     rollouts = Rollouts(
         [completion.ids for completion in cut],
         [[0.0] * len(completion.ids) for completion in cut],

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,15 +28,6 @@ from common.text.truncate import leading_ids
 MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checked
 # Whoever changes how rows become tokens gets new files, without a version number to think of.
 PACKAGES = ("numpy", "tokenizers", "transformers")
-
-
-class Tokenized(Protocol):
-    """What is kept of an `Example`; the rest of it is in its row."""
-
-    row: int
-    prompt: str
-    prompt_ids: list[int]
-    completions: list[list[int]]
 
 
 class Entry(NamedTuple):
@@ -131,7 +122,7 @@ def read(
 def write(
     file: Path | None,
     rows: Sequence[Mapping[str, Any]],
-    examples: Sequence[Tokenized],
+    examples: Sequence[Any],
     report: Mapping[str, Any],
 ) -> None:
     """Keep the tokens of at least one example; rank 0 only. A disk that refuses is warned about.
@@ -139,7 +130,7 @@ def write(
     Args:
         file: As `file_for` names it; None: nothing is kept.
         rows: The rows that the examples were made from.
-        examples: All with the same number of completions.
+        examples: With the fields of `Entry`, all with the same number of completions.
         report: Values that JSON can hold, sequences as tuples.
     """
     if file is None or not distributed.is_rank0():

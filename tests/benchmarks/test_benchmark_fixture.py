@@ -16,8 +16,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from common.data import tokenize_rows
 from common.text.rows import load_rows
+from common.text.tokenise import tokenize_rows
 from tests.benchmarks import bench, fixture, flops, our_stages, scaling_arithmetic
 from tests.benchmarks.fixture import EOS_ID, Shape
 from tests.benchmarks.rows import CHECKS, ROWS, BenchRow

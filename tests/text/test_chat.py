@@ -7,7 +7,6 @@ assistant's last turn does and ends in the stop token, and a prompt of messages 
 import copy
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -220,19 +219,18 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
 def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
     """A policy is trained up to the stop token, whatever the template writes behind it."""
     row = {"prompt": [USER], "chosen": [SECOND], "rejected": [THIRD]}
-    stop_ids, shape = [chatml.eos_token_id], SimpleNamespace(max_position_embeddings=96)
+    stop_ids = [chatml.eos_token_id]
     pairs = load(tmp_path, chatml, "preference", row)
-    (read,) = data.to_end_of_turn(pairs, chatml, stop_ids, shape)
+    (read,) = data.to_end_of_turn(pairs, chatml, stop_ids, 96)
     for before, ids in zip(pairs[0].completions, read.completions, strict=True):
         assert chatml.decode(ids) == chatml.decode(before) + "\n"
     (cut,) = load(tmp_path, chatml, "preference", row, max_completion_length=2)
-    (read,) = data.to_end_of_turn([cut], chatml, stop_ids, shape)
+    (read,) = data.to_end_of_turn([cut], chatml, stop_ids, 96)
     assert chatml.decode(read.completions[0]) == chatml.decode(cut.completions[0]) + "<|im_end|>\n"
     text = replace(pairs[0], messages=[])
-    assert data.to_end_of_turn([text], chatml, stop_ids, shape) == [text]
-    shape.max_position_embeddings = 20
+    assert data.to_end_of_turn([text], chatml, stop_ids, 96) == [text]
     with pytest.raises(UserError, match="tokens, and the model has 20 positions; lower --max_comp"):
-        data.to_end_of_turn(pairs, chatml, stop_ids, shape)
+        data.to_end_of_turn(pairs, chatml, stop_ids, 20)
 
 
 def test_the_end_of_a_turn_is_found_in_any_template(chatml):

@@ -21,10 +21,9 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common import data
 from common.config import UserError
 from common.data import Example, load_examples
-from common.text import checked_file, token_cache
+from common.text import checked_file, token_cache, tokenise
 from common.text.chat import Conversation
 
 EOS = "<|endoftext|>"
@@ -98,8 +97,8 @@ def load(tmp_path, monkeypatch, capsys) -> Callable[..., Load]:
         calls.append(args)
         return tokenize_rows(*args, **kwargs)
 
-    tokenize_rows = data.tokenize_rows
-    monkeypatch.setattr(data, "tokenize_rows", spy)
+    tokenize_rows = tokenise.tokenize_rows
+    monkeypatch.setattr(tokenise, "tokenize_rows", spy)
 
     def load(rows, kind="preference", tokenizer=None, stop_id=0, split="train", **fields) -> Load:
         folder = tmp_path / "rows"
@@ -146,13 +145,13 @@ def test_what_is_read_is_what_was_tokenised(load, tmp_path, kind, rows, change, 
 
 
 def test_a_report_is_read_as_it_was_made(load, monkeypatch):
-    refuse, reports = data._refuse_lossy, []
+    refuse, reports = tokenise._refuse_lossy, []
 
     def spy(report, max_dropped_fraction):
         reports.append(report)
         refuse(report, max_dropped_fraction)
 
-    monkeypatch.setattr(data, "_refuse_lossy", spy)
+    monkeypatch.setattr(tokenise, "_refuse_lossy", spy)
     assert not load(PAIRS).is_hit
     assert load(PAIRS).is_hit
     assert reports[0] == reports[1]
