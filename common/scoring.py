@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.model import shared_prefix
 from common.model.projection import Head, token_statistics
 from common.padding import AnyBatch, Batch, SharedPrefixBatch
 
@@ -176,6 +175,8 @@ class RewardModel(nn.Module):
 
 def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     """Last hidden states (T, D) of a row that holds prompts with all their completions."""
+    from common.model import shared_prefix
+
     inputs = (batch.input_ids, batch.position_ids, batch.layout)
     return shared_prefix.last_hidden_states(lm, *inputs)[0]
 

@@ -1,11 +1,10 @@
-"""Sharding with FSDP2: which modules become units, precision, offload, and one copy for rollouts.
+"""Sharding with FSDP2: which modules become units, in which precision, and where they lie.
 
 Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP gathers bfloat16
 copies of the parameters and computes with them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,11 +27,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import CommonConfig, UserError
-from common.model import lora, shared_prefix
+from common.config import CommonConfig
+from common.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,6 +46,11 @@ class Float32Head(nn.Linear):
         """Logits (..., V), float32, of hidden states (..., D)."""
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+
+
+def language_model(module: nn.Module) -> PreTrainedModel | None:
+    """The Hugging Face model inside `module`."""
+    return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -90,12 +93,11 @@ def shard(
         there is nothing to shard: in one process that neither casts nor offloads.
     """
     device = distributed.device()
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            prepare(part, config)
-            break
-    if config.gradient_checkpointing:
-        enable_gradient_checkpointing(module)
+    lm = language_model(module)
+    if lm is not None:
+        prepare(lm, config)
+        if config.gradient_checkpointing:
+            enable_gradient_checkpointing(lm)
     set_mode(module, config)
     for block in blocks(module) if config.compile else []:
         block.compile(dynamic=True)
@@ -163,6 +165,8 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
     project_in_float32(lm)
     fuse_gelu(lm)
     if config.layout == "shared_prefix":
+        from common.model import shared_prefix
+
         shared_prefix.use_shared_prefix(lm, (blocks(lm) or [lm])[-1])
 
 
@@ -196,13 +200,10 @@ def project_in_float32(lm: PreTrainedModel) -> None:
         head.__class__ = Float32Head
 
 
-def enable_gradient_checkpointing(module: nn.Module) -> None:
-    """Recompute every block in backward, through the language models' own switch."""
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            old_name: Any = part.gradient_checkpointing_enable  # warns from transformers 5.23 on
-            getattr(part, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
-            return
+def enable_gradient_checkpointing(lm: PreTrainedModel) -> None:
+    """Recompute every block in backward, through the language model's own switch."""
+    old_name: Any = lm.gradient_checkpointing_enable  # warns from transformers 5.23 on
+    getattr(lm, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
 
 
 def share_buffers(module: nn.Module, device: torch.device) -> None:
@@ -241,125 +242,10 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-class PackedLinear(nn.Module):
-    """A linear layer of a frozen model on a CPU, its weight in the order in which oneDNN reads it.
-
-    A product of a few rows with a matrix is otherwise mostly the reordering of the matrix: with 8
-    rows this is 1.7 times as fast, with 64 rows 1.3 times (float32, AVX-512).
-    """
-
-    ROWS = 64  # the layout suits any number of rows above one
-
-    def __init__(self, layer: nn.Linear | Conv1D) -> None:
-        """Take the place of a layer whose weight is there."""
-        super().__init__()
-        weight = layer.weight.t() if isinstance(layer, Conv1D) else layer.weight  # (out, in)
-        self.bias = None if layer.bias is None else layer.bias.to(weight.dtype)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), self.ROWS)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """As `nn.Linear`, in the dtype of the weight."""
-        inputs = inputs.to(self.packed.dtype)
-        linear = torch.ops.mkldnn._linear_pointwise
-        output: torch.Tensor = linear(inputs, self.packed, self.bias, "none", [], "")
-        return output
-
-
-@contextmanager
-def packed(lm: nn.Module) -> Iterator[None]:
-    """Compute with packed weights inside; nothing where oneDNN is not at hand, as on a GPU.
-
-    The weights that were packed are given up, so that there is one copy; embeddings keep theirs.
-    """
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
-    is_bfloat16 = any(p.dtype == torch.bfloat16 for p in lm.parameters())
-    has_kernels = (
-        distributed.device().type == "cpu"
-        and torch.backends.mkldnn.is_available()
-        and (not is_bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-    layers = [
-        (part, name, layer)
-        for part in lm.modules()
-        for name, layer in part.named_children()
-        if type(layer) in (nn.Linear, Conv1D, Float32Head)
-    ]
-    try:
-        for part, name, layer in layers if has_kernels else []:
-            swapped.append((part, name, layer))
-            setattr(part, name, PackedLinear(layer))
-            given_up: Any = layer.weight.new_empty(0, device="meta")  # type: ignore[operator]
-            layer.weight = nn.Parameter(given_up, requires_grad=False)
-        yield
-    finally:
-        for part, name, layer in swapped:
-            setattr(part, name, layer)
-
-
-class RolloutCopy:
-    """A plain replica of a sharded language model, filled once per rollout phase.
-
-    Sampling from the sharded model would gather every unit once per token and tie the ranks to
-    the same number of tokens. The replica costs one gather, holds the compute dtype, lets each
-    rank stop when its own samples have stopped, and is freed before training goes on. Adapters are
-    merged into its weights.
-    """
-
-    def __init__(self, lm: Any, config: CommonConfig) -> None:
-        """Build the replica without storage. `lm` is the Hugging Face model inside the policy."""
-        dtype = torch.bfloat16 if config.bf16 else torch.float32
-        with torch.device("meta"):
-            self.replica = type(lm)(lm.config).to(dtype).eval().requires_grad_(False)
-        prepare(self.replica, config)
-        self.source = lm
-        for name, buffer in lm.named_buffers():
-            parent, _, leaf = name.rpartition(".")
-            self.replica.get_submodule(parent).register_buffer(leaf, buffer, persistent=False)
-
-    @contextmanager
-    def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """Fill the replica from `policy`, whose submodule the source is. Collective on entry."""
-        reshard(policy)
-        weights = {lora.plain_name(name): p for name, p in self.source.named_parameters()}
-        adapted = lora.adapted_layers(self.source)
-        for name, target in list(self.replica.named_parameters()):
-            layer = adapted.get(name.removesuffix(".weight"))
-            if layer is None:
-                full = gather(weights[name], target.dtype)
-            else:
-                matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
-                parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
-                full = lora.merged_weight(layer, *parts).to(target.dtype)
-            set_parameter(self.replica, name, full)
-        head = self.replica.get_output_embeddings()
-        shared = head.weight
-        head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token
-        try:
-            yield self.replica
-        finally:
-            head.weight = shared
-            for name, target in list(self.replica.named_parameters()):
-                set_parameter(self.replica, name, torch.empty_like(target, device="meta"))
-
-
-def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter in a dtype, whole on every rank. Collective."""
-    weight = parameter.data.to(distributed.device(), dtype)  # cast first: half the traffic
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a parameter by a frozen one, in every module that shares it (tied embeddings)."""
-    old = module.get_parameter(name)
-    new = nn.Parameter(value, requires_grad=False)
-    for part in module.modules():
-        for leaf, parameter in list(part.named_parameters(recurse=False)):
-            if parameter is old:
-                setattr(part, leaf, new)
-
-
 def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
     """Raise a UserError for a reference that cannot take the policy's weights."""
+    from common.model import lora
+
     if isinstance(reference, lora.AdapterReference):
         return  # it is inside the policy
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
@@ -380,6 +266,8 @@ def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
         source: the other model.
         alpha: 1 makes the target a copy.
     """
+    from common.model import lora
+
     reshard(target)
     reshard(source)
     pairs = zip(target.parameters(), source.parameters(), strict=True)

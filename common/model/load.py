@@ -7,7 +7,7 @@ Every other rank builds the same model on the meta device and receives its shard
 import json
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -23,26 +23,14 @@ from transformers import (
 from transformers.utils import cached_file
 
 from common import distributed
-from common.config import CommonConfig, UserError, gist
-from common.model import fsdp, lora
-from common.model.checks import (
-    Kind,
-    check_kind,
-    check_lengths,
-    check_location,
-    check_max_length,
-    check_sizes,
-    check_weight_files,
-    count_ids,
-    pickle_hint,
-    reason,
-    refuse_not_finite,
-    refuse_quantised,
-    refuse_unknown_fields,
-    refuse_unread,
-)
+from common.config import CommonConfig
+from common.errors import UserError, gist
+from common.model import fsdp
 from common.noise import derive_seed
-from common.text import synthetic
+
+if TYPE_CHECKING:
+    from common.model.checks import Kind
+    from common.model.lora import LoraTrainConfig
 
 RANDOM_SEED_PART = "model initialisation"
 HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
@@ -70,18 +58,23 @@ def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none.
     """
+    from common.model import checks, lora
+
     if path == "synthetic":
+        from common.text import synthetic
+
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
         raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
     if lora.is_adapter(path) and not any(Path(path).glob("tokenizer*")):
         path = lora.base_path(path)
-    check_location(path, "tokenizer")
+    checks.check_location(path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the tokenizers library raises no subclass of it
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason(error)}.") from None
-    check_max_length(path, tokenizer)
+        why = checks.reason(error)
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
+    checks.check_max_length(path, tokenizer)
     return tokenizer
 
 
@@ -104,7 +97,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[
 
 
 def read_model_config(
-    path: str, kind: Kind, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+    path: str, kind: "Kind", tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
@@ -119,13 +112,15 @@ def read_model_config(
         UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
             embeddings, or prompt and completion longer than the model's positions.
     """
+    from common.model import checks, lora
+
     path = lora.base_path(path)
     model_config = find_config(path, tokenizer, config)
-    check_kind(path, model_config, kind)
-    check_sizes(path, model_config, kind, tokenizer)
-    refuse_quantised(path, model_config)
+    checks.check_kind(path, model_config, kind)
+    checks.check_sizes(path, model_config, kind, tokenizer)
+    checks.refuse_quantised(path, model_config)
     if kind != "encoder":  # its texts are other tokens
-        check_lengths(path, model_config, config)
+        checks.check_lengths(path, model_config, config)
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
     # build the model without reading it.
     model_config.dtype = torch.float32
@@ -143,14 +138,16 @@ def find_config(
     Raises:
         UserError: nothing there.
     """
+    from common.model import checks, lora
+
     path = lora.base_path(path)
-    check_location(path, "model")
+    checks.check_location(path, "model")
     try:
         if path.endswith(".json"):
             fields = json.loads(Path(path).read_text())
-            refuse_unknown_fields(path, fields)
+            checks.refuse_unknown_fields(path, fields)
             if tokenizer is not None:
-                num_ids, eos_id = count_ids(tokenizer), tokenizer.eos_token_id
+                num_ids, eos_id = checks.count_ids(tokenizer), tokenizer.eos_token_id
                 fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
             return AutoConfig.for_model(**fields)
@@ -158,7 +155,8 @@ def find_config(
     except UserError:
         raise
     except Exception as error:  # of many kinds: a folder is a foreign thing
-        raise UserError(f"no model could be found at {path!r}: {reason(error)}.") from None
+        why = checks.reason(error)
+        raise UserError(f"no model could be found at {path!r}: {why}.") from None
 
 
 def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig) -> PreTrainedModel:
@@ -166,27 +164,21 @@ def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig)
 
     An adapter is merged into its base.
     """
-    lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
-    lora.merge_folder(lm, fsdp.blocks(lm), path)
-    return lm
+    return load(AutoModelForCausalLM, path, model_config, config)
 
 
 def load_trained_policy(
-    path: str,
-    model_config: PretrainedConfig,
-    config: lora.LoraTrainConfig,
-    *,
-    with_copy: bool = False,
+    path: str, model_config: PretrainedConfig, config: "LoraTrainConfig", *, with_copy: bool = False
 ) -> PreTrainedModel:
     """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
 
     With it an adapter is not merged: training goes on with it. For `with_copy` see
     `lora.add_adapters`.
     """
-    if config.lora_r == 0:
-        lm = load_policy(path, model_config, config)
-    else:
-        lm = load(AutoModelForCausalLM, lora.base_path(path), model_config, config)
+    lm = load(AutoModelForCausalLM, path, model_config, config, merge=config.lora_r == 0)
+    if config.lora_r:
+        from common.model import lora
+
         lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
     mend_generation_config(lm, path)
     return lm
@@ -250,9 +242,7 @@ def load_reward_model(
         )
     model_config.num_labels = 1
     new = {"score.weight"} if fresh else set()
-    base = lora.base_path(path)
-    lm = load(AutoModelForSequenceClassification, base, model_config, config, new)
-    lora.merge_folder(lm, fsdp.blocks(lm), path)
+    lm = load(AutoModelForSequenceClassification, path, model_config, config, new=new)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
@@ -272,7 +262,7 @@ def load_trained_reward_model(
     path: str,
     model_config: PretrainedConfig,
     tokenizer: Any,
-    config: lora.LoraTrainConfig,
+    config: "LoraTrainConfig",
     head_init: str = HEAD_INITS[0],
 ) -> PreTrainedModel:
     """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
@@ -281,6 +271,8 @@ def load_trained_reward_model(
         UserError: with `lora_r` the path is that of an adapter, which would be merged into what the
             new one is saved for.
     """
+    from common.model import lora
+
     if config.lora_r and lora.is_adapter(path):
         raise UserError(
             f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
@@ -297,15 +289,22 @@ def load(
     path: str,
     model_config: PretrainedConfig,
     config: CommonConfig,
+    *,
     new: AbstractSet[str] = frozenset(),
+    merge: bool = True,
 ) -> PreTrainedModel:
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
+
+    Of an adapter's folder it is the base, into which the adapter is merged if `merge` is True.
 
     Raises:
         UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
             model, or lack parameters other than the `new` ones, which would be trained from random
             values in silence.
     """
+    from common.model import lora
+
+    adapter, path = path, lora.base_path(path)
     try:
         if not distributed.is_rank0():
             with torch.device("meta"):
@@ -319,6 +318,22 @@ def load(
             return model
     except ValueError as error:
         raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    model = read_weights(auto_class, path, model_config, config, new)
+    if merge:
+        lora.merge_folder(model, fsdp.blocks(model), adapter)
+    return model
+
+
+def read_weights(
+    auto_class: Any,
+    path: str,
+    model_config: PretrainedConfig,
+    config: CommonConfig,
+    new: AbstractSet[str],
+) -> PreTrainedModel:
+    """The model of a folder or hub id, for which see `load`."""
+    from common.model import checks
+
     try:
         model, report = auto_class.from_pretrained(
             path,
@@ -331,10 +346,10 @@ def load(
         )
     except Exception as error:  # of many kinds, as above
         raise UserError(
-            f"no safetensors weights could be loaded from {path!r}: {reason(error)}"
-            f"{pickle_hint(path)}."
+            f"no safetensors weights could be loaded from {path!r}: {checks.reason(error)}"
+            f"{checks.pickle_hint(path)}."
         ) from None
-    check_weight_files(path, Path(cached_file(path, "config.json")).parent)
+    checks.check_weight_files(path, Path(cached_file(path, "config.json")).parent)
     mismatched = sorted(report["mismatched_keys"])
     if mismatched:
         name, found, expected = mismatched[0]
@@ -348,8 +363,8 @@ def load(
             f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
             f"of {type(model).__name__}."
         )
-    refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
-    refuse_not_finite(path, model.named_parameters())
+    checks.refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
+    checks.refuse_not_finite(path, model.named_parameters())
     return model
 
 

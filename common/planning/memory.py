@@ -207,10 +207,10 @@ def kept_for_kl(run: Run, ranks: int) -> float:
 
 
 def copy_bytes(run: Run, ranks: int) -> float:
-    """The plain copy that samples (`fsdp.RolloutCopy`), whole on every rank.
+    """The plain copy that samples (`replica.RolloutCopy`), whole on every rank.
 
     In one plain process its weights are the policy's own. On a CPU the linear layers are packed
-    anew (`fsdp.packed`), which gives up a gathered weight but not one that the policy holds; the
+    anew (`replica.packed`), which gives up a gathered weight but not one that the policy holds; the
     head is packed, or cast to float32 once, beside the embedding.
     """
     policy, size = run.policy, run.number_bytes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common import distributed, noise, padding
 from common.config import CommonConfig
 from common.data import Example
-from common.model import fsdp
+from common.model import replica
 from common.record.terminal import progress_bar, show_status
 from common.sampling import token_records
 from common.sampling.decode import CopyingDecoder, SharedDecoder
@@ -127,7 +127,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.stop_ids = list(stop_ids)
         self.config = config
-        self.copy = fsdp.RolloutCopy(policy.lm, config)
+        self.copy = replica.RolloutCopy(policy.lm, config)
 
     @torch.no_grad()
     def sample(
@@ -153,7 +153,7 @@ class Sampler:
             report: told what is happening, for a progress bar.
         """
         rollouts = Rollouts()
-        with self.copy.gathered(self.policy) as lm, fsdp.packed(lm):
+        with self.copy.gathered(self.policy) as lm, replica.packed(lm):
             for start, end, first, count in self.parts(examples, num_samples):
                 part = examples[start:end]
                 rollouts.extend(

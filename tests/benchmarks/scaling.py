@@ -134,7 +134,7 @@ def sampling(group: int, prompt: int, layout: str) -> float:
     """Seconds to prefill and decode 35 tokens for each sample of a group; nothing stops earlier."""
     import torch
 
-    from common.model import fsdp
+    from common.model import replica
     from common.sampling import sampler
 
     lm = model(4096, prompt + COMPLETION).eval().requires_grad_(False)
@@ -155,7 +155,7 @@ def sampling(group: int, prompt: int, layout: str) -> float:
             layout=layout,
         )
 
-    with fsdp.packed(lm) if layout == "shared_prefix" else nullcontext():
+    with replica.packed(lm) if layout == "shared_prefix" else nullcontext():
         return seconds(call)
 
 

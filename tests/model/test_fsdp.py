@@ -32,6 +32,8 @@ from transformers.pytorch_utils import Conv1D
 from common import distributed
 from common.checkpoint import export
 from common.model import fsdp, load
+from common.model.replica import PackedLinear, RolloutCopy
+from common.model.replica import packed as packed_weights
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -130,7 +132,7 @@ def new_layer(kind: str, with_bias: bool) -> Any:
 def test_a_packed_layer_computes_the_same(kind: str, with_bias: bool) -> None:
     """For any number of rows, and rows in a rectangle; target: float64."""
     layer = new_layer(kind, with_bias)
-    packed = fsdp.PackedLinear(layer)
+    packed = PackedLinear(layer)
     weight = layer.weight.double().T if kind == "conv" else layer.weight.double()
     for shape in ((1,), (2,), (64,), (67,), (3, 5), (0,)):
         inputs = torch.randn(*shape, 24)
@@ -148,7 +150,7 @@ def test_a_packed_bfloat16_layer_rounds_once(kind: str) -> None:
     layer = new_layer(kind, True).bfloat16()
     weight = layer.weight.double().T if kind == "conv" else layer.weight.double()
     model = nn.Sequential(layer)
-    with fsdp.packed(model):  # leaves the layer as it is where oneDNN has no bfloat16
+    with packed_weights(model):  # leaves the layer as it is where oneDNN has no bfloat16
         for num_rows in (1, 3, 70):
             inputs = torch.randn(num_rows, 24).bfloat16()
             output = model(inputs)
@@ -166,11 +168,11 @@ def test_packing_is_undone(family: str) -> None:
     expected = lm(input_ids=ids).logits
     embedding = lm.get_input_embeddings().weight
     before = {name: type(part) for name, part in lm.named_modules()}
-    with fsdp.packed(lm):
+    with packed_weights(lm):
         torch.testing.assert_close(lm(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
         assert lm.get_input_embeddings().weight is embedding
         if distributed.device().type == "cpu" and torch.backends.mkldnn.is_available():
-            num_packed = sum(isinstance(part, fsdp.PackedLinear) for part in lm.modules())
+            num_packed = sum(isinstance(part, PackedLinear) for part in lm.modules())
             assert num_packed == 2 * (4 if family == "gpt2" else 7) + 1
             left = [part for part in lm.modules() if isinstance(part, nn.Linear | Conv1D)]
             assert not left
@@ -233,7 +235,7 @@ def inspect_model(folder: str, name: str) -> dict[str, Any]:
         "num_in_full_state": len(fsdp.full_state_dict(policy)),
     }
 
-    replica = fsdp.RolloutCopy(lm, tiny.train_config())
+    replica = RolloutCopy(lm, tiny.train_config())
     seen["before"] = inspect_replica(replica, policy)
     seen["reductions"] = add_gradients(policy, rank)
     gradients = {key: whole(p.grad) for key, p in lm.named_parameters()}
@@ -265,10 +267,10 @@ def add_gradients(policy: Policy, rank: int) -> list[int]:
     return reductions
 
 
-def inspect_replica(replica: fsdp.RolloutCopy, policy: Policy) -> dict[str, Any]:
+def inspect_replica(replica: RolloutCopy, policy: Policy) -> dict[str, Any]:
     """Use the replica, on this rank as often as it likes."""
     example = tiny.ragged_examples(LENGTHS)[0]
-    with mock.patch.object(fsdp, "packed", nullcontext), replica.gathered(policy) as lm:
+    with mock.patch("common.model.replica.packed", nullcontext), replica.gathered(policy) as lm:
         hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
         hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
         head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
@@ -300,8 +302,8 @@ def inspect_all(models_folder: str) -> dict[str, Any]:
 def inspect_bfloat16_replica(folder: str) -> dict[str, Any]:
     """The replica of a policy that computes in bfloat16."""
     policy = load_policy(Path(folder), "gpt2", bf16=True)
-    replica = fsdp.RolloutCopy(policy.lm, tiny.train_config(bf16=True))
-    with mock.patch.object(fsdp, "packed", nullcontext), replica.gathered(policy) as lm:
+    replica = RolloutCopy(policy.lm, tiny.train_config(bf16=True))
+    with mock.patch("common.model.replica.packed", nullcontext), replica.gathered(policy) as lm:
         return {key: hash_of(p.data) for key, p in lm.named_parameters()}
 
 

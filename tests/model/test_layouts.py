@@ -130,7 +130,7 @@ def compare_policies(
     policy = Policy(tiny.causal_lm(family, **(shape or {})))
     if is_recomputed:
         policy.train()
-        fsdp.enable_gradient_checkpointing(policy)
+        fsdp.enable_gradient_checkpointing(policy.lm)
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(2, *padded.completion_mask.shape, generator=generator)
     weights = weights.to(distributed.device())

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import distributed, noise
 from common.data import Example
 from common.model import fsdp
+from common.model.replica import PackedLinear
 from common.padding import padded_batch
 from common.sampling import decode as decoding
 from common.sampling import sampler as generation
@@ -759,4 +760,4 @@ def test_a_packed_layer_with_a_bias_of_another_dtype():
     layer.weight = torch.nn.Parameter(layer.weight.float())
     inputs = torch.randn(3, 8)
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias.float())
-    torch.testing.assert_close(fsdp.PackedLinear(layer)(inputs), expected)
+    torch.testing.assert_close(PackedLinear(layer)(inputs), expected)

@@ -510,7 +510,7 @@ RECIPES: list[tuple[str, list[str]]] = [
     ids=[" ".join([s, *(f"{k}={v}"[:60] for k, v in flags.items())]) for s, flags, _ in CASES],
 )
 def test_bad_input_is_refused_before_weights_are_read(stage, flags, parts, refusals, monkeypatch):
-    monkeypatch.setattr(load, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     message = refusals.sentence(stage, arguments(stage, flags))
     for part in parts:
         assert part in message
@@ -613,7 +613,7 @@ def test_a_recipe_that_is_not_there_or_not_named(refusals):
 
 def test_a_folder_that_allows_no_files_is_refused_before_weights_are_read(refusals, monkeypatch):
     """Permissions are asked for, not tried: tests may run as root, whom nothing stops."""
-    monkeypatch.setattr(load, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(load, "load", lambda *_, **__: pytest.fail("weights were loaded"))
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     for flags in ({}, {"output_dir": "a/b/c"}, {"output_dir": "sft"}):
         message = refusals.sentence("train_sft", arguments("train_sft", flags))
@@ -766,7 +766,7 @@ def test_tensors_of_older_files_and_the_head_of_a_trunk_are_left_out(folder):
 
 
 def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "load", lambda *_: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setattr(load, "load", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
     module = importlib.import_module(stage)
     with pytest.raises(InterruptedError):
         module.main(parse(getattr(module, STAGES[stage]), arguments(stage, flags)))
