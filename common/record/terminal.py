@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
 from common.errors import UserError
 
 NOT_MEASURED = "\N{EN DASH}"
 LINE_BREAK = re.compile(r"\r\n|[\n\v\f\r\x85\u2028\u2029]")
+ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 MIN_TEXT_WIDTH = 12  # characters below which a wrapped column is no longer read
 
 
@@ -53,16 +52,10 @@ def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str
             a terminal would obey is replaced.
     """
     cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
-    assert all(len(row) == len(headers) for row in cells), "a row misses a cell"
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(headers))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    lines = [_aligned(cells[0], widths), rule, *(_aligned(row, widths) for row in cells[1:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first = row[0].ljust(widths[0])
-    return [first, *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+    return "\n".join(f"| {' | '.join(row)} |" for row in aligned)
 
 
 def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4) -> str:
@@ -72,54 +65,45 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     A prompt (a column whose name starts with "prompt") that needs more than `max_lines` lines loses
     its beginning, any other text its end: of a prompt, the cue at the end is what matters.
     """
+    from rich.box import Box
+    from rich.table import Table
+
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
-    headers = [format_cell(column) for column in columns]
-    natural = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    widths = fitted_widths(natural, width - 2 * (len(columns) - 1))
-    numeric = [
-        all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns
-    ]
-    lines = [
-        "  ".join(c[:w].ljust(w) for c, w in zip(headers, widths, strict=True)).rstrip(),
-        "  ".join("-" * w for w in widths),
-    ]
+    longest = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    narrow = [length for length in longest if length <= MIN_TEXT_WIDTH]
+    free = width - 2 * (len(columns) - 1) - sum(narrow)
+    room = max(MIN_TEXT_WIDTH, free // max(1, len(columns) - len(narrow)))  # of a wide column
+    rule_below_head = Box("    \n    \n -- \n" + 5 * "    \n", ascii=True)
+    table = Table(box=rule_below_head, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        is_number = all(isinstance(row.get(column), int | float | None) for row in rows)
+        side: Any = "right" if is_number else "left"
+        table.add_column(format_cell(column), justify=side, max_width=room)
     for row in cells:
-        blocks = [
-            _wrapped(cell, widths[index], max_lines, keep_end=columns[index].startswith("prompt"))
-            for index, cell in enumerate(row)
-        ]
-        for line in range(max(len(block) for block in blocks)):
-            parts = [block[line] if line < len(block) else "" for block in blocks]
-            aligned = [
-                part.rjust(w) if right else part.ljust(w)
-                for part, w, right in zip(parts, widths, numeric, strict=True)
-            ]
-            lines.append("  ".join(aligned).rstrip())
-    return "\n".join(lines)
+        texts = zip(columns, (textwrap.wrap(cell.strip(), room) for cell in row), strict=True)
+        table.add_row(
+            *("\n".join(_cut(t, max_lines, name.startswith("prompt"))) for name, t in texts)
+        )
+    return rendered(table, width)
 
 
-def fitted_widths(natural: Sequence[int], total: int) -> list[int]:
-    """Narrow the widest columns, equally, until the sum is at most `total`.
-
-    No column goes below `MIN_TEXT_WIDTH` (or its own natural width), even if the sum stays larger.
-    """
-    for limit in range(max(natural), MIN_TEXT_WIDTH, -1):
-        if sum(min(width, limit) for width in natural) <= total:
-            return [min(width, limit) for width in natural]
-    return [min(width, MIN_TEXT_WIDTH) for width in natural]
-
-
-def _wrapped(text: str, width: int, max_lines: int, *, keep_end: bool) -> list[str]:
-    lines = textwrap.wrap(text.strip(), width) or [""]
-    if len(lines) <= max_lines:
+def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
+    """At most so many lines, with an ellipsis where some are left out."""
+    if len(lines) <= most:
         return lines
-    ellipsis = "\N{HORIZONTAL ELLIPSIS}"
     if keep_end:
-        kept = lines[-max_lines:]
-        return [ellipsis + kept[0][-(width - 1) :], *kept[1:]]
-    kept = lines[:max_lines]
-    return [*kept[:-1], kept[-1][: width - 1] + ellipsis]
+        return [ELLIPSIS + lines[-most][1:], *lines[1 - most :]]
+    return [*lines[: most - 1], lines[most - 1][:-1] + ELLIPSIS]
+
+
+def rendered(what: Any, width: int) -> str:
+    """Something of rich as plain text."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(what)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 class LastingFile(io.FileIO):
@@ -158,17 +142,13 @@ class LineStream:
 
     def __init__(self, stream: TextIO) -> None:
         """Write to `stream`."""
-        self._stream = stream
+        self._stream, self.flush = stream, stream.flush
 
     def write(self, text: str) -> None:
         """Write what a bar draws, as a line."""
         text = text.strip("\r\n ")
         if text:
             self._stream.write(text + "\n")
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -193,6 +173,8 @@ def progress_bar(
         unit: what is counted; a bar of anything but steps is inside a run and vanishes at its end.
         active: False on the ranks that print nothing.
     """
+    from tqdm import tqdm
+
     interactive = sys.stderr.isatty()
     return tqdm(
         total=total,

@@ -21,17 +21,29 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
-from common.record.progress import Run, find_runs, seconds_per_step, total_steps
-from common.record.terminal import NOT_MEASURED, format_cell, format_number, wrapped_table
+import yaml
 
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
+from common.record.jsonl import read_jsonl
+from common.record.terminal import (
+    NOT_MEASURED,
+    format_cell,
+    format_number,
+    rendered,
+    wrapped_table,
+)
+
+LEVELS = 4  # of folders below a sweep: seed, variant, stage
+FRESH = 10  # logged steps from which the speed is taken
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
-DONE, LEFT = "━", "─"
+BAR, PLAIN_BAR = ("━", "─"), ("#", ".")  # steps made, steps left
+BAR_WIDTH, NARROW = 30, 80  # characters; a window that is narrower gets no bar and no ranges
 LOG_SECONDS = 30.0  # between two pictures off a terminal
 NUM_SAMPLES = 4
 # What is shown, in this order, as far as it was logged and the window is high enough.
@@ -43,6 +55,80 @@ SHOWN = (
 )
 
 
+# --- what the files say ---
+
+
+@dataclass
+class Run:
+    """A run's folder as it was read last; the run may not have started."""
+
+    folder: Path
+    name: str
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    changed: float = 0.0  # when metrics or samples were written to, in seconds since 1970
+    _seen: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read the files that have changed, but for a line that is still being written."""
+        for name in ("metrics", "samples"):
+            path = self.folder / f"{name}.jsonl"
+            with suppress(FileNotFoundError):
+                state = path.stat()
+                now = (state.st_ino, state.st_size, state.st_mtime_ns)
+                if now != self._seen.get(name):
+                    setattr(self, name, read_jsonl(path))
+                    self._seen[name] = now
+                    self.changed = max(self.changed, state.st_mtime)
+        with suppress(FileNotFoundError, yaml.YAMLError):  # not there, or half written
+            self.config = yaml.safe_load((self.folder / "config.yaml").read_text()) or {}
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps made, as far as they were logged."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+
+def find_runs(places: Sequence[Path]) -> list[tuple[Path, str]]:
+    """The run folders at or below the places, with their names, in the order they were begun.
+
+    A place without any is a run that has not started.
+    """
+    found: dict[Path, str] = {}
+    for place in places:
+        levels = [place.glob("*/" * n + "config.yaml") for n in range(LEVELS + 1)]
+        below = [file.parent for level in levels for file in level]
+        stages = {run for run in below if (run / "metrics.jsonl").exists()}
+        drivers = {folder for run in below for folder in run.parents} - stages  # of many runs
+        below = [run for run in below if run not in drivers and not stages & set(run.parents)]
+        below.sort(key=lambda run: ((run / "config.yaml").stat().st_mtime, str(run)))
+        for run in below or [place]:
+            shown = run.relative_to(place) if run != place else Path(place.resolve().name)
+            found[run] = format_cell(shown.as_posix())
+    return list(found.items())
+
+
+def total_steps(run: Run) -> int | None:
+    """Optimiser steps of the whole run, None as long as that cannot be told."""
+    if (run.config.get("max_steps") or 0) > 0:
+        return int(run.config["max_steps"])
+    epochs = run.config.get("num_train_epochs")
+    done = next((r for r in reversed(run.metrics) if r.get("epoch")), None)
+    if not epochs or done is None:
+        return None
+    return max(run.step, round(float(done["step"] * epochs / done["epoch"])))
+
+
+def seconds_per_step(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Wall time of a step lately, with what is done between steps; None before two logged steps."""
+    timed = [r for r in records if r.get("elapsed_minutes") is not None][-FRESH:]
+    if not timed or timed[0]["step"] >= timed[-1]["step"]:
+        return None
+    minutes = timed[-1]["elapsed_minutes"] - timed[0]["elapsed_minutes"]
+    return float(60 * minutes / (timed[-1]["step"] - timed[0]["step"]))
+
+
 def duration(seconds: float) -> str:
     """A time that people read: 40 s, 12 min, 3 h 05 min."""
     if seconds < 90:
@@ -51,47 +137,46 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def headline(run: Run, width: int, now: float, plain: bool) -> str:
-    """Name, a bar, steps, speed, time left, and when the last line came."""
-    if not run.metrics.records:
-        what = "no line yet" if run.config else "not started"
+# --- the picture ---
+
+
+def progress(run: Run, now: float) -> str:
+    """Steps, speed, time left, and when the last line came."""
+    if not run.metrics:
         if (run.folder / "results.json").is_file():
-            what = "evaluated: see its report.html"
-        return f"{run.name}  {what}"[:width]
-    total, pace = total_steps(run), seconds_per_step(run.metrics.records)
+            return "evaluated: see its report.html"
+        return "no line yet" if run.config else "not started"
+    total, pace = total_steps(run), seconds_per_step(run.metrics)
     parts = [f"step {run.step:,}" + (f" of {total:,}" if total else "")]
     if pace is not None:
         parts.append(f"{format_number(pace)} s per step")
-    minutes = run.metrics.records[-1].get("elapsed_minutes")
+    minutes = run.metrics[-1].get("elapsed_minutes")
     if minutes is not None:
         parts.append(f"{duration(60 * minutes)} so far")
     if total and run.step >= total:
-        parts.append("all steps made")
-    else:
-        if total and pace is not None:
-            parts.append(f"{duration(pace * (total - run.step))} left")
-        parts.append(f"last line {duration(max(0.0, now - run.metrics.changed))} ago")
-    text = ", ".join(parts)
-    room = min(30, width - len(run.name) - len(text) - 4)
-    if total and room >= 8:
-        done = round(room * min(1, run.step / total))
-        bar = ("#" * done + "." * (room - done)) if plain else DONE * done + LEFT * (room - done)
-        text = f"{bar}  {text}"
-    return f"{run.name}  {text}"[:width]
+        return ", ".join([*parts, "all steps made"])
+    if total and pace is not None:
+        parts.append(f"{duration(pace * (total - run.step))} left")
+    return ", ".join([*parts, f"last line {duration(max(0.0, now - run.changed))} ago"])
 
 
-# --- curves ---
+def progress_bar(run: Run, plain: bool) -> str:
+    """The share of the steps that are made, "" as long as that cannot be told."""
+    total, (done, left) = total_steps(run), PLAIN_BAR if plain else BAR
+    if not total or not run.metrics:
+        return ""
+    num_done = round(BAR_WIDTH * min(1, run.step / total))
+    return done * num_done + left * (BAR_WIDTH - num_done)
 
 
 def metric_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """What was logged of `SHOWN`, in that order; a prefix stands for all names behind it."""
     present = sorted({name for record in records for name in record})
-    prefixes = (FUNCTION_PREFIX, LOGGED_PREFIX)
     return [
         name
         for wanted in SHOWN
         for name in present
-        if name == wanted or (wanted in prefixes and name.startswith(wanted))
+        if name == wanted or (wanted in PREFIXES and name.startswith(wanted))
     ]
 
 
@@ -108,7 +193,9 @@ def sparkline(
         columns[min(width - 1, step * width // max(1, steps[-1]))].append(value)
     heights: list[float] = []
     for column in columns:
-        heights.append(_mean(column) if column else heights[-1] if heights else math.nan)
+        known = [value for value in column if not math.isnan(value)]
+        mean = sum(known) / len(known) if known else math.nan
+        heights.append(mean if column or not heights else heights[-1])
     known = [value for value in heights if not math.isnan(value)]
     low, extent = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
     top = len(blocks) - 1
@@ -118,112 +205,97 @@ def sparkline(
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+def curve(run: Run, name: str, width: int, plain: bool) -> tuple[str, str, str, str]:
+    """Of a metric its name, sparkline, last value, lowest and highest."""
+    steps = [record["step"] for record in run.metrics if name in record]
+    values = [record[name] for record in run.metrics if name in record]  # null: not finite
+    known = [float(value) for value in values if value is not None]
+    drawn = [math.nan if value is None else float(value) for value in values]
+    line = sparkline(steps, drawn, width, PLAIN_BLOCKS if plain else BLOCKS)
+    last = NOT_MEASURED if values[-1] is None else format_number(known[-1])
+    extent = f"from {format_number(min(known))} to {format_number(max(known))}" if known else ""
+    return format_cell(name), line, last, extent  # names of reward functions hold anything
 
 
-def curve_lines(run: Run, width: int, most: int, plain: bool) -> list[str]:
-    """A line for each metric: name, sparkline, last value, lowest and highest."""
-    records, names = run.metrics.records, metric_names(run.metrics.records)[: max(0, most)]
-    if not names:
-        return []
-    shown = {name: format_cell(name) for name in names}  # those of reward functions hold anything
-    label = min(max(map(len, shown.values())), max(8, width // 3))
-    room = width - label - 42 if width >= 80 else width - label - 14
-    room = max(6, room)
-    lines = []
-    for name in names:
-        steps = [record["step"] for record in records if name in record]
-        values = [_number(record[name]) for record in records if name in record]
-        known = [value for value in values if not math.isnan(value)]
-        last = NOT_MEASURED if math.isnan(values[-1]) else format_number(values[-1])
-        curve = sparkline(steps, values, room, PLAIN_BLOCKS if plain else BLOCKS)
-        line = f"  {shown[name][:label]:<{label}}  {curve} {last:>9}"
-        if width >= 80 and known:
-            line += f"  from {format_number(min(known))} to {format_number(max(known))}"
-        lines.append(line[:width].rstrip())
-    return lines
-
-
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def sample_lines(run: Run, width: int, most: int) -> list[str]:
-    """The last table of samples, as many rows as there is room for."""
-    records = run.samples.records
-    if not records or most < 5:
-        return []
-    step = records[-1]["step"]
-    hidden = ("step",)
-    rows = [
-        {k: v for k, v in row.items() if k not in hidden and not isinstance(v, list | dict)}
-        for row in records
-        if row["step"] == step
-    ]
+def last_samples(run: Run) -> list[dict[str, Any]]:
+    """The rows of the last table of samples, of other prompts as far as there are any."""
+    rows = [row for row in run.samples if row["step"] == run.samples[-1]["step"]]
     distinct = list({row.get("prompt"): row for row in reversed(rows)}.values())[::-1]
-    shown = (distinct if len(distinct) > 1 else rows)[:NUM_SAMPLES]
-    lines = wrapped_table(shown, width - 2, max_lines=3).splitlines()
-    return ["", f"  samples at step {step:,}", *(f"  {line}"[:width] for line in lines)][:most]
-
-
-# --- the picture ---
+    return [
+        {k: v for k, v in row.items() if k != "step" and not isinstance(v, list | dict)}
+        for row in (distinct if len(distinct) > 1 else rows)[:NUM_SAMPLES]
+    ]
 
 
 def picture(runs: Sequence[Run], width: int, height: int, now: float, plain: bool) -> str:
     """A line for every run, and everything about the one that wrote last."""
-    current = max(runs, key=lambda run: (run.metrics.changed, run.samples.changed))
-    before = [headline(run, width, now, plain) for run in runs if run is not current]
-    lines = [*before[: max(0, height - 20)], headline(current, width, now, plain)]
-    for_samples = min(3 + 4 * NUM_SAMPLES, height // 2) if current.samples.records else 0
-    lines += curve_lines(current, width, height - len(lines) - for_samples, plain)
-    lines += sample_lines(current, width, height - len(lines) - 1)
-    return "\n".join(lines)
+    from rich.table import Table
+
+    def grid(num_columns: int) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(num_columns):
+            table.add_column(no_wrap=True, overflow="crop")
+        return table
+
+    is_wide = width >= NARROW
+    current = max(runs, key=lambda run: run.changed)
+    before = [run for run in runs if run is not current]
+    heads = grid(3 if is_wide else 2)
+    heads.columns[0].max_width = width // 3
+    for run in [*before[: max(0, height - 20)], current]:
+        bar = [progress_bar(run, plain)] if is_wide else []
+        heads.add_row(run.name, *bar, progress(run, now))
+    lines = rendered(heads, width).split("\n")
+    curves = grid(4 if is_wide else 3)
+    curves.columns[0].max_width = width // 3
+    curves.columns[2].justify = "right"
+    for name in metric_names(current.metrics):
+        room = max(6, width // 3)
+        curves.add_row(*curve(current, name, room, plain)[: len(curves.columns)])
+    for_samples = min(3 + 4 * NUM_SAMPLES, height // 2) if current.samples else 0
+    if curves.row_count:
+        lines += rendered(curves, width).split("\n")[: max(0, height - len(lines) - for_samples)]
+    if current.samples:
+        table = wrapped_table(last_samples(current), width, max_lines=3)
+        lines += ["", f"samples at step {current.samples[-1]['step']:,}", *table.split("\n")]
+    return "\n".join(lines[:height])
 
 
-@contextmanager
-def own_screen(stream: TextIO, interactive: bool) -> Iterator[None]:
-    """A screen of its own, so that what stood in the terminal is there again afterwards."""
-    try:
-        if interactive:
-            stream.write("\x1b[?1049h\x1b[?25l")
-        yield
-    finally:
-        if interactive:
-            stream.write("\x1b[?25h\x1b[?1049l")
-            stream.flush()
+# --- the program ---
 
 
 def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -> None:
     """Show the runs until Ctrl-C, or once; the last picture stays in the terminal."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
     interactive = stream.isatty() and not once
     encoding = stream.encoding or "ascii"
     plain = "utf" not in encoding.lower()
     runs: dict[Path, Run] = {}
     text, shown, shown_at = "", "", -math.inf
+    screen = Live(console=Console(file=stream), screen=True, auto_refresh=False)
     try:
-        with own_screen(stream, interactive):
+        with screen if interactive else nullcontext():
             while True:
-                places_now = find_runs(places)
-                present = [runs.setdefault(f, Run.at(f, name)) for f, name in places_now]
+                present = [runs.setdefault(f, Run(f, name)) for f, name in find_runs(places)]
                 for run in present:
                     run.read()
                 now, size = time.time(), shutil.get_terminal_size((100, 40))
                 text = picture(present, size.columns - 1, size.lines - 1, now, plain)
                 text = text.encode(encoding, "replace").decode(encoding)
                 if interactive:
-                    lines = "".join(f"{line}\x1b[K\n" for line in text.split("\n"))
-                    stream.write(f"\x1b[H{lines}\x1b[J")
+                    screen.update(Text(text, no_wrap=True), refresh=True)
                 elif once or (text != shown and now - shown_at >= LOG_SECONDS):
-                    stream.write(f"{text}\n" if once else f"{text}\n\n")
+                    print(text if once else f"{text}\n", file=stream, flush=True)
                     shown, shown_at = text, now
-                stream.flush()
                 if once:
                     return
                 time.sleep(interval)
     finally:
-        stream.write(f"{text}\n" if interactive else "")
+        if interactive:
+            print(text, file=stream, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from common.record.glossary import CONSOLE, METRICS, POSTFIX
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
-from common.record.terminal import fitted_widths, format_number, markdown_table, wrapped_table
+from common.record.terminal import format_number, markdown_table, wrapped_table
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -349,11 +349,11 @@ def test_wrapped_table_fits_and_keeps_the_end_of_prompts() -> None:
     assert any("–" in line for line in lines)
 
 
-def test_fitted_widths_narrow_the_widest_first() -> None:
-    assert fitted_widths([5, 30, 100], 200) == [5, 30, 100]
-    assert fitted_widths([5, 30, 100], 85) == [5, 30, 50]
-    assert fitted_widths([5, 30, 100], 45) == [5, 20, 20]
-    assert fitted_widths([5, 30, 100], 10) == [5, 12, 12]
+def test_of_a_wrapped_table_long_texts_share_what_short_cells_leave() -> None:
+    row = {"prompt": "a" * 99, "completion": "b" * 99, "reward": 12345.0, "stop_reason": "length"}
+    lines = wrapped_table([row], 80).splitlines()
+    assert lines[0].split() == list(row)
+    assert lines[2].split() == ["a" * 28, "b" * 28, "12,345", "length"]
 
 
 def test_no_table_obeys_what_its_cells_or_headers_hold() -> None:
