@@ -35,27 +35,11 @@ from common import data, distributed, launch, self_checks
 from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
 from common.data import Example
 from common.errors import refuse_twice
-from common.evaluation import (
-    comparison,
-    completions,
-    pair_judging,
-    pair_scores,
-    quality,
-    score,
-    win_rates,
-)
-from common.evaluation import judges as judge_functions
-from common.evaluation.completions import Answers, Generation
-from common.evaluation.intervals import preference_accuracy
+from common.evaluation import completions, judges, pair_scores, score
+from common.evaluation.completions import Answers, Generation, collect
 from common.evaluation.pair_scores import PairScores, token_counts
-from common.evaluation.quality import collect
 from common.model import fsdp, load
-from common.record.terminal import markdown_table
-from common.report import calibration_figure, chain, tables
-from common.rewards.scorer import RewardScorer
-from common.sampling.sampler import Sampler
 from common.scoring import Policy
-from common.text import synthetic
 
 
 @dataclass
@@ -124,6 +108,11 @@ class EvaluateConfig(CommonConfig):
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
+    from common.evaluation.comparison import compare
+    from common.evaluation.win_rates import all_win_rates
+    from common.rewards.scorer import RewardScorer
+    from common.sampling.sampler import Sampler
+
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
 
@@ -135,26 +124,27 @@ def main(config: EvaluateConfig) -> None:
     policy_configs = {
         path: load.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
+    comparing = judges.load_judges(config.judge_funcs)
+    betas = pair_scores.implicit_betas(policies, tokenizer, config)
     judging = [*config.reward_models, *config.reward_funcs]
-    comparing = judge_functions.load_judges(config.judge_funcs)
-    betas = pair_judging.implicit_betas(policies, tokenizer, config)
-    judges = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
+    scorer = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
-    judges.check_messages(pairs)
-    judges.check_rows(prompts)
+    scorer.check_messages(pairs)
+    scorer.check_rows(prompts)
     where = (config.dataset_name, config.dataset_test_split)
-    described = pair_scores.describe_pairs(pairs, *where, config.margin_column)
-    table = PairScores(described)
+    table = PairScores(pair_scores.describe_pairs(pairs, *where, config.margin_column))
     others = pair_scores.read_others(table, config.scores_from)
     if distributed.is_rank0():
         save_run_files(output_dir, config, distributed.world_size())
+        for name in ("results.json", "report.html", "report.md"):  # of an earlier evaluation
+            (output_dir / name).unlink(missing_ok=True)
 
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
-    judges.load(mesh)
-    names, systems = judges.short, []
-    for path, function in judges.reward_models.items():
-        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+    scorer.load(mesh)
+    names, systems = scorer.short, []
+    for path, function in scorer.reward_models.items():
+        scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
         table.rewards[names[path]] = scores.numpy()
         systems.append(describe(path, names[path], "reward_model", scores, pairs))
         write_parts(table, [], output_dir)
@@ -163,9 +153,8 @@ def main(config: EvaluateConfig) -> None:
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
-    scored = pairs if config.score_stop_token else pair_judging.without_stop(pairs, stop_ids)
+    scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, stop_ids)
     generations: dict[str, list[Generation]] = {}
-    no_references = [None] * len(prompts)
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
@@ -176,7 +165,7 @@ def main(config: EvaluateConfig) -> None:
         )
         if path in config.policies:
             table.add_policy(names[path], read, betas[path])
-        write_parts(table, collect(prompts, generations, no_references), output_dir)
+        write_parts(table, collect(prompts, generations), output_dir)
         if reference is None:
             reference, ref_logps = policy, logps
         system = describe(path, names[path], "policy", next(iter(read.values())), pairs)
@@ -185,47 +174,54 @@ def main(config: EvaluateConfig) -> None:
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
-            generations[names[path]] = quality.measure(
-                policy, reference, judges, prompts, rollouts, config, config.temperature, pad_id
+            generations[names[path]] = completions.measure(
+                policy, reference, scorer, prompts, rollouts, config, config.temperature, pad_id
             )
         if path in config.policies:
             systems.append(system)
 
     # Generations: compared with each other and with the rows' own completions
-    write_parts(table, collect(prompts, generations, no_references), output_dir)
-    own = quality.reference_completions(
-        judges, prompts, tokenizer, stop_ids[0], config.max_completion_length
+    write_parts(table, collect(prompts, generations), output_dir)
+    own = completions.reference_completions(
+        scorer, prompts, tokenizer, stop_ids[0], config.max_completion_length
     )
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
-    answers = judge_functions.with_verdicts(answers, comparing, names, prompts, config.seed)
-    systems = quality.with_summaries(systems, answers, judges)
+    answers = judges.with_verdicts(answers, comparing, names, prompts, config.seed)
 
     # Results
-    texts = pair_judging.completion_texts(pairs, tokenizer, stop_ids)
+    texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
     table.scores |= pair_scores.baselines(pairs, texts, config.seed)
     pair_scores.add_others(table, others)
-    compared = comparison.compare(table)
+    write_parts(table, answers, output_dir)
     results = {
         "dataset": config.dataset_name,
         "split": config.dataset_test_split,
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
-        "attainable_accuracy": attainable(described),
-        "systems": systems,
-        "comparison": compared,
-        "reference_completions": quality.reference_summary(answers),
-        "win_rates": win_rates.all_win_rates(answers),
+        "attainable_accuracy": attainable(table.pairs),
+        "systems": completions.with_summaries(systems, answers, scorer),
+        "comparison": compare(table),
+        "reference_completions": completions.reference_summary(answers),
+        "win_rates": all_win_rates(answers),
         "samples": samples(prompts, generations, config),
     }
-    write_parts(table, answers, output_dir)
+    show(results, config)
+
+
+def show(results: dict[str, Any], config: EvaluateConfig) -> None:
+    """Write `results.json`, the pictures and the report, and print the tables."""
+    from common.record.terminal import markdown_table
+    from common.report import calibration_figure, chain, tables
+
+    output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        calibration_figure.draw(compared, output_dir / "plots" / "calibration.png")
-    chain.chain_report(results, chain.run_dirs(systems), output_dir)
+        calibration_figure.draw(results["comparison"], output_dir / "plots" / "calibration.png")
+    chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
     chain.send(results, config)
     distributed.print_rank0(f"\n{chain.results_table(results)}\n")
-    distributed.print_rank0(f"{tables.summary(compared)}\n")
+    distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
     for headers, rows in tables.generation_tables(results):
         distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
@@ -246,35 +242,27 @@ def load_data(
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
-    """Write what is known so far, so that a judge that fails later loses nothing of it.
-
-    Results and reports of an earlier evaluation are removed: they are not of these scores.
-    """
+    """Write what is known so far, so that a judge that fails later loses nothing of it."""
     if distributed.is_rank0():
-        for name in ("results.json", "report.html", "report.md"):
-            (output_dir / name).unlink(missing_ok=True)
         pair_scores.write_scores(output_dir / "scores.jsonl", table)
         completions.write(answers, output_dir)
 
 
-def describe(
-    path: str,
-    name: str,
-    kind: str,
-    scores: Any,
-    pairs: list[Example],
-) -> dict[str, Any]:
+def describe(path: str, name: str, kind: str, scores: Any, pairs: list[Example]) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
-    accuracy = preference_accuracy(*scores.T)
+    from common.evaluation.intervals import preference_accuracy
+
     sources = [example.source for example in pairs]
-    by_source = {}
-    for source in dict.fromkeys(sources):
-        own = scores[[s == source for s in sources]]  # (n, 2)
-        by_source[source] = asdict(preference_accuracy(*own.T))
-    row = {"name": name, "kind": kind, "path": path, "accuracy": asdict(accuracy)}
+    rows_of = {source: [s == source for s in sources] for source in dict.fromkeys(sources)}
     cost = score.run_cost(Path(path).parent)
-    return row | {
-        "accuracy_by_source": by_source,
+    return {
+        "name": name,
+        "kind": kind,
+        "path": path,
+        "accuracy": asdict(preference_accuracy(*scores.T)),
+        "accuracy_by_source": {
+            source: asdict(preference_accuracy(*scores[rows].T)) for source, rows in rows_of.items()
+        },
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }
@@ -282,6 +270,8 @@ def describe(
 
 def attainable(described: list[dict[str, Any]]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
+    from common.text import synthetic
+
     known = all(pair["label_probability"] is not None for pair in described)
     return synthetic.attainable_accuracy(described) if known else None
 

@@ -16,6 +16,7 @@ A name in `..._type`, `estimator` and the like that does not exist raises ValueE
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -62,6 +63,14 @@ def bradley_terry_loss(
     """
     difference = _precise(chosen_rewards) - _precise(rejected_rewards)
     return -F.logsigmoid(difference if margin is None else difference - margin)
+
+
+def wins(first: Any, second: Any) -> Any:
+    """What a pair counts in an accuracy: 1 where `first` is larger, 0.5 in a tie, else 0.
+
+    Of tensors or arrays as of numbers.
+    """
+    return (first > second) + 0.5 * (first == second)
 
 
 def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:

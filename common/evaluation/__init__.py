@@ -1,5 +1,5 @@
 """What systems are worth: on pairs, and by what they generate.
 
-Face: score, pair_scores, pair_judging, comparison, quality, win_rates, judges, completions; for
-what may be concluded intervals, paired_statistics, calibration and length_control.
+Face: score, pair_scores, comparison, completions, win_rates and judges; for what may be concluded
+intervals and calibration.
 """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.evaluation.intervals import BOOTSTRAP_SEED, wilson_interval
+from common.evaluation.intervals import BOOTSTRAP_SEED, Floats, wilson_interval
 
 NUM_BINS = 15  # of equal width, as in Guo et al. 2017, section 2; odd: a bin around 1/2
 NUM_SIMULATIONS = 200
@@ -20,20 +20,12 @@ NUM_SIMULATIONS = 200
 
 @dataclass(frozen=True)
 class CalibrationBin:
-    """Observations of both sides whose predicted probability is in one bin.
+    """Observations of both sides whose predicted probability is in one bin."""
 
-    Attributes:
-        count: Observations, twice the number of pairs over all bins.
-        predicted: Mean predicted probability, None in an empty bin, as what follows.
-        observed: Share that was preferred.
-        low: Lower end of its 95% Wilson interval.
-        high: Upper end.
-    """
-
-    count: int
-    predicted: float | None = None
-    observed: float | None = None
-    low: float | None = None
+    count: int  # over all bins twice the number of pairs
+    predicted: float | None = None  # mean probability; None in an empty bin, as what follows
+    observed: float | None = None  # share that was preferred
+    low: float | None = None  # of its 95% Wilson interval
     high: float | None = None
 
 
@@ -56,34 +48,31 @@ class Calibration:
     bins: list[CalibrationBin]
 
 
-def calibration(margins: NDArray[np.float64]) -> Calibration:
+def calibration(margins: Floats) -> Calibration:
     """The calibration of log odds.
 
     Args:
         margins: (N,) r_chosen - r_rejected, N at least 1: what the Bradley-Terry model takes the
             log odds of the label to be.
     """
-    p = probability(margins)  # (N,)
+    from scipy.special import expit
+
+    p = expit(margins)  # (N,)
     generator = np.random.default_rng(BOOTSTRAP_SEED)
     by_chance = [
         calibration_error(*binned(p, generator.random(p.size) < p)) for _ in range(NUM_SIMULATIONS)
     ]
-    counts, predicted, observed = binned(p, np.ones(p.size, dtype=bool))
+    parts = binned(p, np.ones(p.size, dtype=bool))
     return Calibration(
-        calibration_error(counts, predicted, observed),
+        calibration_error(*parts),
         float(np.mean(by_chance)),
         float(np.logaddexp(0.0, -margins).mean()),
-        [_bin(*values) for values in zip(counts, predicted, observed, strict=True)],
+        [calibration_bin(*map(float, part)) for part in zip(*parts, strict=True)],
     )
 
 
-def probability(margins: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The logistic function, without overflow."""
-    return np.asarray(np.exp(-np.logaddexp(0.0, -margins)))
-
-
 def binned(
-    p: NDArray[np.float64], is_preferred: NDArray[np.bool_]
+    p: Floats, is_preferred: NDArray[np.bool_]
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Both sides of each pair in equal bins.
 
@@ -110,8 +99,9 @@ def calibration_error(
     return float(np.abs(observed - predicted).sum() / counts.sum())
 
 
-def _bin(count: int, predicted: float, observed: float) -> CalibrationBin:
+def calibration_bin(count: float, predicted: float, observed: float) -> CalibrationBin:
+    """A bin of its count and the sums of predicted and observed."""
     if count == 0:
         return CalibrationBin(0)
-    interval = wilson_interval(float(observed), int(count))
-    return CalibrationBin(int(count), float(predicted / count), float(observed / count), *interval)
+    interval = wilson_interval(observed, count)
+    return CalibrationBin(int(count), predicted / count, observed / count, *interval)

@@ -3,29 +3,27 @@
 All from a `PairScores` alone, so that `scores.jsonl` gives every number again:
 
     comparison.compare(pair_scores.read_scores(Path("output/eval/scores.jsonl")))
+
+Two systems meet the same easy and hard pairs, so their difference is known better than either
+accuracy: two intervals that overlap say little, the interval of the difference says it.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from common.evaluation import intervals
 from common.evaluation.calibration import calibration
-from common.evaluation.intervals import (
-    bootstrap_means,
-    cluster_numbers,
-    outcomes,
-    preference_accuracy,
-)
+from common.evaluation.intervals import MIN_PROMPTS, Floats, Numbers
 from common.evaluation.pair_scores import PairScores
-from common.evaluation.paired_statistics import paired_differences, prompt_interval
 
 ABOUT_EQUAL = 0.1  # of the longer completion's tokens
 NOT_GIVEN = "not given"
-STEPS = ((1, 3), (4, 6), (7, 9))  # of the nine steps of confidence of Stiennon et al. 2020
+STEPS = ("1-3", "4-6", "7-9")  # of the nine steps of confidence of Stiennon et al. 2020
 
 
 def compare(table: PairScores) -> dict[str, Any]:
@@ -38,8 +36,8 @@ def compare(table: PairScores) -> dict[str, Any]:
         `PairedDifference`, of every two systems; calibration: by system that gives log odds, as
         `Calibration`.
     """
-    clusters = cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
-    wins = {name: outcomes(*scores.T) for name, scores in table.systems.items()}
+    clusters = intervals.cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
+    wins = {name: intervals.outcomes(*scores.T) for name, scores in table.systems.items()}
     whole = accuracies(table, np.arange(len(table.pairs)))
     by_part: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in wins}
     for split, labels in splits(table.pairs).items():
@@ -61,22 +59,105 @@ def compare(table: PairScores) -> dict[str, Any]:
     }
 
 
-def accuracies(table: PairScores, rows: NDArray[np.int64]) -> dict[str, dict[str, Any]]:
+def accuracies(table: PairScores, rows: Numbers) -> dict[str, dict[str, Any]]:
     """Accuracy on some of the pairs by system, with both intervals."""
-    clusters = cluster_numbers([table.pairs[row]["prompt_sha256"] for row in rows])
+    clusters = intervals.cluster_numbers([table.pairs[row]["prompt_sha256"] for row in rows])
     num_prompts = int(clusters.max()) + 1
-    columns = [outcomes(*scores[rows].T) for scores in table.systems.values()]
-    means = bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
+    columns = [intervals.outcomes(*scores[rows].T) for scores in table.systems.values()]
+    means = intervals.bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
     found = {}
     for (name, scores), column in zip(table.systems.items(), means.T, strict=True):
-        accuracy = asdict(preference_accuracy(*scores[rows].T))
+        accuracy = asdict(intervals.preference_accuracy(*scores[rows].T))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
-        found[name] = accuracy | {
-            "num_prompts": num_prompts,
-            "prompt_low": low,
-            "prompt_high": high,
-        }
+        over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
+        found[name] = accuracy | over_prompts
     return found
+
+
+def prompt_interval(
+    means: Floats, estimate: float, num_prompts: int
+) -> tuple[float, float] | tuple[None, None]:
+    """The interval of bootstrap means (R,) over prompts, none where they are too few."""
+    if num_prompts < MIN_PROMPTS:
+        return None, None
+    return intervals.percentile_interval(means, estimate)
+
+
+# ---- two systems on the same pairs ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Accuracy of one system minus that of another, in [-1, 1]."""
+
+    first: str
+    second: str
+    difference: float
+    low: float | None  # 95%, paired bootstrap over prompts; None below MIN_PROMPTS of them
+    high: float | None
+    num_first_better: int  # pairs on which the first counts more; a tie counts one half
+    num_second_better: int
+    p_value: float  # McNemar's; too small where a prompt has several pairs that are alike
+    prompt_p_value: float  # permutation test over prompts; above 0.05 with 5 prompts or fewer
+
+
+def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[PairedDifference]:
+    """Every two systems compared, those named first with those behind them.
+
+    A pair is discordant if it counts more for one system: with a tie of one of them the other's win
+    or loss decides, by one half. p-values are not corrected for the number of comparisons.
+
+    Args:
+        wins: (N,) outcomes of each system on the same pairs.
+        clusters: (N,) which pairs belong together, as in `bootstrap_means`.
+    """
+    if len(wins) < 2:
+        return []
+    columns = np.stack(list(wins.values()), axis=1)  # (N, S)
+    means = intervals.bootstrap_means(columns, clusters)  # (R, S)
+    sums = intervals.cluster_sums(columns, clusters)  # (G, S)
+    flipped = sign_flips(sums)  # (R, S)
+    found = []
+    for (i, first), (j, second) in combinations(enumerate(wins), 2):
+        gains = columns[:, i] - columns[:, j]  # (N,)
+        better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+        gain = float(gains.mean())
+        low, high = prompt_interval(means[:, i] - means[:, j], gain, len(sums))
+        by_chance = np.abs(flipped[:, i] - flipped[:, j])  # (R,)
+        num_as_far = int((by_chance >= abs(gains.sum())).sum())  # exact: multiples of 1/2
+        p_values = (mcnemar_p_value(better, worse), (1 + num_as_far) / (1 + len(flipped)))
+        found.append(PairedDifference(first, second, gain, low, high, better, worse, *p_values))
+    return found
+
+
+def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
+    """Exact two-sided p-value of McNemar's test on discordant pairs (Agresti 2013, section 11.1).
+
+    Under the null a discordant pair favours either system with probability 1/2.
+    """
+    from scipy.stats import binomtest
+
+    total = num_first_better + num_second_better
+    return float(binomtest(num_first_better, total).pvalue) if total else 1.0
+
+
+def sign_flips(sums: Floats) -> Floats:
+    """Random signs of the clusters, summed.
+
+    Were two systems equally good, either might have had the other's wins on all pairs of a prompt:
+    that swap turns the sign of the prompt's difference (Good 2005, section 3.2, matched pairs). The
+    columns share the signs, so that the difference of two columns is that of the two systems.
+
+    Args:
+        sums: (G, S) of each cluster.
+
+    Returns:
+        (NUM_RESAMPLES, S), the same in every process.
+    """
+    generator = np.random.default_rng(intervals.BOOTSTRAP_SEED)
+    # One bit a cluster, and then to +-1: 2000 x G numbers may not fit in memory.
+    bits = generator.integers(0, 2, (intervals.NUM_RESAMPLES, len(sums)), dtype=np.int8)
+    return np.array([(2.0 * row - 1.0) @ sums for row in bits])
 
 
 # ---- splits: one label a pair --------------------------------------------------------------------
@@ -84,11 +165,13 @@ def accuracies(table: PairScores, rows: NDArray[np.int64]) -> dict[str, dict[str
 
 def splits(pairs: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     """The splits that the pairs allow, each as a label (N,); one of a single part says nothing."""
+    odds = [pair["label_probability"] for pair in pairs]
+    certainties = [None if p is None else max(p, 1 - p) for p in odds]
     labels = {
         "source": [pair["source"] for pair in pairs],
         "confidence": in_bins([pair["confidence"] for pair in pairs]),
         "margin": in_bins([pair["margin"] for pair in pairs]),
-        "label certainty": in_bins([certainty(pair["label_probability"]) for pair in pairs]),
+        "label certainty": in_bins(certainties),  # the accuracy of a judge that knows it all
         "length": [length_label(pair["chosen_tokens"], pair["rejected_tokens"]) for pair in pairs],
     }
     return {name: parts for name, parts in labels.items() if len(set(parts)) > 1}
@@ -98,11 +181,6 @@ def part_order(label: str) -> tuple[float, str]:
     """Sorts bins by their lower ends, and behind them what is no bin."""
     start = re.match(r"-?[\d.]+(e[-+]\d+)?", label)
     return float(start[0]) if start else np.inf, label
-
-
-def certainty(probability: float | None) -> float | None:
-    """How sure the label of a pair is, in [1/2, 1]: the accuracy of a judge that knows it all."""
-    return None if probability is None else max(probability, 1 - probability)
 
 
 def length_label(chosen: int, rejected: int) -> str:
@@ -118,22 +196,12 @@ def in_bins(values: Sequence[float | None]) -> list[str]:
     A bin takes in its lower end, the last one both; equal values are in the same bin.
     """
     known = np.array([value for value in values if value is not None])
-    if known.size == 0:
-        return [NOT_GIVEN] * len(values)
     if np.isin(known, np.arange(1, 10)).all():
-        return [step_label(value) for value in values]
+        return [NOT_GIVEN if value is None else STEPS[int(value - 1) // 3] for value in values]
     edges = np.unique(np.quantile(known, (0, 1 / 3, 2 / 3, 1)))
-    return [NOT_GIVEN if value is None else bin_label(value, edges) for value in values]
 
+    def label(value: float) -> str:
+        place = int(np.searchsorted(edges[1:-1], value, side="right"))
+        return f"{edges[place]:.3g} to {edges[min(place + 1, edges.size - 1)]:.3g}"
 
-def step_label(value: float | None) -> str:
-    """The label of a step of confidence."""
-    fitting = (f"{low}-{high}" for low, high in STEPS if value is not None and low <= value <= high)
-    return next(fitting, NOT_GIVEN)
-
-
-def bin_label(value: float, edges: NDArray[np.float64]) -> str:
-    """The label of the bin that a value is in, between two of the edges."""
-    place = max(1, min(int(np.searchsorted(edges, value, side="right")), edges.size - 1))
-    low, high = edges[place - 1], edges[min(place, edges.size - 1)]
-    return f"{low:.3g} to {high:.3g}"
+    return [NOT_GIVEN if value is None else label(value) for value in values]

@@ -1,8 +1,8 @@
-"""What may be concluded from a finite sample: preference accuracy, means and shares, intervals.
+"""What may be concluded from a finite sample: accuracies, means and shares with 95% intervals.
 
 Rows with the same prompt are drawn together (`bootstrap_means`); where every prompt occurs once the
 rows are independent, and simpler intervals hold. A value that was not measured, None, is left out,
-and `count` says how many are in.
+and `count` says how many are in. Resampling is seeded: the same values, the same interval.
 """
 
 import math
@@ -14,36 +14,36 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from common.losses import wins
+
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
+MIN_PROMPTS = 10  # below, resamples of prompts say next to nothing, and of one prompt, nothing
+
+Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """How often a system scores the chosen completion above the rejected one.
+    """How often a system scores the chosen completion above the rejected one."""
 
-    Attributes:
-        accuracy: (wins + ties / 2) / pairs, in [0, 1].
-        low: lower end of the 95% Wilson interval.
-        high: upper end of the 95% Wilson interval.
-        num_pairs: pairs compared.
-        num_ties: pairs whose two scores are equal.
-    """
-
-    accuracy: float
-    low: float
+    accuracy: float  # (wins + ties / 2) / pairs, in [0, 1]
+    low: float  # of the 95% Wilson interval
     high: float
     num_pairs: int
-    num_ties: int
+    num_ties: int  # pairs whose two scores are equal
 
 
 def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:
     """Score interval of a proportion (Wilson 1927; Brown, Cai and DasGupta 2001, eq. 4).
 
     Unlike p +- z sqrt(p (1 - p) / n) it stays inside [0, 1], and has a width at p = 0 and 1.
+    (scipy's takes whole numbers of successes only: here a tie is half of one.)
 
     Args:
-        successes: how many of `total` succeeded; may be fractional, a tie being half a success.
+        successes: how many of `total` succeeded; may be fractional.
         total: number of trials, positive; an effective number may be fractional.
         z: standard normal quantile, 1.96 for 95%.
 
@@ -65,31 +65,24 @@ def preference_accuracy(
 ) -> PreferenceAccuracy:
     """Share of pairs in which the chosen completion has the higher score.
 
-    Ties: a pair with exactly equal scores counts as half a success and is reported. Counting ties
-    as failures would punish coarse scores (bfloat16 rewards tie often), and counting them as
-    successes would give a constant score 100%; with one half a constant score gets 50%.
-
-    The interval takes the pairs as independent, and with ties it is a little too wide: a tie varies
-    less than a win or a loss.
+    A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
+    as a success it would give a constant score 100%. The interval takes the pairs as independent,
+    and with ties it is a little too wide.
 
     Args:
         chosen_scores: (N,) score of the preferred completion of each pair.
         rejected_scores: (N,) score of the other one.
 
-    Returns:
-        The accuracy with its 95% Wilson interval and the number of ties.
-
     Raises:
         RuntimeError: a score is not finite; it would silently count as a failure.
     """
-    wins = outcomes(chosen_scores, rejected_scores)  # (N,)
-    low, high = wilson_interval(float(wins.sum()), wins.size)
-    return PreferenceAccuracy(float(wins.mean()), low, high, wins.size, int((wins == 0.5).sum()))
+    counts = outcomes(chosen_scores, rejected_scores)  # (N,)
+    low, high = wilson_interval(float(counts.sum()), counts.size)
+    num_ties = int((counts == 0.5).sum())
+    return PreferenceAccuracy(float(counts.mean()), low, high, counts.size, num_ties)
 
 
-def outcomes(
-    chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
-) -> NDArray[np.float64]:
+def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike) -> Floats:
     """What each pair counts in the accuracy, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
 
     Raises:
@@ -97,95 +90,10 @@ def outcomes(
     """
     chosen, rejected = finite_vector(chosen_scores), finite_vector(rejected_scores)  # (N,)
     assert chosen.shape == rejected.shape, f"{chosen.shape} chosen, {rejected.shape} rejected"
-    return np.asarray((chosen > rejected) + 0.5 * (chosen == rejected))
+    return np.asarray(wins(chosen, rejected))
 
 
-def cluster_numbers(keys: Sequence[Hashable]) -> NDArray[np.int64]:
-    """Which cluster each observation is in, (N,), numbered by first appearance of its key."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-
-
-def bootstrap_means(
-    values: NDArray[np.float64], clusters: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
-
-    Observations of a cluster are kept together because they resemble each other: pairs of one
-    prompt are right or wrong together, and drawing them apart would make the interval too narrow.
-    As many clusters are drawn as there are; the mean is over the observations that they hold. The
-    columns share the draws, so that the difference of two columns is the paired bootstrap.
-
-    Args:
-        values: (N, S) observations of S quantities.
-        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
-
-    Returns:
-        (NUM_RESAMPLES, S), the same in every process.
-    """
-    sizes = np.bincount(clusters)  # (G,)
-    assert sizes.all(), "a cluster without observations"
-    sums = cluster_sums(values, clusters)
-    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
-
-
-def resamples(num_clusters: int) -> Iterator[NDArray[np.int64]]:
-    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
-
-    One at a time: 2000 x G draws may not fit in memory. The same in every process.
-    """
-    generator = np.random.default_rng(BOOTSTRAP_SEED)
-    for _ in range(NUM_RESAMPLES):
-        drawn = generator.integers(0, num_clusters, num_clusters)
-        yield np.bincount(drawn, minlength=num_clusters)
-
-
-def cluster_sums(values: NDArray[np.float64], clusters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
-    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
-    np.add.at(sums, clusters, values)
-    return sums
-
-
-def percentile_interval(means: NDArray[np.float64], estimate: float) -> tuple[float, float]:
-    """The 95% percentile interval (low, high) of bootstrap means (R,) around what they estimate.
-
-    Of equal values the means differ from the estimate by rounding, which is left out.
-    """
-    low, high = np.quantile(means, (0.025, 0.975))
-    return min(float(low), estimate), max(float(high), estimate)
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t distribution with so many degrees of freedom, at least 1."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees, probability))
-
-
-def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
-    """Mean with its 95% percentile bootstrap interval (Efron and Tibshirani 1993, section 13.3).
-
-    The resampling seed is fixed and the values are sorted first, so that the same values give the
-    same interval, in whatever order the ranks delivered them. Below about 20 values the interval is
-    too narrow; a single value has an interval of width 0.
-
-    Args:
-        values: (N,) independent observations, N at least 1.
-
-    Returns:
-        (mean, low, high).
-
-    Raises:
-        RuntimeError: a value is not finite.
-    """
-    ordered = np.sort(finite_vector(values))  # (N,)
-    means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
-    mean = float(ordered.mean())
-    return mean, *percentile_interval(means[:, 0], mean)
-
-
-def finite_vector(values: Tensor | ArrayLike) -> NDArray[np.float64]:
+def finite_vector(values: Tensor | ArrayLike) -> Floats:
     """`values` as (N,) float64, N at least 1.
 
     Raises:
@@ -202,10 +110,97 @@ def finite_vector(values: Tensor | ArrayLike) -> NDArray[np.float64]:
     return vector
 
 
-Values = Sequence[float | None]
+# ---- resampling ----------------------------------------------------------------------------------
 
 
-def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, Any] | None:
+def cluster_numbers(keys: Sequence[Hashable]) -> Numbers:
+    """Which cluster each observation is in, (N,), numbered by first appearance of its key."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def cluster_sums(values: Floats, clusters: Numbers) -> Floats:
+    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
+    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
+    np.add.at(sums, clusters, values)
+    return sums
+
+
+def resamples(num_clusters: int) -> Iterator[Numbers]:
+    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
+
+    One at a time: 2000 x G draws may not fit in memory. The same in every process.
+    """
+    generator = np.random.default_rng(BOOTSTRAP_SEED)
+    for _ in range(NUM_RESAMPLES):
+        drawn = generator.integers(0, num_clusters, num_clusters)
+        yield np.bincount(drawn, minlength=num_clusters)
+
+
+def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
+    """Means of resamples that draw whole clusters with replacement (Davison and Hinkley 1997, 3.8).
+
+    Observations of a cluster are kept together because they resemble each other: pairs of one
+    prompt are right or wrong together, and drawing them apart would make the interval too narrow.
+    The mean is over the observations that the drawn clusters hold. The columns share the draws, so
+    that the difference of two columns is the paired bootstrap.
+
+    Args:
+        values: (N, S) observations of S quantities.
+        clusters: (N,) number of the cluster of each, 0 .. G - 1, all used.
+
+    Returns:
+        (NUM_RESAMPLES, S).
+    """
+    sizes = np.bincount(clusters)  # (G,)
+    assert sizes.all(), "a cluster without observations"
+    sums = cluster_sums(values, clusters)
+    return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
+
+
+def percentile_interval(means: Floats, estimate: float) -> tuple[float, float]:
+    """The percentile interval (low, high) of bootstrap means (R,) around what they estimate.
+
+    Of equal values the means differ from the estimate by rounding, which is left out.
+    """
+    low, high = np.quantile(means, (0.025, 0.975))
+    return min(float(low), estimate), max(float(high), estimate)
+
+
+def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
+    """Mean with its percentile bootstrap interval (Efron and Tibshirani 1993, section 13.3).
+
+    The values are sorted first, so that the order in which ranks delivered them changes nothing.
+    Below about 20 values the interval is too narrow; a single value has an interval of width 0.
+
+    Args:
+        values: (N,) independent observations, N at least 1.
+
+    Returns:
+        (mean, low, high).
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    ordered = np.sort(finite_vector(values))  # (N,)
+    means = bootstrap_means(ordered[:, None], np.arange(ordered.size))
+    mean = float(ordered.mean())
+    return mean, *percentile_interval(means[:, 0], mean)
+
+
+def t_quantile(degrees: int) -> float:
+    """The quantile of Student's t for a two-sided interval of 95%."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
+
+
+# ---- over prompts --------------------------------------------------------------------------------
+
+
+def mean_over_prompts(
+    values: Values, prompts: Sequence[Hashable], weights: Sequence[float] | None = None
+) -> dict[str, Any] | None:
     """Mean of the measured values with its bootstrap interval; None without any.
 
     Of a single prompt low and high are None, here and below: nothing shows how prompts differ.
@@ -213,37 +208,17 @@ def mean_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str, 
     Args:
         values: N numbers, or None where nothing was measured.
         prompts: N keys, equal for rows of the same prompt.
+        weights: N, positive: the tokens that a value is a mean over give the mean over tokens.
     """
-    measured, clusters = _measured(values, prompts)
+    measured, clusters, kept = _measured(values, prompts, weights)
     if not measured.size:
         return None
-    mean, low, high = float(measured.mean()), None, None
-    if _all_differ(clusters) and measured.size > 1:
+    mean, low, high = float(np.average(measured, weights=kept)), None, None
+    if weights is None and 1 < measured.size == clusters.max() + 1:
         mean, low, high = mean_interval(measured)
     elif clusters.any():
-        low, high = percentile_interval(bootstrap_means(measured[:, None], clusters)[:, 0], mean)
-    return {"mean": mean, "low": low, "high": high, "count": measured.size}
-
-
-def mean_over_tokens(
-    values: Values, num_tokens: Sequence[int], prompts: Sequence[Hashable]
-) -> dict[str, Any] | None:
-    """Mean over tokens of what is a mean over each row's tokens; the bootstrap draws prompts.
-
-    Args:
-        values: N means over a row's tokens.
-        num_tokens: N, each positive.
-        prompts: As there.
-    """
-    measured, clusters = _measured(values, prompts)
-    if not measured.size:
-        return None
-    counts = [n for n, value in zip(num_tokens, values, strict=True) if value is not None]
-    weights = np.array(counts, dtype=np.float64)
-    mean, low, high = float(np.average(measured, weights=weights)), None, None
-    if clusters.any():
-        means = bootstrap_means(np.stack([measured * weights, weights], axis=1), clusters)
-        low, high = percentile_interval(means[:, 0] / means[:, 1], mean)
+        sums = bootstrap_means(np.stack([measured * kept, kept], axis=1), clusters)
+        low, high = percentile_interval(sums[:, 0] / sums[:, 1], mean)
     return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
 
@@ -257,34 +232,32 @@ def share_over_prompts(values: Values, prompts: Sequence[Hashable]) -> dict[str,
     The variance is itself estimated, of G prompts with G - 1 degrees of freedom, so that Student's
     quantile stands in the place of the normal one.
     """
-    measured, clusters = _measured(values, prompts)
+    measured, clusters, _ = _measured(values, prompts)
     if not measured.size:
         return None
     mean = float(measured.mean())
-    found = {"mean": mean, "low": None, "high": None, "count": measured.size}
     sums = np.bincount(clusters, weights=measured - mean)  # (G,)
-    effective_size = float(sums.size)
-    if sums.size < 2:
-        return found
-    if not np.allclose(sums, 0, rtol=0, atol=1e-9):  # beyond what rounding leaves
-        variance = float(sums @ sums) / measured.size**2 * sums.size / (sums.size - 1)
-        effective_size = mean * (1 - mean) / variance
-    z = t_quantile(0.975, sums.size - 1)
-    low, high = wilson_interval(mean * effective_size, effective_size, z)
-    return found | {"low": low, "high": high}
+    effective_size, low, high = float(sums.size), None, None
+    if sums.size > 1:
+        if not np.allclose(sums, 0, rtol=0, atol=1e-9):  # beyond what rounding leaves
+            variance = float(sums @ sums) / measured.size**2 * sums.size / (sums.size - 1)
+            effective_size = mean * (1 - mean) / variance
+        z = t_quantile(sums.size - 1)
+        low, high = wilson_interval(mean * effective_size, effective_size, z)
+    return {"mean": mean, "low": low, "high": high, "count": measured.size}
 
 
 def _measured(
-    values: Values, prompts: Sequence[Hashable]
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The values that are there, and the numbers of their prompts."""
-    kept = [(v, key) for v, key in zip(values, prompts, strict=True) if v is not None]
-    numbers = np.array([value for value, _ in kept], dtype=np.float64)
-    return numbers, cluster_numbers([key for _, key in kept])
+    values: Values, prompts: Sequence[Hashable], weights: Sequence[float] | None = None
+) -> tuple[Floats, Numbers, Floats]:
+    """The values that are there, the numbers of their prompts, their weights (1 by default)."""
+    weights = [1.0] * len(values) if weights is None else weights
+    rows = [row for row in zip(values, prompts, weights, strict=True) if row[0] is not None]
+    measured, kept = (np.array([row[i] for row in rows], dtype=np.float64) for i in (0, 2))
+    return measured, cluster_numbers([key for _, key, _ in rows]), kept
 
 
-def _all_differ(clusters: NDArray[np.int64]) -> bool:
-    return int(clusters.max()) + 1 == clusters.size
+# ---- shown ---------------------------------------------------------------------------------------
 
 
 def interval_cell(

@@ -10,40 +10,36 @@ is given as a is drawn for every prompt anew, so that a judge that prefers the f
 system anything. A function without `**columns` gets what it names, and it may be a coroutine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import distributed
-from common.config import UserError, gist
-from common.data import Example
+from common.errors import UserError, gist
 from common.evaluation.completions import Answers, Verdict, system_names
 from common.noise import derive_seed, uniform
-from common.rewards.call import call_by_name, one_for_each
-from common.rewards.functions import load_from_file
-from common.rewards.notes import as_number
+
+if TYPE_CHECKING:
+    from common.data import Example
 
 Judge = Callable[..., Any]
 
 
 def load_judges(paths: Sequence[str]) -> dict[str, Judge]:
-    """The functions by what was given; runs their files.
+    """The functions by what was given; runs their files. A UserError where one is none."""
+    from common.errors import refuse_twice
+    from common.rewards.functions import load_from_file
 
-    Raises:
-        UserError: one is named twice, or is no function of a file.
-    """
-    for path in paths:
-        if paths.count(path) > 1:
-            raise UserError(f"--judge_funcs names {path!r} twice; give it once.")
+    refuse_twice("judge_funcs", paths)
     return {path: load_from_file(path, "--judge_funcs") for path in paths}
 
 
 def with_verdicts(
     answers: Sequence[Answers],
-    judges: dict[str, Judge],
-    names: dict[str, str],
-    examples: Sequence[Example],
+    judges: Mapping[str, Judge],
+    names: Mapping[str, str],
+    examples: Sequence["Example"],
     seed: int,
 ) -> list[Answers]:
     """The answers with what every judge says of every two systems. Collective.
@@ -78,23 +74,22 @@ def ask(
     b: str,
     name: str,
     judge: Judge,
-    examples: Sequence[Example],
+    examples: Sequence["Example"],
     seed: int,
 ) -> list[list[Verdict]]:
     """The verdicts of one judge on two systems, N lists of one or none."""
-    rows = [i for i, row in enumerate(answers) if row.of(a) and row.of(b)]
+    from common.rewards.call import call_by_name, one_for_each
+    from common.rewards.notes import as_number
+
+    rows = [i for i, row in enumerate(answers) if row.pair(a, b)]
     swapped = [is_swapped(seed, a, b, answers[i].id) for i in rows]
-    first, second = ([text_of(answers[i], system) for i in rows] for system in (a, b))
-    pairs = [
-        pair[::-1] if swap else pair
-        for pair, swap in zip(zip(first, second, strict=True), swapped, strict=True)
-    ]
-    inputs = {name: [examples[i].columns[name] for i in rows] for name in examples[0].columns}
-    inputs |= {
-        "prompts": [answers[i].prompt for i in rows],
-        "completions_a": [pair[0] for pair in pairs],
-        "completions_b": [pair[1] for pair in pairs],
-    }
+    orders = [(b, a) if swap else (a, b) for swap in swapped]
+    inputs = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
+    inputs["prompts"] = [answers[i].prompt for i in rows]
+    for side, key in enumerate(("completions_a", "completions_b")):
+        inputs[key] = [
+            text_of(answers[i], order[side]) for i, order in zip(rows, orders, strict=True)
+        ]
     try:
         values = call_by_name(judge, inputs, name)
     except (Exception, SystemExit) as error:  # exit() would end the run with the status of success

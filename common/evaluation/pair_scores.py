@@ -1,4 +1,4 @@
-"""What every system scores on one fixed set of pairs, in memory and as `scores.jsonl`.
+"""What every system scores on one fixed set of pairs: computed, in memory, as `scores.jsonl`.
 
 One line is one pair: dataset, split, row, prompt_sha256 (equal for equal prompts), source,
 confidence, margin and label_probability (null where the row has none), chosen_tokens,
@@ -12,54 +12,44 @@ import itertools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from common import noise
-from common.data import Example
 from common.errors import UserError, gist
-from common.record.jsonl import json_line, read_jsonl, write_atomically
-from common.text import overlap
-from common.text.truncate import split_prompt
+from common.evaluation.intervals import Floats, Numbers
 
-Scores = NDArray[np.float64]  # (N, 2), chosen and rejected
+if TYPE_CHECKING:
+    from common.config import CommonConfig
+    from common.data import Example
+    from common.rewards.encoders import EncoderFunction
+    from common.rewards.scorer import RewardModelFunction
+
 IDENTITY = ("dataset", "split", "row")
 RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
-LARGEST = float(np.finfo(np.float64).max)  # a whole number in JSON may be larger
 POLICY_SCORES = (*RATIOS, "logp", "logp_per_token")
-BASELINES = (
-    "longer wins",
-    "shorter wins",
-    "ROUGE-L wins",
-    "random guess",
-)  # as no folder is called
+BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")  # as no folder is named
+LARGEST = float(np.finfo(np.float64).max)  # a whole number in JSON may be larger
 
 
 @dataclass
 class PairScores:
-    """N pairs with the scores of every system, whose names are told apart over both mappings.
+    """N pairs with the scores (N, 2), chosen first, of every system: a name is in one mapping."""
 
-    Attributes:
-        pairs: What a line says of each pair, but for the scores.
-        rewards: (N, 2) by system: the difference is meant as the log odds of the label.
-        scores: (N, 2) by system: the order is what counts.
-    """
-
-    pairs: list[dict[str, Any]]
-    rewards: dict[str, Scores] = field(default_factory=dict)
-    scores: dict[str, Scores] = field(default_factory=dict)
+    pairs: list[dict[str, Any]]  # what a line says of each, but for the scores
+    rewards: dict[str, Floats] = field(default_factory=dict)  # differences are log odds
+    scores: dict[str, Floats] = field(default_factory=dict)  # the order is what counts
 
     @property
-    def systems(self) -> dict[str, Scores]:
+    def systems(self) -> dict[str, Floats]:
         """All scores, rewards first."""
         return self.rewards | self.scores
 
-    def add_policy(self, name: str, read: Mapping[str, Scores], beta: float | None) -> None:
+    def add_policy(self, name: str, read: Mapping[str, Floats], beta: float | None) -> None:
         """Add a policy's scores as `policy_scores` gives them; beta tells the scale of one."""
         for reading, scores in read.items():
             is_reward = reading == "implicit_reward" and beta is not None
@@ -67,7 +57,7 @@ class PairScores:
 
 
 def describe_pairs(
-    examples: Sequence[Example], dataset: str, split: str, margin_column: str = ""
+    examples: Sequence["Example"], dataset: str, split: str, margin_column: str = ""
 ) -> list[dict[str, Any]]:
     """What `scores.jsonl` says of each pair.
 
@@ -108,7 +98,7 @@ def number(value: Any) -> float | None:
     return float(value) if is_number and abs(value) <= LARGEST else None
 
 
-def number_between(example: Example, column: str, low: float, high: float) -> float | None:
+def number_between(example: "Example", column: str, low: float, high: float) -> float | None:
     """A row's number in a column, None where it has none; a UserError for anything else there."""
     value = example.columns.get(column)
     found = number(value)
@@ -122,11 +112,11 @@ def number_between(example: Example, column: str, low: float, high: float) -> fl
 
 def policy_scores(
     names: Sequence[str],
-    logps: Scores,
-    ref_logps: Scores | None,
-    lengths: NDArray[np.int64],
+    logps: Floats,
+    ref_logps: Floats | None,
+    lengths: Numbers,
     beta: float | None,
-) -> dict[str, Scores]:
+) -> dict[str, Floats]:
     """One policy read in several ways, from one forward pass.
 
     implicit_reward: beta log(pi / ref) (Rafailov et al. 2023, eq. 5), without a beta as log_ratio;
@@ -153,8 +143,8 @@ def policy_scores(
 
 
 def baselines(
-    examples: Sequence[Example], texts: Sequence[Sequence[str]], seed: int
-) -> dict[str, Scores]:
+    examples: Sequence["Example"], texts: Sequence[Sequence[str]], seed: int
+) -> dict[str, Floats]:
     """Scores (N, 2) that need no model.
 
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
@@ -165,6 +155,10 @@ def baselines(
         texts: Their two completions.
         seed: Of the random numbers.
     """
+    from common import noise
+    from common.text import overlap
+    from common.text.truncate import split_prompt
+
     lengths = token_counts(examples).astype(np.float64)
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
@@ -178,13 +172,136 @@ def baselines(
     return dict(zip(BASELINES, scores, strict=True))
 
 
-def token_counts(examples: Sequence[Example]) -> NDArray[np.int64]:
+def token_counts(examples: Sequence["Example"]) -> Numbers:
     """(N, 2) tokens of the completions, stop token included."""
     return np.array([[len(ids) for ids in example.completions] for example in examples])
 
 
+# ---- scoring -------------------------------------------------------------------------------------
+
+
+def reward_scores(
+    function: "RewardModelFunction | EncoderFunction",
+    pairs: Sequence["Example"],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    config: "CommonConfig",
+) -> Tensor:
+    """Rewards of both completions of every pair. Collective.
+
+    A reward model with the tokenizer of the run reads the ids as they are; another one, and an
+    encoder, reads the texts in its own tokens. Conversations are read to the end of their turn.
+
+    Args:
+        function: Loaded.
+        pairs: N pairs.
+        tokenizer: Of the run.
+        stop_ids: What ends a completion.
+        config: Of the run.
+
+    Returns:
+        (N, 2) float64 on the host, the same on every rank.
+    """
+    from common import distributed
+    from common.evaluation.score import score_examples
+    from common.rewards.scorer import RewardModelFunction
+    from common.text.chat import as_answers
+
+    is_chat = any(example.messages for example in pairs)
+    if isinstance(function, RewardModelFunction) and function.same_ids and not is_chat:
+        assert function.model is not None, "load() comes first"
+        return score_examples(
+            function.model, pairs, config, tokenizer.pad_token_id, "scoring pairs"
+        )
+    rows = range(distributed.rank(), len(pairs), distributed.world_size())
+    sides = [(pairs[row], ids) for row in rows for ids in pairs[row].completions]
+    own = [pairs[row] for row in rows]
+    texts = [text for both in completion_texts(own, tokenizer, stop_ids) for text in both]
+    prompts: list[Any] = [example.messages or example.prompt for example, _ in sides]
+    rewards = function(
+        prompts,
+        as_answers(texts, [example.messages for example, _ in sides], tokenizer),
+        completion_ids=[ids for _, ids in sides],
+        prompt_ids=[example.prompt_ids for example, _ in sides],
+        has_stop=[ids[-1] in stop_ids for _, ids in sides],
+    )
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    scores[list(rows)] = torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
+    return distributed.all_reduce_sum(scores.to(distributed.device())).cpu()
+
+
+def completion_texts(
+    pairs: Sequence["Example"], tokenizer: Any, stop_ids: Sequence[int]
+) -> list[list[str]]:
+    """The completions of every pair as text, without the stop token."""
+    return [
+        [tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
+        for pair in pairs
+    ]
+
+
+def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["Example"]:
+    """The pairs without the stop token that ends a completion, unless there is nothing else."""
+
+    def cut(ids: list[int]) -> list[int]:
+        return ids[:-1] if len(ids) > 1 and ids[-1] in stop_ids else ids
+
+    return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
+
+
+def implicit_betas(policies: Sequence[str], tokenizer: Any, config: Any) -> dict[str, float | None]:
+    """Beta of each policy's implicit reward: `--beta`, else that of the run that wrote the folder.
+
+    None where neither says one: then the reward is known up to its scale.
+
+    Raises:
+        UserError: a run's config.yaml cannot be read, or a policy has another tokenizer.
+    """
+    for path in policies:
+        refuse_other_tokenizer(path, tokenizer, config)
+    return {path: config.beta or run_beta(path) for path in policies}
+
+
+def run_beta(path: str) -> float | None:
+    """Beta in the config.yaml beside a model's folder, None where there is none."""
+    import yaml
+
+    file = Path(path).parent / "config.yaml"
+    if not (Path(path).is_dir() and file.is_file()):
+        return None
+    try:
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{file} cannot be read ({gist(error)}); give the --beta of implicit rewards."
+        ) from None
+    beta = fields.get("beta") if isinstance(fields, dict) else None
+    return float(beta) if isinstance(beta, int | float) and beta > 0 else None
+
+
+def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:
+    """Raise a UserError for a policy to which the ids of the run's tokenizer are other text."""
+    from common.model.load import read_tokenizer
+
+    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    if path == config.tokenizer_path or path.endswith(".json") or has_none:
+        return
+    own = read_tokenizer(path, config).get_vocab()
+    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
+    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+    if any(own.get(token) != i for token, i in expected.items()):
+        raise UserError(
+            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a run "
+            "of its own and give that run's scores.jsonl to --scores_from."
+        )
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
 def write_scores(path: Path, table: PairScores) -> None:
     """Write `scores.jsonl`, atomically; numbers are exact."""
+    from common.record.jsonl import json_line, write_atomically
 
     def line(i: int, pair: dict[str, Any]) -> str:
         rewards = {name: scores[i].tolist() for name, scores in table.rewards.items()}
@@ -200,34 +317,23 @@ def read_scores(path: Path) -> PairScores:
     Raises:
         UserError: the file is not there, is empty or holds other lines.
     """
+    from common.record.jsonl import read_jsonl
+
+    parts: list[dict[str, Floats]] = []
     try:
         lines = read_jsonl(path)
-    except RuntimeError as error:
-        raise UserError(f"{gist(error)}; it must be the scores.jsonl of an evaluation.") from None
-    if not lines:
-        raise UserError(f"{path} holds no scores; name the scores.jsonl of an evaluation.")
-    try:
-        parts = [
-            {name: stacked(lines, kind, name) for name in lines[0][kind]}
-            for kind in ("rewards", "scores")
-        ]
-        pairs = [
-            {name: line[name] for name in lines[0] if name not in ("rewards", "scores")}
-            for line in lines
-        ]
-    except (KeyError, TypeError, ValueError):
+        for kind in ("rewards", "scores"):
+            names = list(lines[0][kind])
+            scores = np.array([[line[kind][name] for name in names] for line in lines], np.float64)
+            scores = scores.reshape(len(lines), len(names), 2)
+            parts.append({name: scores[:, i] for i, name in enumerate(names)})
+        known = [name for name in lines[0] if name not in ("rewards", "scores")]
+        return PairScores([{name: line[name] for name in known} for line in lines], *parts)
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} is no scores.jsonl of an evaluation: a line lacks a system's two scores."
+            f"{path} is no scores.jsonl of an evaluation: it is not there, is empty, or a line "
+            f"lacks a system's two scores ({gist(error)})."
         ) from None
-    return PairScores(pairs, *parts)
-
-
-def stacked(lines: Sequence[Mapping[str, Any]], kind: str, name: str) -> Scores:
-    """(N, 2) scores of one system; a ValueError if a line has others than two."""
-    scores = np.array([line[kind][name] for line in lines], dtype=np.float64)
-    if scores.shape != (len(lines), 2):
-        raise ValueError(f"shape {scores.shape}")
-    return scores
 
 
 def read_others(table: PairScores, files: Sequence[str]) -> dict[str, PairScores]:
@@ -238,7 +344,13 @@ def read_others(table: PairScores, files: Sequence[str]) -> dict[str, PairScores
     """
     others = {file: read_scores(Path(file)) for file in files}
     for file, other in others.items():
-        refuse_other_pairs(table, other, file)
+        mine, theirs = ([[p.get(k) for k in IDENTITY] for p in t.pairs] for t in (table, other))
+        if mine != theirs:
+            shared = len({json.dumps(key) for key in mine} & {json.dumps(key) for key in theirs})
+            raise UserError(
+                f"--scores_from {file} has {len(theirs)} pairs, of which {shared} are among the "
+                f"{len(mine)} of this run; it must have the same pairs in the same order."
+            )
     return others
 
 
@@ -249,19 +361,6 @@ def add_others(table: PairScores, others: Mapping[str, PairScores]) -> None:
     """
     for file, other in others.items():
         for kind, systems in ((table.rewards, other.rewards), (table.scores, other.scores)):
-            for name, scores in systems.items():
-                if name in BASELINES:
-                    continue
+            for name in [name for name in systems if name not in BASELINES]:
                 forms = (name, f"{name} ({Path(file).parent.name})", f"{name} ({file})")
-                kind[next(form for form in forms if form not in table.systems)] = scores
-
-
-def refuse_other_pairs(table: PairScores, other: PairScores, file: str) -> None:
-    """Raise a UserError unless both tables are of the same rows in the same order."""
-    mine, theirs = ([[p.get(k) for k in IDENTITY] for p in t.pairs] for t in (table, other))
-    if mine != theirs:
-        shared = len({json.dumps(key) for key in mine} & {json.dumps(key) for key in theirs})
-        raise UserError(
-            f"--scores_from {file} has {len(theirs)} pairs, of which {shared} are among the "
-            f"{len(mine)} of this run; it must have the same pairs in the same order."
-        )
+                kind[next(form for form in forms if form not in table.systems)] = systems[name]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example, Piece
-from common.evaluation.intervals import PreferenceAccuracy, preference_accuracy
+from common.losses import wins
 from common.model import fsdp
 from common.padding import AnyBatch
-from common.record.jsonl import read_jsonl
-from common.record.metrics import Accumulator
-from common.record.terminal import progress_bar
 from common.scoring import sequence_scores
 
+if TYPE_CHECKING:
+    from common.evaluation.intervals import PreferenceAccuracy
+    from common.record.metrics import Accumulator
 
+
+@torch.no_grad()
 def score_examples(
     model: nn.Module,
     examples: Sequence[Example],
@@ -27,6 +29,7 @@ def score_examples(
     title: str,
     rows: Sequence[int] | None = None,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+    num_columns: int = 0,
 ) -> Tensor:
     """Score every completion of every example. Collective.
 
@@ -37,47 +40,17 @@ def score_examples(
         pad_id: fills padding; masked.
         title: what the progress bar says.
         rows: score these examples only; the others get NaN.
-        score: what is computed of a batch, (B,).
+        score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
+        num_columns: S; 0 where there is one number.
 
     Returns:
-        (N, K) float64 on the host, the same on every rank.
+        (N, K), or (N, K, S), float64 on the host, the same on every rank.
     """
+    from common.record.terminal import progress_bar
 
-    def one_column(model: nn.Module, batch: AnyBatch) -> Tensor:
-        return score(model, batch).unsqueeze(-1)
-
-    return score_columns(model, examples, config, pad_id, title, one_column, 1, rows).squeeze(-1)
-
-
-@torch.no_grad()
-def score_columns(
-    model: nn.Module,
-    examples: Sequence[Example],
-    config: CommonConfig,
-    pad_id: int,
-    title: str,
-    score: Callable[[nn.Module, AnyBatch], Tensor],
-    num_columns: int,
-    rows: Sequence[int] | None = None,
-) -> Tensor:
-    """`score_examples` where one forward pass gives several numbers. Collective.
-
-    Args:
-        model: as there, with the other arguments.
-        examples: N.
-        config: as there.
-        pad_id: as there.
-        title: as there.
-        score: what is computed of a batch, (B, S).
-        num_columns: S.
-        rows: as there.
-
-    Returns:
-        (N, K, S) float64 on the host, the same on every rank.
-    """
     rows = range(len(examples)) if rows is None else rows
     device, num_completions = distributed.device(), len(examples[0].completions)
-    shape = (len(examples) * num_completions, num_columns)
+    shape = (len(examples) * num_completions, num_columns or 1)
     scores = torch.zeros(shape, dtype=torch.float64, device=device)
     left_out = torch.ones(len(examples), dtype=torch.bool)
     left_out[list(rows)] = False
@@ -86,13 +59,13 @@ def score_columns(
     for pieces in packs:
         bar.update()
         batch = data.collate(pieces, config.layout, pad_id).to(device)
-        values = score(model, batch)  # (B, S)
+        values = score(model, batch).view(-1, shape[1])  # (B, S)
         scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()
     fsdp.reshard(model)
-    scores = distributed.all_reduce_sum(scores).cpu()
-    scores = scores.view(len(examples), num_completions, num_columns)
-    return scores.masked_fill(left_out[:, None, None], float("nan"))
+    scores = distributed.all_reduce_sum(scores).cpu().view(len(examples), num_completions, -1)
+    scores = scores.masked_fill(left_out[:, None, None], float("nan"))
+    return scores if num_columns else scores.squeeze(-1)
 
 
 def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
@@ -123,7 +96,7 @@ def preferences(
     pad_id: int,
     ref_scores: Tensor | None = None,
     per_token: bool = False,
-) -> tuple[PreferenceAccuracy, Tensor]:
+) -> tuple["PreferenceAccuracy", Tensor]:
     """How often the chosen completion scores higher. Collective.
 
     Args:
@@ -139,6 +112,8 @@ def preferences(
     Returns:
         Accuracy with its interval, and the scores (N, 2).
     """
+    from common.evaluation.intervals import preference_accuracy
+
     scores = score_examples(model, examples, config, pad_id, "scoring pairs")  # (N, 2)
     if ref_scores is not None:
         scores = scores - ref_scores
@@ -147,7 +122,7 @@ def preferences(
     return preference_accuracy(scores[:, 0], scores[:, 1]), scores
 
 
-def add_pair_metrics(metrics: Accumulator, rewards: Tensor, real: Tensor) -> None:
+def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
     """Add what pairs are judged by.
 
     Args:
@@ -155,13 +130,12 @@ def add_pair_metrics(metrics: Accumulator, rewards: Tensor, real: Tensor) -> Non
         rewards: (N, 2) of chosen and rejected: of a reward model, or implicit ones.
         real: (N,) bool, False = filler that counts nowhere.
     """
-    margins = (rewards[:, 0] - rewards[:, 1]).detach()  # (N,)
-    wins = (margins > 0) + 0.5 * (margins == 0)  # (N,)
+    chosen, rejected = rewards.detach().unbind(-1)  # (N,) each
     columns = {
-        "chosen_reward": rewards[:, 0],
-        "rejected_reward": rewards[:, 1],
-        "reward_margin": margins,
-        "accuracy": wins,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "reward_margin": chosen - rejected,
+        "accuracy": wins(chosen, rejected),
     }
     for name, values in columns.items():
         metrics.add(name, (values * real).sum(), real.sum())
@@ -172,17 +146,20 @@ def pair_table(
 ) -> list[dict[str, Any]]:
     """Rows to print: prompt end, both completions and their scores (N, 2)."""
     table = []
-    for example, (chosen, rejected) in zip(
-        examples[: config.num_sample_prompts], scores.tolist(), strict=False
-    ):
-        texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions]
-        row: dict[str, Any] = {"prompt": example.prompt, "chosen": texts[0], "rejected": texts[1]}
-        table.append(row | {"chosen score": chosen, "rejected score": rejected})
+    shown = examples[: config.num_sample_prompts]
+    for example, own in zip(shown, scores.tolist(), strict=False):
+        chosen, rejected = (
+            tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions
+        )
+        row = {"prompt": example.prompt, "chosen": chosen, "rejected": rejected}
+        table.append(row | dict(zip(("chosen score", "rejected score"), own, strict=True)))
     return table
 
 
 def run_cost(run_dir: Path) -> dict[str, float]:
     """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
+    from common.record.jsonl import read_jsonl
+
     cost: dict[str, float] = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
         cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}

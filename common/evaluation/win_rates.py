@@ -3,15 +3,44 @@
 A judge is a reward (of a reward model or a reward function: the higher one wins, equal ones tie),
 or whoever gave verdicts on two completions (a Python function, a person, a model outside). A tie
 counts one half. Every comparison is a function of `completions.jsonl`.
+
+Judges, human and model, prefer longer answers. As in AlpacaEval 2 (Dubois et al. 2024, "Length-
+controlled AlpacaEval") the verdicts are therefore also explained by a logistic regression,
+
+    P(a wins) = sigma(theta + phi * tanh(d / s)),   d = length of a - length of b,
+
+with s the standard deviation of d over the prompts; the length-controlled win rate is the
+prediction at d = 0, sigma(theta). Differences from AlpacaEval: d is in tokens (there characters);
+there is no term for a prompt's difficulty, which needs many systems to be estimated; and phi is not
+shrunk (there by cross-validation, and towards a baseline whose lengths were gamed), but for a
+penalty that decides only what the likelihood leaves open.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from common.evaluation.completions import Answers, system_names
-from common.evaluation.intervals import share_over_prompts
-from common.evaluation.length_control import length_controlled
+from common.evaluation.intervals import (
+    MIN_PROMPTS,
+    Floats,
+    cluster_numbers,
+    percentile_interval,
+    resamples,
+    share_over_prompts,
+)
+from common.losses import wins as wins_of
+
+# Of phi^2 / 2: a normal prior with standard deviation 10. Where lengths tell all verdicts apart phi
+# stays finite; else it moves phi by about 0.01 phi times the variance of its estimate.
+PENALTY = 0.01
+MAX_INTERCEPT = 20.0  # where all verdicts are alike theta has no maximum: sigma(20) = 1 - 2e-9
+MAX_STEPS = 500
+TOLERANCE = 1e-9
+NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 
 
 def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
@@ -20,13 +49,13 @@ def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
     Returns:
         As `win_rate`; a judge that compared nothing of two systems is left out.
     """
-    names = system_names(answers)
     rates = []
-    for first, second in combinations(names, 2):
+    for first, second in combinations(system_names(answers), 2):
         # The later of two systems is the one that is asked about, but a row's own completion.
         a, b = (second, first) if second in answers[0].systems else (first, second)
         judged = {judge: by_reward(answers, a, b, judge) for judge in reward_judges(answers)}
-        judged |= {judge: given(answers, a, b, judge) for judge in verdict_judges(answers)}
+        judges = dict.fromkeys(verdict.judge for row in answers for verdict in row.verdicts)
+        judged |= {judge: given(answers, a, b, judge) for judge in judges}
         for judge, verdicts in judged.items():
             if any(verdict is not None for verdict in verdicts):
                 rates.append(win_rate(answers, a, b, judge, verdicts))
@@ -50,18 +79,16 @@ def win_rate(
         `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);
         `num_wins`, `num_ties` and `num_losses` count verdicts above, at and below one half;
         `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as
-        `length_control.LengthControlled`, None where it cannot be told.
+        `LengthControlled`, None where it cannot be told.
     """
-    rows = [(row, v) for row, v in zip(answers, verdicts, strict=True) if v is not None]
-    prompts, wins = [row.prompt for row, _ in rows], [verdict for _, verdict in rows]
+    rows = [
+        (row.prompt, verdict, pair[0].num_tokens - pair[1].num_tokens)
+        for row, verdict in zip(answers, verdicts, strict=True)
+        if verdict is not None and (pair := row.pair(a, b))
+    ]
+    prompts, wins, differences = zip(*rows, strict=True)
     share = share_over_prompts(wins, prompts)
     assert share is not None, "no prompt was judged"
-    differences = []
-    for row, _ in rows:
-        own, other = row.of(a), row.of(b)
-        assert own is not None, a
-        assert other is not None, b
-        differences.append(own.num_tokens - other.num_tokens)
     controlled = length_controlled(wins, differences, prompts)
     return {
         "a": a,
@@ -79,6 +106,9 @@ def win_rate(
     }
 
 
+# ---- verdicts ------------------------------------------------------------------------------------
+
+
 def by_reward(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[float | None]:
     """1 where a's reward is the higher one, 0.5 where both are equal, else 0.
 
@@ -88,28 +118,15 @@ def by_reward(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[fl
     """
     verdicts: list[float | None] = []
     for row in answers:
-        own, other = (reward_of(row, name, judge) for name in (a, b))
-        if own is None or other is None:
+        pair = row.pair(a, b)
+        rewards = [side.rewards.get(judge) for side in pair or ()]
+        if not pair or None in rewards:
             verdicts.append(None)
-        elif is_same(row, a, b):
+        elif len({(side.completion, side.stopped) for side in pair}) == 1:
             verdicts.append(0.5)
         else:
-            verdicts.append((own > other) + 0.5 * (own == other))
+            verdicts.append(wins_of(*rewards))
     return verdicts
-
-
-def is_same(row: Answers, a: str, b: str) -> bool:
-    """Whether both completions are the same text and ended in the same way."""
-    own, other = row.of(a), row.of(b)
-    if own is None or other is None:
-        return False
-    return (own.completion, own.stopped) == (other.completion, other.stopped)
-
-
-def reward_of(row: Answers, name: str, judge: str) -> float | None:
-    """What a judge gives the completion of a system."""
-    own = row.of(name)
-    return own.rewards.get(judge) if own else None
 
 
 def given(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[float | None]:
@@ -123,11 +140,98 @@ def given(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[float 
 
 def reward_judges(answers: Sequence[Answers]) -> list[str]:
     """The names of the rewards, in order."""
-    return list(
-        dict.fromkeys(n for row in answers for own in row.systems.values() for n in own.rewards)
+    systems = [own for row in answers for own in row.systems.values()]
+    return list(dict.fromkeys(name for own in systems for name in own.rewards))
+
+
+# ---- at equal length -----------------------------------------------------------------------------
+
+
+class LengthControlled(NamedTuple):
+    """A length-controlled win rate with its 95% interval."""
+
+    win_rate: float
+    low: float
+    high: float
+    length_effect: float  # phi: log-odds of a clearly longer completion, positive = longer wins
+
+
+def length_controlled(
+    verdicts: ArrayLike, length_differences: ArrayLike, clusters: Sequence[Hashable]
+) -> LengthControlled | None:
+    """The win rate at equal length, with a percentile bootstrap interval over clusters.
+
+    Args:
+        verdicts: (N,) probability that a wins, or 1, 0.5 (a tie) and 0.
+        length_differences: (N,) tokens of a minus tokens of b.
+        clusters: N keys, equal for comparisons that resemble each other: the prompts.
+
+    Returns:
+        None where all differences are the same and not 0: nothing then tells length from quality.
+        None too where all verdicts are alike, or there are fewer than `MIN_PROMPTS` clusters: every
+        resample would say the same. The scale s is that of all comparisons in every resample.
+    """
+    from scipy.special import expit
+
+    wins, differences = np.asarray(verdicts, float), np.asarray(length_differences, float)
+    if differences.min() == differences.max() != 0 or wins.min() == wins.max():
+        return None
+    if len(set(clusters)) < MIN_PROMPTS:
+        return None
+    covariate = np.tanh(differences / (differences.std() or 1.0))
+    fitted = fit_logistic(covariate, wins, np.ones((1, wins.size)))  # (1, 2)
+    numbers = cluster_numbers(clusters)
+    weights = list(resamples(int(numbers.max()) + 1))  # (R, G)
+    at_once = max(1, NUMBERS_AT_ONCE // wins.size)
+    parts = [weights[i : i + at_once] for i in range(0, len(weights), at_once)]
+    thetas = np.concatenate(
+        [fit_logistic(covariate, wins, np.stack(p)[:, numbers], fitted)[:, 0] for p in parts]
     )
+    win_rate = float(expit(fitted[0, 0]))
+    interval = percentile_interval(expit(thetas), win_rate)
+    return LengthControlled(win_rate, *interval, float(fitted[0, 1]))
 
 
-def verdict_judges(answers: Sequence[Answers]) -> list[str]:
-    """The names of the judges of two completions, in order."""
-    return list(dict.fromkeys(verdict.judge for row in answers for verdict in row.verdicts))
+def fit_logistic(
+    covariate: Floats, outcomes: Floats, weights: NDArray[Any], start: Floats | float = 0.0
+) -> Floats:
+    """Logistic regressions on an intercept and a covariate, for R weightings of the observations.
+
+    Newton's method, which is iteratively reweighted least squares (McCullagh and Nelder 1989,
+    section 2.5), on the log-likelihood less PENALTY / 2 times the slope squared; all R at once,
+    where a call of a library's minimiser for each resample takes seconds. A step is shortened until
+    no linear predictor moves by more than 1/2: up to there the second derivative grows by less than
+    a factor e^(1/2) (Bach 2010, lemma 1), so that every step climbs.
+
+    Args:
+        covariate: (N,) within [-1, 1].
+        outcomes: (N,) within [0, 1].
+        weights: (R, N), not negative, each row with a positive sum.
+        start: First guess, (1, 2) or (R, 2).
+
+    Returns:
+        (R, 2) intercepts, within +-MAX_INTERCEPT, and slopes.
+
+    Raises:
+        RuntimeError: no maximum was found.
+    """
+    from scipy.special import expit
+
+    design = np.stack([np.ones_like(covariate), covariate], axis=1)  # (N, 2)
+    products = design[:, :, None] * design[:, None, :]  # (N, 2, 2)
+    penalty = np.array([0.0, PENALTY])
+    limit = np.array([MAX_INTERCEPT, np.inf])
+    fitted: Floats = np.zeros((len(weights), 2)) + start
+    for _ in range(MAX_STEPS):
+        chances = expit(fitted @ design.T)  # (R, N)
+        gradient = (weights * (outcomes - chances)) @ design - penalty * fitted  # (R, 2)
+        curvature = weights * np.maximum(chances * (1 - chances), 1e-12)  # (R, N)
+        hessian = np.tensordot(curvature, products, 1) + np.diag(penalty)  # (R, 2, 2)
+        step = np.linalg.solve(hessian, gradient[:, :, None])[:, :, 0]
+        reach = np.abs(step).sum(1, keepdims=True)  # at least what a linear predictor moves by
+        shorter = step * np.minimum(1.0, 0.5 / np.maximum(reach, 1e-300))
+        moved: Floats = np.clip(fitted + shorter, -limit, limit)
+        if np.abs(moved - fitted).max() < TOLERANCE:
+            return moved
+        fitted = moved
+    raise RuntimeError(f"the regression of verdicts on length still moves after {MAX_STEPS} steps.")

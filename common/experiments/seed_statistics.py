@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from common.evaluation.intervals import finite_vector, t_quantile
 
-CONFIDENCE = 0.95
-
 
 @dataclass(frozen=True)
 class SeedMean:
@@ -52,7 +50,7 @@ def over_seeds(values: Sequence[float]) -> SeedMean:
     if n == 1:
         return SeedMean(mean, None, None, None, 1)
     sd = float(vector.std(ddof=1))
-    half_width = t_quantile(0.5 + CONFIDENCE / 2, n - 1) * sd / math.sqrt(n)
+    half_width = t_quantile(n - 1) * sd / math.sqrt(n)
     return SeedMean(mean, sd, mean - half_width, mean + half_width, n)
 
 

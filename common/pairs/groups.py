@@ -15,7 +15,7 @@ from torch import Tensor
 from common.advantages import first_of_text, rejection_sample
 from common.config import UserError
 from common.data import Example
-from common.losses import check_choice
+from common.losses import check_choice, wins
 from common.noise import derive_seed, hash_counters, uniform
 from common.record.jsonl import json_line
 from common.sampling.sampler import Rollouts
@@ -273,16 +273,9 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
 
 
 def longer_chosen(lengths: Tensor) -> Tensor:
-    """Whether the chosen completion is the longer one: 1, 0, or a half for a tie.
-
-    Args:
-        lengths: (N, 2) tokens of chosen and rejected.
-
-    Returns:
-        (N,) float32.
-    """
-    chosen, rejected = lengths.unbind(-1)
-    return (chosen > rejected).float() + 0.5 * (chosen == rejected)
+    """Whether the chosen one of (N, 2) lengths is longer, (N,) float32; a tie is a half."""
+    counts: Tensor = wins(*lengths.unbind(-1))
+    return counts
 
 
 def length_balance(examples: Sequence[Example]) -> float:

@@ -6,9 +6,8 @@ from typing import Any
 
 from common.evaluation.calibration import NUM_BINS
 from common.evaluation.completions import REFERENCE
-from common.evaluation.intervals import interval_cell
+from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES
-from common.evaluation.paired_statistics import MIN_PROMPTS
 from common.record.terminal import markdown_table
 
 SMALLEST_P = 1e-4
@@ -220,7 +219,7 @@ def quality_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
     """What the systems' completions are like, by the texts and by the policy itself.
 
     Args:
-        systems: `name`, and what `quality.summary` gives; those without are left out.
+        systems: `name`, and what `completions.summary` gives; those without are left out.
     """
     measured = [s for s in systems if s.get("distinct_completions") is not None]
     headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]

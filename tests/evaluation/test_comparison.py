@@ -27,7 +27,7 @@ import evaluate
 from common import data, distributed
 from common.config import UserError
 from common.data import Example
-from common.evaluation import comparison, pair_judging, pair_scores
+from common.evaluation import comparison, pair_scores
 from common.evaluation.pair_scores import BASELINES, PairScores
 from common.report import tables
 from common.rewards.scorer import model_function
@@ -504,7 +504,7 @@ def foreign_rewards(root: str) -> list[list[list[float]]]:
     for name in ("foreign", "encoder"):
         function = model_function(f"{root}/{name}/model", tokenizer, config)
         function.load(distributed.mesh())
-        scores = pair_judging.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
         found.append(scores.tolist())
     return found
 
@@ -522,9 +522,9 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
     config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
     for name in ("sft", "dpo"):
-        pair_judging.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+        pair_scores.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
     with pytest.raises(UserError, match="another tokenizer .* to --scores_from"):
-        pair_judging.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+        pair_scores.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
 
 
 @pytest.mark.parametrize(
@@ -533,12 +533,12 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
 )
 def test_beta_is_that_of_the_run_beside_the_folder(tmp_path: Path, text: str, expected: Any):
     (tmp_path / "model").mkdir()
-    assert pair_judging.run_beta(str(tmp_path / "model")) is None
+    assert pair_scores.run_beta(str(tmp_path / "model")) is None
     (tmp_path / "config.yaml").write_text(text)
-    assert pair_judging.run_beta(str(tmp_path / "model")) == expected
+    assert pair_scores.run_beta(str(tmp_path / "model")) == expected
     (tmp_path / "config.yaml").write_text("{")
     with pytest.raises(UserError, match="give the --beta of implicit rewards"):
-        pair_judging.run_beta(str(tmp_path / "model"))
+        pair_scores.run_beta(str(tmp_path / "model"))
 
 
 def test_a_reading_without_the_stop_token_leaves_it_out():
@@ -546,6 +546,6 @@ def test_a_reading_without_the_stop_token_leaves_it_out():
         Example(0, "p", [5], [[3, 4, 0], [0]], {}),
         Example(1, "p", [5], [[3, 4], [2, 0]], {}),
     ]
-    kept = pair_judging.without_stop(examples, [0])
+    kept = pair_scores.without_stop(examples, [0])
     assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
     assert examples[0].completions == [[3, 4, 0], [0]]

@@ -6,6 +6,7 @@ the file; the same lines from 1 and from 2 ranks.
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from common import distributed
 from common.checkpoint import export
 from common.config import UserError, parse
 from common.data import Example
-from common.evaluation import completions, quality
+from common.evaluation import completions
 from common.evaluation.completions import REFERENCE
 from common.evaluation.pair_scores import BASELINES, read_scores
 from common.evaluation.win_rates import all_win_rates
@@ -142,9 +143,9 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
         sampler = Sampler(policies[0], tiny.tokenizer(), [STOP], config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
         arguments = (judges, prompts, rollouts, config)
-        found = quality.measure(*policies, *arguments, 1.0, PAD)
-        itself = quality.measure(policies[0], policies[0], *arguments, 1.0, PAD)
-        colder = quality.measure(*policies, *arguments, 0.7, PAD)
+        found = completions.measure(*policies, *arguments, 1.0, PAD)
+        itself = completions.measure(policies[0], policies[0], *arguments, 1.0, PAD)
+        colder = completions.measure(*policies, *arguments, 0.7, PAD)
     plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
     for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
         whole = torch.tensor([example.prompt_ids + ids], device=distributed.device())
@@ -168,10 +169,9 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     judges = RewardScorer(["length"], [], tiny.tokenizer(), config)
     texts = [" a key", " a key" * 20, None, "  ", [{"role": "assistant", "content": " a key"}], 3]
     examples = [
-        quality.replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text})
-        for text in texts
+        replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = quality.reference_completions(judges, examples, tiny.tokenizer(), STOP, LONGEST)
+    found = completions.reference_completions(judges, examples, tiny.tokenizer(), STOP, LONGEST)
     short, long, *rest = found
     assert (short.completion, short.stopped) == (texts[0], True)
     assert short.num_tokens == 1 + len(tiny.tokenizer()(texts[0])["input_ids"])
@@ -194,7 +194,7 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    for own in quality.reference_completions(judges, examples, tokenizer, STOP, LONGEST):
+    for own in completions.reference_completions(judges, examples, tokenizer, STOP, LONGEST):
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
         assert (own.completion, own.num_tokens, own.stopped) == ("the", num_tokens, True)
         assert own.rewards == {"length": -num_tokens, "count:e": 1}
@@ -208,9 +208,9 @@ def test_every_number_is_a_function_of_the_file(folder, results):
     assert len(answers) == len(ROWS)
     for system in results["systems"]:
         if system["kind"] == "policy":
-            summary = quality.summary(answers, system["name"])
+            summary = completions.summary(answers, system["name"])
             assert {key: system[key] for key in summary} == summary
-    assert results["reference_completions"] == quality.summary(answers, REFERENCE)
+    assert results["reference_completions"] == completions.summary(answers, REFERENCE)
     assert results["win_rates"] == all_win_rates(answers)
     completions.write(answers, folder)
     written = [(path / "completions.jsonl").read_bytes() for path in (folder, folder / "one")]
@@ -360,7 +360,7 @@ def test_a_completion_of_no_words_has_no_shares():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
     judges = RewardScorer([], [], tiny.tokenizer(), config)
     example = tiny.ragged_examples([(4,)])[0]
-    (own,) = quality.judged(judges, [example], Rollouts([[STOP]], [[0.0]], [True]))
-    own = quality.with_overlaps(own, "a prompt", "a reference")
+    (own,) = completions.judged(judges, [example], Rollouts([[STOP]], [[0.0]], [True]))
+    own = completions.with_overlaps(own, "a prompt", "a reference")
     assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
     assert (own.rouge_1, own.repeated_3, own.copied_2) == (0, None, None)

@@ -9,7 +9,7 @@ import pytest
 import statsmodels.api as sm
 from scipy.optimize import minimize
 
-from common.evaluation.length_control import PENALTY, fit_logistic, length_controlled
+from common.evaluation.win_rates import PENALTY, fit_logistic, length_controlled
 
 THETA, PHI = 0.4, 1.2
 EQUAL = 1 / (1 + np.exp(-THETA))  # 59.9%

@@ -10,16 +10,15 @@ import pytest
 from scipy.stats import binomtest, permutation_test
 from statsmodels.stats.contingency_tables import mcnemar
 
-from common.evaluation import intervals, paired_statistics
+from common.evaluation import intervals
+from common.evaluation.comparison import mcnemar_p_value, paired_differences
 from common.evaluation.intervals import bootstrap_means, percentile_interval
-from common.evaluation.paired_statistics import mcnemar_p_value, paired_differences
 
 
 @pytest.fixture
 def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for a simulation of many samples."""
-    for module in (intervals, paired_statistics):
-        monkeypatch.setattr(module, "NUM_RESAMPLES", 400)
+    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,7 @@ from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
-from common.evaluation.intervals import (
-    interval_cell,
-    mean_over_prompts,
-    mean_over_tokens,
-    share_over_prompts,
-)
+from common.evaluation.intervals import interval_cell, mean_over_prompts, share_over_prompts
 from common.evaluation.win_rates import all_win_rates, by_reward
 
 
@@ -168,14 +163,14 @@ def test_what_was_not_measured_is_left_out_of_a_mean():
     assert (found["mean"], found["count"]) == (2.0, 2)
     assert mean_over_prompts([None], ["x"]) is None
     assert share_over_prompts([None], ["x"]) is None
-    assert mean_over_tokens([None], [3], ["x"]) is None
+    assert mean_over_prompts([None], ["x"], [3]) is None
 
 
 def test_a_mean_over_tokens_weighs_long_completions_more():
-    found = mean_over_tokens([1.0, 4.0, None], [30, 10, 99], ["x", "y", "z"])
+    found = mean_over_prompts([1.0, 4.0, None], ["x", "y", "z"], [30, 10, 99])
     assert found["mean"] == pytest.approx((30 * 1 + 10 * 4) / 40)
     assert (found["low"], found["high"]) == (1.0, 4.0)
-    one_prompt = mean_over_tokens([1.0, 4.0], [30, 10], ["x", "x"])
+    one_prompt = mean_over_prompts([1.0, 4.0], ["x", "x"], [30, 10])
     assert one_prompt == {"mean": pytest.approx(1.75), "low": None, "high": None, "count": 2}
 
 

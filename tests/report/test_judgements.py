@@ -266,7 +266,7 @@ def test_judges_are_found_by_name(tmp_path):
     (judge,) = judges.load_judges([f"{file}:judge"]).values()
     assert judge(["x"]) == [0.5]
     for paths, message in (
-        ([f"{file}:judge"] * 2, "twice"),
+        ([f"{file}:judge"] * 2, "each must be given once"),
         ([f"{file}:other"], "--judge_funcs has .* no function of that name"),
         (["gold"], "--judge_funcs has 'gold'; add the function"),
     ):

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 import train_reward
 from common import distributed
 from common.data import Example, load_examples
-from common.evaluation import pair_judging
+from common.evaluation import pair_scores
 from common.record.jsonl import read_jsonl
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
@@ -221,7 +221,7 @@ def pair_scores_here(folder: Path) -> torch.Tensor:
     arguments = (config, str(file), "train", "preference", scorer.tokenizer, stop_ids)
     (function,) = scorer.reward_models.values()
     pairs = load_examples(*arguments)
-    return pair_judging.reward_scores(function, pairs, scorer.tokenizer, stop_ids, config).float()
+    return pair_scores.reward_scores(function, pairs, scorer.tokenizer, stop_ids, config).float()
 
 
 def test_a_reward_model_that_trl_trained_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):
