@@ -212,18 +212,18 @@ def main(config: EvaluateConfig) -> None:
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:
     """Write `results.json`, the pictures and the report, and print the tables."""
     from common.record.terminal import markdown_table
-    from common.report import calibration_figure, chain, tables
+    from common.report import chain, figures, tables
 
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        calibration_figure.draw(results["comparison"], output_dir / "plots" / "calibration.png")
+        figures.calibration_figure(results["comparison"], output_dir / "plots" / "calibration.png")
     chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
     chain.send(results, config)
     distributed.print_rank0(f"\n{chain.results_table(results)}\n")
     distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
-    for headers, rows in tables.generation_tables(results):
-        distributed.print_rank0(f"{markdown_table(headers, rows)}\n")
+    for table in tables.generation_tables(results):
+        distributed.print_rank0(f"{markdown_table(table.headers, table.rows)}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 

@@ -51,7 +51,8 @@ from common.experiments.published import (
 from common.experiments.seed_statistics import SeedMean, over_seeds
 from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
 from common.record.terminal import markdown_table
-from common.report.page import Block, Section, Table, Text, write_page
+from common.report.blocks import Block, Section, Table, Text
+from common.report.page import write_page
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"

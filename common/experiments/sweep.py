@@ -34,7 +34,8 @@ from common.experiments.sweep_runs import (
     training_minutes,
 )
 from common.record.terminal import NOT_MEASURED, markdown_table
-from common.report.page import Block, Picture, Section, Table, Text, write_page
+from common.report.blocks import Block, Picture, Section, Table, Text
+from common.report.page import write_page
 
 
 @dataclass(frozen=True)

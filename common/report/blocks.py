@@ -1,17 +1,15 @@
 """What a report is made of, without how it looks: see `common/report/page.py`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs in a small part of Markdown.
+    """Paragraphs and lists (`- `, `1. `) with **bold**, *emphasis*, `code` and [links](https://...).
 
-    Attributes:
-        text: Paragraphs and lists (`- `, `1. `) between empty lines, with **bold**, *emphasis*,
-            `code` and [links](https://...). HTML in it is shown, not obeyed.
+    HTML in it is shown, not obeyed.
     """
 
     text: str
@@ -19,14 +17,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text.
-
-    Attributes:
-        headers: Column names.
-        rows: As many cells as there are headers, shown as they are; an interval "[low, high]" at
-            an end is muted.
-        caption: One sentence below.
-    """
+    """Cells as text, as many as there are headers; an interval "[low, high]" at an end is muted."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -35,12 +26,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG.
-
-    Attributes:
-        path: Of the file; the HTML page holds a copy, the Markdown names it.
-        caption: One sentence below; also what is read out in the picture's place.
-    """
+    """A PNG, of which the HTML page holds a copy; its caption is also what is read out for it."""
 
     path: Path
     caption: str = ""
@@ -48,60 +34,38 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve.
-
-    Attributes:
-        label: What it shows.
-        x: Places, not falling; usually optimiser steps.
-        y: As many values; NaN is a gap.
-        exact: Never smoothed, however many points there are.
-    """
+    """A curve."""
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    exact: bool = False
+    x: Sequence[float]  # not falling, usually optimiser steps
+    y: Sequence[float]  # as many; NaN is a gap
+    exact: bool = False  # never smoothed, however many points there are
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one pair of axes.
-
-    Attributes:
-        title: Of the panel.
-        unit: Of the y axis.
-        lines: The curves.
-        x_label: Of the x axis.
-    """
+    """Curves over one pair of axes."""
 
     title: str
-    unit: str
+    unit: str  # of the y axis
     lines: Sequence[Line]
     x_label: str = "optimiser step"
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Panels next to each other, with values where the pointer is.
-
-    Attributes:
-        panels: In reading order.
-        caption: One sentence below.
-        picture: A PNG of the same, which the Markdown names in their place.
-    """
+    """Panels next to each other, with values where the pointer is."""
 
     panels: Sequence[Panel]
     caption: str = ""
-    picture: Path | None = None
+    picture: Path | None = None  # a PNG of the same, which the Markdown names in their place
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token with what was measured of it.
+    """A token as decoded alone, with what was measured of it, in the order it is offered in.
 
-    Attributes:
-        text: As decoded alone.
-        values: By name, in the order in which they are offered; 0 has no colour.
+    A page colours tokens by one of these values: blue above 0, orange below.
     """
 
     text: str
@@ -109,43 +73,18 @@ class Token:
 
 
 @dataclass(frozen=True)
-class TokenColours:
-    """Text whose tokens are coloured by one of their values: blue above 0, orange below.
-
-    Attributes:
-        tokens: In order.
-        caption: One sentence below.
-    """
-
-    tokens: Sequence[Token]
-    caption: str = ""
-
-
-@dataclass(frozen=True)
 class Completion:
-    """One text of a sample.
+    """One text of a sample."""
 
-    Attributes:
-        label: Who wrote it, or "chosen", "rejected".
-        text: As it is.
-        note: What it got, such as "reward 0.53".
-        tokens: The same text in tokens, to be coloured; may be empty.
-    """
-
-    label: str
+    label: str  # who wrote it, or "chosen", "rejected"
     text: str
-    note: str = ""
-    tokens: Sequence[Token] = ()
+    note: str = ""  # what it got, such as "reward 0.53"
+    tokens: Sequence[Token] = ()  # the same text, to be coloured
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The completions of a sample at one moment of training.
-
-    Attributes:
-        title: Of the moment, such as "step 40"; "" where there is only one.
-        completions: In order.
-    """
+    """The completions of a sample at one moment of training ("step 40"; "" where there is one)."""
 
     title: str
     completions: Sequence[Completion]
@@ -161,12 +100,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleBrowser:
-    """Samples one at a time, to be leafed through; all below each other without JavaScript.
-
-    Attributes:
-        samples: In order.
-        caption: One sentence below.
-    """
+    """Samples one at a time, to be leafed through; all below each other without JavaScript."""
 
     samples: Sequence[Sample]
     caption: str = ""
@@ -177,7 +111,7 @@ class Section:
     """Blocks under a heading; sections may be nested."""
 
     title: str
-    blocks: "Sequence[Block]" = field(default_factory=tuple)
+    blocks: "Sequence[Block]"
 
 
-Block = Text | Table | Picture | Curves | TokenColours | SampleBrowser | Section
+Block = Text | Table | Picture | Curves | SampleBrowser | Section

@@ -7,7 +7,6 @@ completions by system).
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +15,85 @@ from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.record.terminal import NOT_MEASURED, markdown_table
 from common.record.tracking import log_evaluation
-from common.report import tables
-from common.report.page import (
-    Block,
-    Picture,
-    Section,
-    Table,
-    Text,
-    write_page,
-)
-from common.report.plots import dataset_title, reward_functions, summary_figure
-from common.report.sections import completions_section, curves_section, samples_section
+from common.report import sections, tables
+from common.report.blocks import Block, Picture, Section, Table, Text
+from common.report.figures import dataset_title, reward_functions, summary_figure
+from common.report.page import write_page
 
+Results = Mapping[str, Any]
 PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
 
 
-def results_table(results: Mapping[str, Any]) -> str:
+def results_table(results: Results) -> str:
     """The systems of `results.json` as a table for the terminal that is Markdown too."""
     table = systems_table(results)
     return markdown_table(table.headers, table.rows)
 
 
-def systems_table(results: Mapping[str, Any]) -> Table:
+def systems_table(results: Results) -> Table:
     """The systems of `results.json`.
 
     Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
     left out.
     """
     functions = reward_functions(results["systems"])
-    headers = ["stage", "accuracy % [95% CI]", "attainable", "gold reward [95% CI]"]
-    headers += [*(f"{name} [95% CI]" for name in functions), "RM score [95% CI]", "KL", "length"]
-    headers += ["stop %", "minutes", "GB"]
-    attainable = results.get("attainable_accuracy")
-    rows = [
-        [
-            system["name"],
-            _accuracy(system.get("accuracy")),
-            _cell(attainable, "{:.1f}", scale=100),
-            interval_cell(system.get("gold_reward"), 1, 3),
-            *(interval_cell((system.get("rewards") or {}).get(name), 1, 3) for name in functions),
-            interval_cell(system.get("reward"), 1, 2),
-            _cell((system.get("kl") or {}).get("mean"), "{:.2f}"),
-            _cell(system.get("length"), "{:.1f}"),
-            _cell(system.get("stop_rate"), "{:.1f}", scale=100),
-            _cell(system.get("minutes"), "{:.1f}"),
-            _cell(system.get("peak_memory_gb"), "{:.2f}"),
-        ]
-        for system in results["systems"]
-    ]
-    shown = [any(cell != NOT_MEASURED for cell in column) for column in zip(*rows, strict=True)]
-    return Table(list(compress(headers, shown)), [list(compress(row, shown)) for row in rows])
+    rows = []
+    for system in results["systems"]:
+        of_functions = {name: (system.get("rewards") or {}).get(name) for name in functions}
+        row = {
+            "stage": system["name"],
+            "accuracy % [95% CI]": interval_cell(system.get("accuracy"), 100, 1, "accuracy"),
+            "attainable": number_cell(results.get("attainable_accuracy"), 1, scale=100),
+            "gold reward [95% CI]": interval_cell(system.get("gold_reward"), 1, 3),
+            **{f"{name} [95% CI]": interval_cell(of_functions[name], 1, 3) for name in functions},
+            "RM score [95% CI]": interval_cell(system.get("reward"), 1, 2),
+            "KL": number_cell((system.get("kl") or {}).get("mean"), 2),
+            "length": number_cell(system.get("length"), 1),
+            "stop %": number_cell(system.get("stop_rate"), 1, scale=100),
+            "minutes": number_cell(system.get("minutes"), 1),
+            "GB": number_cell(system.get("peak_memory_gb"), 2),
+        }
+        rows.append(row)
+    shown = [name for name in rows[0] if any(row[name] != NOT_MEASURED for row in rows)]
+    return Table(shown, [[row[name] for name in shown] for row in rows])
 
 
-def _cell(value: float | None, number: str, scale: float = 1) -> str:
-    return NOT_MEASURED if value is None else number.format(scale * value)
+def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
+    """A number, or an en dash."""
+    return NOT_MEASURED if value is None else f"{scale * value:.{digits}f}"
 
 
-def _accuracy(interval: Mapping[str, float] | None) -> str:
-    return interval_cell(interval, 100, 1, "accuracy")
+def system_numbers(results: Results) -> dict[str, float]:
+    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
+    numbers = {}
+    functions = reward_functions(results["systems"])
+    for system in results["systems"]:
+        rewards = system.get("rewards") or {}
+        measured = {**{name: rewards.get(name) for name in functions}, **system}
+        for name in ("accuracy", "gold_reward", *functions, "reward", "kl", *PLAIN_NUMBERS):
+            value = measured.get(name)
+            if isinstance(value, Mapping):
+                value = value["accuracy" if name == "accuracy" else "mean"]
+            if value is not None:
+                numbers[f"{system['name']}/{name}"] = float(value)
+    return numbers
+
+
+def send(results: Results, config: Any) -> None:
+    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
+
+    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
+    """
+    if config.report_to != "wandb" or not is_rank0():
+        return
+    table = systems_table(results)
+    output_dir = Path(config.output_dir)
+    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
+    log_evaluation(*given, summary=system_numbers(results))
 
 
 def chain_report(
-    results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_dir: str | Path
+    results: Results, run_dirs: Mapping[str, Path], output_dir: str | Path
 ) -> list[Path]:
     """Write `report.html`, `report.md` and `plots/summary.png` for a chain that was evaluated.
 
@@ -102,9 +118,9 @@ def chain_report(
         Section("Systems", systems),
         *(_comparison_section(results, output_dir) or _source_section(results["systems"])),
         *_generation_section(results),
-        *completions_section(results, output_dir),
-        *curves_section(run_dirs),
-        *samples_section(run_dirs),
+        *sections.completions_section(results, output_dir),
+        *sections.curves_section(run_dirs),
+        *sections.samples_section(run_dirs),
         _reading_section(results),
     ]
     title = f"Results on {dataset_title(results['dataset'])}"
@@ -117,55 +133,23 @@ def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
     return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
 
 
-def send(results: Mapping[str, Any], config: Any) -> None:
-    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
-
-    The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
-    """
-    if config.report_to != "wandb" or not is_rank0():
-        return
-    table = systems_table(results)
-    output_dir = Path(config.output_dir)
-    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
-    log_evaluation(*given, summary=system_numbers(results))
-
-
-def system_numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
-    numbers = {}
-    functions = reward_functions(results["systems"])
-    for system in results["systems"]:
-        rewards = system.get("rewards") or {}
-        measured = {**{name: rewards.get(name) for name in functions}, **system}
-        for name in ("accuracy", "gold_reward", *functions, "reward", "kl", *PLAIN_NUMBERS):
-            value = measured.get(name)
-            if isinstance(value, Mapping):
-                value = value["accuracy" if name == "accuracy" else "mean"]
-            if value is not None:
-                numbers[f"{system['name']}/{name}"] = float(value)
-    return numbers
-
-
-def _comparison_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
+def _comparison_section(results: Results, output_dir: Path) -> list[Section]:
     """The systems on the same pairs, and their calibration, where evaluation compared them."""
     comparison = results.get("comparison")
     if not comparison:
         return []
-    blocks: list[Block] = []
-    for table in tables.comparison_tables(comparison):
-        shown = (Table(table.headers, table.rows), Text(table.note))
-        blocks.append(Section(table.title, shown))
+    blocks: list[Block] = [*tables.comparison_sections(comparison)]
     if comparison["calibration"]:
         picture = output_dir / "plots" / "calibration.png"
         blocks.append(Picture(picture, "Predicted against observed shares."))
     return [Section("Preference accuracy", blocks)]
 
 
-def _generation_section(results: Mapping[str, Any]) -> list[Section]:
+def _generation_section(results: Results) -> list[Section]:
     """What generations are like, and who wins against whom, where there are any."""
-    blocks = [Table(headers, rows) for headers, rows in tables.generation_tables(results)]
+    found = tables.generation_tables(results)
     notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
-    return [Section("Generations", [*blocks, *map(Text, notes)])] if blocks else []
+    return [Section("Generations", [*found, *map(Text, notes)])] if found else []
 
 
 def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -175,13 +159,13 @@ def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
     if len(sources) < 2:
         return []
     rows = [
-        [name, *(_accuracy(parts.get(source)) for source in sources)]
+        [name, *(interval_cell(parts.get(source), 100, 1, "accuracy") for source in sources)]
         for name, parts in by_source.items()
     ]
     return [Section("Accuracy by source", [Table(["stage", *sources], rows)])]
 
 
-def _reading_section(results: Mapping[str, Any]) -> Section:
+def _reading_section(results: Results) -> Section:
     ties = [
         f"{system['name']} {system['accuracy']['num_ties']}"
         for system in results["systems"]

@@ -78,7 +78,8 @@ def main(config: JudgementsConfig) -> None:
     completions.write(answers, output_dir)
     write_atomically(file, [json.dumps(results, indent=2) + "\n"])
     chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
-    print(markdown_table(*win_rate_table(rates)))
+    table = win_rate_table(rates)
+    print(markdown_table(table.headers, table.rows))
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -106,26 +107,23 @@ def export(
         raise UserError(f"--systems is {list(systems)}; two of {', '.join(known)} are needed.")
     if (output_dir / KEY).exists():
         raise UserError(f"{output_dir / KEY} is there; move it away to export anew.")
-    keys = [
-        comparison_key(row, a, b, seed)
-        for row in answers[: num_prompts or None]
-        for b, a in combinations(chosen, 2)
-        if row.of(a) and row.of(b)
-    ]
+    keys: list[dict[str, Any]] = []
+    lines: dict[str, dict[str, str]] = {}
+    for row in answers[: num_prompts or None]:
+        for pair in combinations(chosen, 2):
+            if not all(map(row.of, pair)):
+                continue
+            b, a = pair
+            first, second = pair if is_swapped(seed, a, b, row.id) else (a, b)
+            sides = {"first": first, "second": second}
+            name = comparison_id(row, first, second, seed)
+            keys.append({"id": name, "row": row.id, **sides, "seed": seed})
+            texts = {side: text_of(row, system) for side, system in sides.items()}
+            lines[name] = {"id": name, "prompt": row.prompt, **texts}
     keys.sort(key=lambda key: str(key["id"]))  # a hash: as good as a draw
-    by_row = {row.id: row for row in answers}
-    lines = [comparison(by_row[key["row"]], key) for key in keys]
-    for name, records in ((COMPARISONS, lines), (KEY, keys)):
-        text = "".join(map(json_line, records))
-        (output_dir / name).write_text(text, encoding="utf-8")
+    for name, records in ((COMPARISONS, [lines[key["id"]] for key in keys]), (KEY, keys)):
+        (output_dir / name).write_text("".join(map(json_line, records)), encoding="utf-8")
     return len(keys)
-
-
-def comparison_key(row: Answers, a: str, b: str, seed: int) -> dict[str, Any]:
-    """What stands behind an id."""
-    first, second = (b, a) if is_swapped(seed, a, b, row.id) else (a, b)
-    name = comparison_id(row, first, second, seed)
-    return {"id": name, "row": row.id, "first": first, "second": second, "seed": seed}
 
 
 def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
@@ -133,12 +131,6 @@ def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
     texts = [row.prompt, text_of(row, first), text_of(row, second)]
     parts = json.dumps([seed, row.id, first, second, *texts])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
-
-
-def comparison(row: Answers, key: dict[str, Any]) -> dict[str, Any]:
-    """What a judge is shown."""
-    texts = {side: text_of(row, key[side]) for side in ("first", "second")}
-    return {"id": key["id"], "prompt": row.prompt, **texts}
 
 
 # ---- import --------------------------------------------------------------------------------------
@@ -158,12 +150,11 @@ def with_outside_verdicts(
         raise UserError(f"{output_dir / KEY} is not there: export comparisons before verdicts.")
     if judge in reward_judges(answers):
         raise UserError(f"--judge is {judge!r}, which is a reward's name; choose another.")
+    found: dict[int, list[Verdict]] = {row.id: [] for row in answers}
     by_row = {row.id: row for row in answers}
     for key in keys.values():
         refuse_changed(by_row.get(key["row"]), key)
-    winners = read_winners(file, set(keys))
-    found: dict[int, list[Verdict]] = {row.id: [] for row in answers}
-    for name, winner in winners.items():
+    for name, winner in read_winners(file, set(keys)).items():
         key = keys[name]
         found[key["row"]].append(Verdict(key["first"], key["second"], judge, WINNERS[winner]))
     return [
@@ -198,14 +189,14 @@ def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
     winners: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         where = f"--verdicts {file}, line {number}"
-        if not isinstance(line, dict) or "id" not in line or "winner" not in line:
+        if not isinstance(line, dict) or not {"id", "winner"} <= line.keys():
             raise UserError(f"{where}: needs `id` and `winner`.")
-        name, winner = line["id"], line["winner"]
-        if not isinstance(name, str) or name not in ids:
+        name, winner = str(line["id"]), line["winner"]
+        if name not in ids:
             raise UserError(f"{where}: there is no comparison {name!r}.")
         if name in winners:
             raise UserError(f"{where}: comparison {name!r} is there twice.")
-        if not isinstance(winner, str) or winner not in WINNERS:
+        if str(winner) not in WINNERS:
             raise UserError(f"{where}: winner is {winner!r}; it must be {', '.join(WINNERS)}.")
         winners[name] = winner
     missing = sorted(ids - set(winners))

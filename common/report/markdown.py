@@ -2,54 +2,45 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from common.record.terminal import NOT_MEASURED, format_number, markdown_table
-from common.report.blocks import (
-    Block,
-    Completion,
-    Curves,
-    Panel,
-    Picture,
-    Sample,
-    Section,
-    Table,
-    Text,
-    TokenColours,
-)
+from common.report.blocks import Block, Curves, Picture, Sample, Section, Table, Text
+from common.report.html import printable
 
 WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
-MOST_COLOURED = 8  # tokens with the largest values that stand for a coloured text
 
 
-def markdown(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[str]:
-    """Paragraphs of Markdown.
-
-    Args:
-        blocks: What to show.
-        folder: Where the file will be; paths are relative to it.
-        level: Of the headings of sections.
-    """
-    return [part for block in blocks for part in _block(block, folder, level) if part]
+def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block], folder: Path) -> str:
+    """The whole document; paths are relative to the folder in which it will be."""
+    line = ", ".join(f"{name} {value}" for name, value in facts.items())
+    parts = [f"# {without_html(title)}", without_html(line), *paragraphs(blocks, folder)]
+    return printable("\n\n".join(filter(None, parts))) + "\n"
 
 
-def _block(block: Block, folder: Path, level: int) -> list[str]:
-    if isinstance(block, Section):
-        inside = markdown(block.blocks, folder, level + 1)
-        return [f"{'#' * level} {_one_line(block.title)}", *inside]
-    if isinstance(block, Text):
-        return [without_html(block.text)]
-    if isinstance(block, Table):
-        return [table(block.headers, block.rows), _caption(block.caption)]
-    if isinstance(block, Picture):
-        return [_picture(block.path, block.caption, folder)]
-    if isinstance(block, Curves):
-        return _curves(block, folder)
-    if isinstance(block, TokenColours):
-        return [_token_table(block), _caption(block.caption)]
-    samples = [part for n, s in enumerate(block.samples, 1) for part in _sample(s, n, level)]
-    return [_caption(block.caption), *samples]
+def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[str]:
+    """The blocks; headings of sections are of this level."""
+    parts: list[str] = []
+    for block in blocks:
+        if isinstance(block, Section):
+            parts.append(f"{'#' * level} {one_line(block.title)}")
+            parts += paragraphs(block.blocks, folder, level + 1)
+        elif isinstance(block, Text):
+            parts.append(without_html(block.text))
+        elif isinstance(block, Table):
+            parts += [table(block.headers, block.rows), caption(block.caption)]
+        elif isinstance(block, Picture):
+            parts.append(picture(block.path, block.caption, folder))
+        elif isinstance(block, Curves):
+            parts += curves(block, folder)
+        else:
+            parts.append(caption(block.caption))
+            for number, sample in enumerate(block.samples, 1):
+                parts += [f"{'#' * level} Prompt {number}", *completions(sample)]
+    return list(filter(None, parts))
 
 
 def without_html(text: str) -> str:
@@ -58,80 +49,67 @@ def without_html(text: str) -> str:
     Markdown lets HTML through, and a text may quote what a model wrote.
     """
     parts = re.split(r"(`[^`\n]*`)", text)
-    return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
+    return "".join(part if part.startswith("`") else escaped(part) for part in parts)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")  # no picture
+def escaped(text: str) -> str:
+    """Text that is no HTML, and no picture."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")
 
 
-def _one_line(text: str) -> str:
-    return " ".join(_escaped(text).replace("](", "]\\(").split())  # no link of a model's making
+def one_line(text: str) -> str:
+    """Text of data in a line: no link of a model's making either."""
+    return " ".join(escaped(text).replace("](", "]\\(").split())
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, aligned where its cells are short."""
-    lines = [[_one_line(cell) for cell in row] for row in [headers, *rows]]
+    lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
     if all(len(cell) <= WIDEST_CELL for line in lines for cell in line):
         return markdown_table(lines[0], lines[1:])
     lines.insert(1, ["---"] * len(headers))
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def _caption(text: str) -> str:
-    return f"*{_one_line(text)}*" if text else ""
+def caption(text: str) -> str:
+    """A caption as a paragraph."""
+    return f"*{one_line(text)}*" if text else ""
 
 
-def _picture(path: Path, caption: str, folder: Path) -> str:
+def picture(path: Path, text: str, folder: Path) -> str:
+    """A link to a picture."""
     link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
-    label = _one_line(caption).replace("[", "\\[").replace("]", "\\]")
+    label = one_line(text).replace("[", "\\[").replace("]", "\\]")
     return f"![{label}]({link})"
 
 
-def _curves(block: Curves, folder: Path) -> list[str]:
-    rows = [row for panel in block.panels for row in _curve_rows(panel)]
-    headers = ["panel", "curve", "first", "last", "lowest", "highest"]
-    picture = _picture(block.picture, block.caption, folder) if block.picture else ""
-    return [picture, table(headers, rows), "" if picture else _caption(block.caption)]
-
-
-def _curve_rows(panel: Panel) -> list[list[str]]:
+def curves(block: Curves, folder: Path) -> list[str]:
+    """Their picture, and where each begins, ends and lies."""
     rows = []
-    for line in panel.lines:
-        known = [value for value in line.y if value == value]  # NaN is not itself
-        shown = (known[0], known[-1], min(known), max(known)) if known else ()
-        cells = [format_number(value) for value in shown] or [NOT_MEASURED] * 4
-        rows.append([f"{panel.title} ({panel.unit})", line.label, *cells])
-    return rows
+    for panel in block.panels:
+        for line in panel.lines:
+            known = [value for value in line.y if not np.isnan(value)]
+            shown = (known[0], known[-1], min(known), max(known)) if known else ()
+            cells = [format_number(value) for value in shown] or [NOT_MEASURED] * 4
+            rows.append([f"{panel.title} ({panel.unit})", line.label, *cells])
+    found = table(["panel", "curve", "first", "last", "lowest", "highest"], rows)
+    if block.picture:
+        return [picture(block.picture, block.caption, folder), found]
+    return [found, caption(block.caption)]
 
 
-def _token_table(block: TokenColours) -> str:
-    names = list(dict.fromkeys(name for token in block.tokens for name in token.values))
-    if not names:
-        return ""
-    largest = sorted(block.tokens, key=lambda token: -abs(token.values.get(names[0], 0.0)))
+def completions(sample: Sample) -> list[str]:
+    """A prompt in a block of code that it cannot end, and a table of its completions."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sample.prompt)), default=0))
+    has_moments = any(frame.title for frame in sample.frames)
+    has_notes = any(c.note for frame in sample.frames for c in frame.completions)
+    headers = ["when"] * has_moments + ["system", "completion"] + [""] * has_notes
     rows = [
-        [token.text.strip() or "(space)", *(format_number(token.values[n]) for n in names)]
-        for token in largest[:MOST_COLOURED]
-        if all(name in token.values for name in names)
-    ]
-    return table(["token", *names], rows)
-
-
-def _sample(sample: Sample, number: int, level: int) -> list[str]:
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", sample.prompt)), default=0))
-    parts = [f"{'#' * level} Prompt {number}", f"{fence}text\n{sample.prompt}\n{fence}"]
-    moments = any(frame.title for frame in sample.frames)
-    notes = any(c.note for frame in sample.frames for c in frame.completions)
-    headers = ["when"] * moments + ["system", "completion"] + [""] * notes
-    rows = [
-        [frame.title] * moments + _completion_row(completion) + [completion.note] * notes
+        [frame.title] * has_moments
+        + [each.label, each.text if each.text.strip() else "*(empty)*"]
+        + [each.note] * has_notes
         for frame in sample.frames
-        for completion in frame.completions
+        for each in frame.completions
     ]
-    return [*parts, table(headers, rows)]
-
-
-def _completion_row(completion: Completion) -> list[str]:
-    return [completion.label, completion.text if completion.text.strip() else "*(empty)*"]
+    return [f"{fence}text\n{sample.prompt}\n{fence}", table(headers, rows)]

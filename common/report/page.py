@@ -1,7 +1,7 @@
 """A report in two files: `report.html`, one page that needs nothing else, and `report.md`.
 
 Whoever has something to show builds blocks and calls `write_page`; how they look is decided in
-`common/report/html.py` and `common/report/markdown.py`. Nothing here computes a result.
+`html.py` with `page.html`, and in `markdown.py`. Nothing here computes a result.
 """
 
 import json
@@ -10,44 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.report.blocks import (
-    Block,
-    Completion,
-    Curves,
-    Frame,
-    Line,
-    Panel,
-    Picture,
-    Sample,
-    SampleBrowser,
-    Section,
-    Table,
-    Text,
-    Token,
-    TokenColours,
-)
-from common.report.escape import printable
-from common.report.html import page
-from common.report.markdown import markdown, without_html
-
-__all__ = [
-    "Block",
-    "Completion",
-    "Curves",
-    "Frame",
-    "Line",
-    "Panel",
-    "Picture",
-    "Sample",
-    "SampleBrowser",
-    "Section",
-    "Table",
-    "Text",
-    "Token",
-    "TokenColours",
-    "run_facts",
-    "write_page",
-]
+from common.report import html, markdown
+from common.report.blocks import Block
 
 
 def write_page(
@@ -74,11 +38,9 @@ def write_page(
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     facts = run_facts(output_dir) if facts is None else facts
-    line = ", ".join(f"{name} {value}" for name, value in facts.items())
-    parts = [f"# {without_html(title)}", without_html(line), *markdown(blocks, output_dir)]
     files = {
-        "report.html": page(title, facts, blocks),
-        "report.md": printable("\n\n".join(part for part in parts if part)) + "\n",
+        "report.html": html.page(title, facts, blocks),
+        "report.md": markdown.page(title, facts, blocks, output_dir),
     }
     for name, text in files.items():
         # A lone surrogate, which JSON may hold, is no character that a file could.
@@ -100,21 +62,14 @@ def run_facts(run_dir: Path) -> dict[str, str]:
         config = yaml.safe_load((run_dir / "config.yaml").read_text()) or {}
     if (run_dir / "environment.json").is_file():
         environment = json.loads((run_dir / "environment.json").read_text())
-    torch_version = (environment.get("packages") or {}).get("torch")
+    commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
     facts = {
         "data set": config.get("dataset_name"),
         "split": config.get("dataset_test_split"),
         "seed": config.get("seed"),
         "started": environment.get("started"),
-        "commit": _short_commit(environment.get("git_commit")),
+        "commit": commit[:10] + dirty,
         "processes": environment.get("world_size"),
-        "torch": torch_version,
+        "torch": (environment.get("packages") or {}).get("torch"),
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
-
-
-def _short_commit(commit: str | None) -> str | None:
-    if commit is None:
-        return None
-    name, dirty, _ = commit.partition("-dirty")
-    return name[:10] + dirty

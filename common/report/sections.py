@@ -9,20 +9,20 @@ import torch
 
 from common.losses import kl_estimate
 from common.record.jsonl import read_jsonl
-from common.record.terminal import NOT_MEASURED, format_number
-from common.report.page import (
+from common.record.terminal import format_cell, format_number
+from common.report.blocks import (
+    Block,
     Completion,
     Curves,
     Frame,
-    Line,
-    Panel,
     Sample,
     SampleBrowser,
     Section,
     Token,
 )
-from common.report.plots import EXACT, PANELS, recorded, series
+from common.report.plots import curve_panels
 
+Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
 MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and the page stays small
 MOST_COMPLETIONS = 8  # of a prompt at a moment
@@ -34,59 +34,27 @@ LOGP, LOG_RATIO, KL, ADVANTAGE = (
 )
 
 
-# --- curves ---
-
-
-def curves_section(run_dirs: Mapping[str, Path]) -> list[Section]:
-    """What each run logged, under its name; [] if none logged anything."""
-    sections = []
-    for name, run in run_dirs.items():
-        panels = curve_panels(read_jsonl(Path(run) / "metrics.jsonl"))
-        picture = Path(run) / "plots" / "curves.png"
-        if panels:
-            found = picture if picture.is_file() else None
-            sections.append(Section(name, [Curves(panels, picture=found)]))
-    return [Section("Training curves", sections)] if sections else []
-
-
-def curve_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """The panels of `plots.PANELS` of which the records have something."""
-    panels = []
-    for title, unit, names in PANELS:
-        curves = {name: series(records, name) for name in recorded(records, names)}
-        lines = [Line(name, *curve, exact=name in EXACT) for name, curve in curves.items()]
-        if lines:
-            panels.append(Panel(title, unit, lines))
-    return panels
-
-
-# --- what was evaluated ---
-
-
 def completions_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
     """Every system's completion of the first held-out prompts, with what it was worth.
 
     From `completions.jsonl` in the folder; without it, from the samples in `results.json`.
     """
     lines = read_jsonl(output_dir / "completions.jsonl")[:MOST_PROMPTS]
-    samples = [
-        Sample(line["prompt"], [Frame("", [_measured(name, own) for name, own in _answers(line)])])
-        for line in lines
-    ]
+    found = [(row["prompt"], {"reference": row["reference"], **row["systems"]}) for row in lines]
     for sample in [] if lines else results.get("samples", []):
         texts = {"reference": sample.get("reference"), **sample["completions"]}
-        completions = [Completion(n, text) for n, text in texts.items() if text is not None]
-        samples.append(Sample(sample["prompt"], [Frame("", completions)]))
+        own = {name: {"completion": t} for name, t in texts.items() if t is not None}
+        found.append((sample["prompt"], own))
+    samples = [
+        Sample(prompt, [Frame("", [measured(name, own) for name, own in answers.items() if own])])
+        for prompt, answers in found
+    ]
     caption = "The first held-out prompts, completed by every policy."
     return [Section("Completions", [SampleBrowser(samples, caption)])] if samples else []
 
 
-def _answers(line: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    own = [("reference", line["reference"])] if line.get("reference") else []
-    return [*own, *line["systems"].items()]
-
-
-def _measured(name: str, generation: Mapping[str, Any]) -> Completion:
+def measured(name: str, generation: Row) -> Completion:
+    """A line's completion by a system, with its rewards, KL and length."""
     values = {**(generation.get("rewards") or {}), "KL": generation.get("kl")}
     notes = [f"{k} {format_number(v)}" for k, v in values.items() if v is not None]
     if generation.get("num_tokens") is not None:
@@ -95,32 +63,43 @@ def _measured(name: str, generation: Mapping[str, Any]) -> Completion:
     return Completion(name, generation["completion"], ", ".join(notes))
 
 
-# --- samples over training ---
+# --- runs ---
+
+
+def curves_section(run_dirs: Mapping[str, Path]) -> list[Section]:
+    """What each run logged, under its name; [] if none logged anything."""
+    found: dict[str, Block] = {}
+    for name, run in run_dirs.items():
+        panels, picture = curve_panels(read_jsonl(run / "metrics.jsonl")), run / "plots/curves.png"
+        if panels:
+            found[name] = Curves(panels, picture=picture if picture.is_file() else None)
+    return by_run("Training curves", found)
 
 
 def samples_section(run_dirs: Mapping[str, Path]) -> list[Section]:
     """What each run wrote for its fixed prompts while it trained; [] if none did."""
-    sections = []
-    for name, run in run_dirs.items():
-        records = read_jsonl(Path(run) / "samples.jsonl")
-        if records:
-            sections.append(Section(name, [training_browser(records)]))
-    return [Section("Completions over training", sections)] if sections else []
+    records = {name: read_jsonl(run / "samples.jsonl") for name, run in run_dirs.items()}
+    found = {name: training_browser(rows) for name, rows in records.items() if rows}
+    return by_run("Completions over training", found)
 
 
-def training_browser(records: Sequence[Mapping[str, Any]]) -> SampleBrowser:
+def by_run(title: str, found: Mapping[str, Block]) -> list[Section]:
+    """A section with one for each run; none without any."""
+    sections = [Section(name, [block]) for name, block in found.items()]
+    return [Section(title, sections)] if sections else []
+
+
+def training_browser(records: Sequence[Row]) -> SampleBrowser:
     """The rows of `samples.jsonl` by prompt and step."""
     steps = list(dict.fromkeys(record["step"] for record in records))
     shown = spread(steps, MOST_FRAMES)
-    by_prompt: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
+    by_prompt: dict[str, dict[int, list[Row]]] = {}
     for record in records:
         if record["step"] in shown:
             moments = by_prompt.setdefault(str(record.get("prompt", "")), {})
             moments.setdefault(record["step"], []).append(record)
     samples = [
-        Sample(
-            prompt, [Frame(f"step {step}", _completions(rows)) for step, rows in moments.items()]
-        )
+        Sample(prompt, [Frame(f"step {step}", completions(rows)) for step, rows in moments.items()])
         for prompt, moments in by_prompt.items()
     ]
     caption = "Fixed prompts at the steps where the run took samples."
@@ -128,7 +107,7 @@ def training_browser(records: Sequence[Mapping[str, Any]]) -> SampleBrowser:
         caption = f"Fixed prompts at {len(shown)} of the {len(steps)} steps with samples."
     if any(len(rows) > MOST_COMPLETIONS for m in by_prompt.values() for rows in m.values()):
         caption += f" The first {MOST_COMPLETIONS} completions of each."
-    return SampleBrowser(samples, caption + _colour_note(records))
+    return SampleBrowser(samples, caption + colour_note(records))
 
 
 def spread(values: Sequence[int], number: int) -> list[int]:
@@ -138,51 +117,38 @@ def spread(values: Sequence[int], number: int) -> list[int]:
     return [values[round(i * (len(values) - 1) / (number - 1))] for i in range(number)]
 
 
-def _completions(rows: Sequence[Mapping[str, Any]]) -> list[Completion]:
+def completions(rows: Sequence[Row]) -> list[Completion]:
+    """The first completions that a run wrote for a prompt, and the pairs that it trains on."""
     found: list[Completion] = []
     for number, row in enumerate(rows[:MOST_COMPLETIONS], start=1):
         if "completion" in row:
             label = f"completion {number}" if len(rows) > 1 else "completion"
-            found.append(_completion(label, row["completion"], row, "", _note(row)))
+            found.append(completion(label, row["completion"], note_of(row), row_tokens(row)))
         for side in ("chosen", "rejected"):
-            tokens = row.get(f"{side}_tokens")
+            tokens = row_tokens(row, f"{side}_")
             if side in row or tokens:
-                text = row.get(side) or "".join(tokens or [])
+                text = row.get(side) or "".join(token.text for token in tokens)
                 score = row.get(f"{side} score")
                 note = "" if score is None else f"score {format_number(score)}"
-                found.append(_completion(side, text, row, f"{side}_", note))
+                found.append(completion(side, text, note, tokens))
     return found
 
 
-def _note(row: Mapping[str, Any]) -> str:
+def note_of(row: Row) -> str:
     """The columns of a row that are neither texts of the sample nor lists."""
     hidden = ("step", "prompt", "completion", "chosen", "rejected")
-    parts = []
-    for name, value in row.items():
-        if name in hidden or isinstance(value, list | dict):
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = NOT_MEASURED if value is None else format_number(value) if number else str(value)
-        parts.append(f"{name} {text}")
-    return ", ".join(parts)
+    shown = {k: v for k, v in row.items() if k not in hidden and not isinstance(v, list | dict)}
+    return ", ".join(f"{name} {format_cell(value)}" for name, value in shown.items())
 
 
-def _completion(
-    label: str, text: str, row: Mapping[str, Any], prefix: str, note: str
-) -> Completion:
-    tokens = row_tokens(row, prefix)
-    ratio = _total(tokens, LOG_RATIO)
-    if ratio is not None:
-        note = ", ".join(filter(None, [note, f"{LOG_RATIO} {format_number(ratio)}"]))
-    return Completion(label, str(text), note, tokens)
+def completion(label: str, text: str, note: str, tokens: Sequence[Token]) -> Completion:
+    """A completion; where its tokens have a log-ratio to the reference, their sum is noted."""
+    ratios = [token.values[LOG_RATIO] for token in tokens if LOG_RATIO in token.values]
+    parts = [note, f"{LOG_RATIO} {format_number(sum(ratios))}" if ratios else ""]
+    return Completion(label, str(text), ", ".join(filter(None, parts)), tokens)
 
 
-def _total(tokens: Sequence[Token], name: str) -> float | None:
-    values = [token.values[name] for token in tokens if name in token.values]
-    return sum(values) if values else None
-
-
-def row_tokens(row: Mapping[str, Any], prefix: str = "") -> list[Token]:
+def row_tokens(row: Row, prefix: str = "") -> list[Token]:
     """The tokens of a row of `samples.jsonl` with what is known of them; [] in an older file.
 
     Args:
@@ -210,7 +176,7 @@ def row_tokens(row: Mapping[str, Any], prefix: str = "") -> list[Token]:
     ]
 
 
-def _colour_note(records: Sequence[Mapping[str, Any]]) -> str:
+def colour_note(records: Sequence[Row]) -> str:
     """What the colours mean, where there are any."""
     names = {name for record in records for name in record}
     if not any(name.endswith("token_logps") for name in names):

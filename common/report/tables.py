@@ -1,7 +1,6 @@
-"""Tables of an evaluation, as headers and rows of text: comparisons on pairs, and generations."""
+"""Tables of an evaluation: comparisons on pairs, and generations."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.evaluation.calibration import NUM_BINS
@@ -9,95 +8,27 @@ from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES
 from common.record.terminal import markdown_table
+from common.report.blocks import Section, Table, Text
 
+Comparison = Mapping[str, Any]  # what `comparison.compare` returns
 SMALLEST_P = 1e-4
 LEVEL = 0.05
 MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
 NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
 
-
-@dataclass(frozen=True)
-class NamedTable:
-    """A table with its title, and what must be known to read it."""
-
-    title: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str
-
-
-def comparison_tables(comparison: Mapping[str, Any]) -> list[NamedTable]:
-    """All tables of a comparison, in the order of a report."""
-    found = [accuracy_table(comparison), difference_table(comparison), *split_tables(comparison)]
-    found += [calibration_table(comparison)] if comparison["calibration"] else []
-    return [table for table in found if table.rows]
-
-
-def accuracy_table(comparison: Mapping[str, Any]) -> NamedTable:
-    """Accuracy of every system, with both intervals."""
-    rows = []
-    for system in comparison["systems"]:
-        accuracy = system["accuracy"]
-        cells = [f"{100 * accuracy['accuracy']:.1f}", interval_cell(accuracy, 100, 1, None)]
-        cells.append(interval_cell(accuracy, 100, 1, None, prefix="prompt_"))
-        rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
-    return NamedTable(
-        "Preference accuracy of every system",
-        ["system", "accuracy %", "Wilson", "over prompts", "ties"],
-        rows,
-        f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts; a tie counts "
-        "one half. Wilson's interval takes pairs as independent; the bootstrap over prompts does "
-        f"not, and holds where a prompt has several pairs; below {MIN_PROMPTS} prompts there is "
-        "none. Baselines that need no model: the "
-        "completion of more tokens, of fewer, of the higher ROUGE-L F1 against the post, and a "
-        "seeded random guess.",
-    )
-
-
-def difference_table(comparison: Mapping[str, Any]) -> NamedTable:
-    """Every two systems but the baselines on the same pairs; of many, each against the best one."""
-    systems = [s for s in comparison["systems"] if s["name"] not in BASELINES]
-    names = {system["name"] for system in systems}
-    shown = [d for d in comparison["differences"] if {d["first"], d["second"]} <= names]
-    if len(systems) > MOST_COMPARED:
-        best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
-        shown = [d for d in shown if best in (d["first"], d["second"])]
-    rows = []
-    for d in shown:
-        gain = interval_cell(d, 100, 1, "difference", sign="+")
-        counts = f"{d['num_first_better']:,} : {d['num_second_better']:,}"
-        p_values = [p_value(d[key]) for key in ("p_value", "prompt_p_value")]
-        rows.append([f"{d['first']} - {d['second']}", gain, counts, *p_values])
-    return NamedTable(
-        "Differences on the same pairs",
-        ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"],
-        rows,
-        "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
-        "which one of the two counts more (a tie counts one half). McNemar's p is exact and "
-        "two-sided and takes pairs as independent; p over prompts is that of the permutation test "
-        "that swaps the two systems on all pairs of a prompt at once. Neither is corrected for the "
-        f"number of comparisons. Of more than {MOST_COMPARED} systems only the differences to the "
-        "one of the highest accuracy are shown; results.json has all, baselines too.",
-    )
-
-
-def split_tables(comparison: Mapping[str, Any]) -> Iterator[NamedTable]:
-    """Accuracy by part, one table a split."""
-    systems = comparison["systems"]
-    for split, parts in systems[0]["accuracy_by"].items():
-        headers = [f"{part} ({found['num_pairs']:,})" for part, found in parts.items()]
-        rows = [
-            [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
-            for system in systems
-        ]
-        note = SPLIT_NOTES[split]
-        title = f"Accuracy by {split}"
-        yield NamedTable(title, ["system", *headers], rows, f"{note} {SPLIT_INTERVALS}")
-
-
-SPLIT_INTERVALS = (
-    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
-    "fewer than about 20 they are too narrow."
+ACCURACY_NOTE = (
+    "a tie counts one half. Wilson's interval takes pairs as independent; the bootstrap over "
+    "prompts does not, and holds where a prompt has several pairs; below "
+    f"{MIN_PROMPTS} prompts there is none. Baselines that need no model: the completion of more "
+    "tokens, of fewer, of the higher ROUGE-L F1 against the post, and a seeded random guess."
+)
+DIFFERENCES_NOTE = (
+    "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
+    "which one of the two counts more (a tie counts one half). McNemar's p is exact and two-sided "
+    "and takes pairs as independent; p over prompts is that of the permutation test that swaps the "
+    "two systems on all pairs of a prompt at once. Neither is corrected for the number of "
+    f"comparisons. Of more than {MOST_COMPARED} systems only the differences to the one of the "
+    "highest accuracy are shown; results.json has all, baselines too."
 )
 SPLIT_NOTES = {
     "source": "Where the rows come from.",
@@ -106,36 +37,102 @@ SPLIT_NOTES = {
     "label certainty": "How sure the label is, max(p, 1 - p) of its known probability, by thirds.",
     "length": "Tokens of chosen against rejected; about equal is within 10% of the longer one.",
 }
+SPLIT_INTERVALS = (
+    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
+    "fewer than about 20 they are too narrow."
+)
+CALIBRATION_NOTE = (
+    f"Expected calibration error of sigma(r_chosen - r_rejected) in {NUM_BINS} bins of equal "
+    "width, each pair counted on both sides; by chance: its mean if every prediction were right. "
+    "Log loss is in nats per pair, 0.693 for a coin."
+)
 
 
-def calibration_table(comparison: Mapping[str, Any]) -> NamedTable:
+def comparison_sections(comparison: Comparison) -> list[Section]:
+    """All tables of a comparison in the order of a report, with what must be known to read them."""
+    accuracy_note = f"{num_compared(comparison)}; {ACCURACY_NOTE}"
+    found = {
+        "Preference accuracy of every system": (accuracy_table(comparison), accuracy_note),
+        "Differences on the same pairs": (difference_table(comparison), DIFFERENCES_NOTE),
+    }
+    for split in comparison["systems"][0]["accuracy_by"]:
+        note = f"{SPLIT_NOTES[split]} {SPLIT_INTERVALS}"
+        found[f"Accuracy by {split}"] = (split_table(comparison, split), note)
+    found["Calibration"] = (calibration_table(comparison), CALIBRATION_NOTE)
+    tables = {title: (table, Text(note)) for title, (table, note) in found.items() if table.rows}
+    return [Section(title, blocks) for title, blocks in tables.items()]
+
+
+def num_compared(comparison: Comparison) -> str:
+    """How many pairs are compared."""
+    return f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
+
+
+def accuracy_table(comparison: Comparison) -> Table:
+    """Accuracy of every system, with both intervals."""
+    rows = []
+    for system in comparison["systems"]:
+        accuracy = system["accuracy"]
+        cells = [f"{100 * accuracy['accuracy']:.1f}", interval_cell(accuracy, 100, 1, None)]
+        cells.append(interval_cell(accuracy, 100, 1, None, prefix="prompt_"))
+        rows.append([system["name"], *cells, f"{accuracy['num_ties']:,}"])
+    return Table(["system", "accuracy %", "Wilson", "over prompts", "ties"], rows)
+
+
+def difference_table(comparison: Comparison) -> Table:
+    """Every two systems but the baselines on the same pairs; of many, each against the best one."""
+    systems = [s for s in comparison["systems"] if s["name"] not in BASELINES]
+    names = {system["name"] for system in systems}
+    shown = [d for d in comparison["differences"] if {d["first"], d["second"]} <= names]
+    if len(systems) > MOST_COMPARED:
+        best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
+        shown = [d for d in shown if best in (d["first"], d["second"])]
+    headers = ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"]
+    rows = [
+        [
+            f"{d['first']} - {d['second']}",
+            interval_cell(d, 100, 1, "difference", sign="+"),
+            f"{d['num_first_better']:,} : {d['num_second_better']:,}",
+            p_value(d["p_value"]),
+            p_value(d["prompt_p_value"]),
+        ]
+        for d in shown
+    ]
+    return Table(headers, rows)
+
+
+def split_table(comparison: Comparison, split: str) -> Table:
+    """Accuracy by part."""
+    systems = comparison["systems"]
+    parts = systems[0]["accuracy_by"][split]
+    headers = [f"{part} ({found['num_pairs']:,})" for part, found in parts.items()]
+    rows = [
+        [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
+        for system in systems
+    ]
+    return Table(["system", *headers], rows)
+
+
+def calibration_table(comparison: Comparison) -> Table:
     """Calibration error and log loss of the systems that give log odds."""
     rows = [
         [name, *(f"{found[key]:.3f}" for key in ("ece", "ece_by_chance", "log_loss"))]
         for name, found in comparison["calibration"].items()
     ]
-    return NamedTable(
-        "Calibration",
-        ["system", "ECE", "ECE by chance", "log loss"],
-        rows,
-        f"Expected calibration error of sigma(r_chosen - r_rejected) in {NUM_BINS} bins of equal "
-        "width, each pair counted on both sides; by chance: its mean if every prediction were "
-        "right. Log loss is in nats per pair, 0.693 for a coin.",
-    )
+    return Table(["system", "ECE", "ECE by chance", "log loss"], rows)
 
 
-def summary(comparison: Mapping[str, Any]) -> str:
+def summary(comparison: Comparison) -> str:
     """The accuracies and who is better than whom, for the terminal."""
     table = accuracy_table(comparison)
-    counts = f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
     return (
-        f"{counts}\n\n{markdown_table(table.headers, table.rows)}\n\n"
+        f"{num_compared(comparison)}\n\n{markdown_table(table.headers, table.rows)}\n\n"
         f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
         f"above {LEVEL}\n\n{difference_matrix(comparison)}"
     )
 
 
-def difference_matrix(comparison: Mapping[str, Any]) -> str:
+def difference_matrix(comparison: Comparison) -> str:
     """Every system against every other, the columns by number."""
     names = [system["name"] for system in comparison["systems"]]
     cells = {(name, name): SAME for name in names}
@@ -166,8 +163,6 @@ def p_value(p: float) -> str:
     """A p-value as it is printed."""
     return f"< {SMALLEST_P:.4f}" if p < SMALLEST_P else f"{p:.4f}"
 
-
-Rows = tuple[list[str], list[list[str]]]
 
 QUALITY = {  # key in results.json: heading, scale, digits
     "rouge_1": ("ROUGE-1", 100, 1),
@@ -203,7 +198,7 @@ WIN_RATE_NOTES = [
 ]
 
 
-def generation_tables(results: Mapping[str, Any]) -> list[Rows]:
+def generation_tables(results: Mapping[str, Any]) -> list[Table]:
     """The tables of `results.json`; one without a row is left out."""
     own = results.get("reference_completions")
     systems = [*results["systems"], *([{**own, "name": REFERENCE}] if own else [])]
@@ -212,47 +207,43 @@ def generation_tables(results: Mapping[str, Any]) -> list[Rows]:
         reward_table(systems),
         win_rate_table(results.get("win_rates") or []),
     ]
-    return [(headers, rows) for headers, rows in found if rows]
+    return [table for table in found if table.rows]
 
 
-def quality_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
-    """What the systems' completions are like, by the texts and by the policy itself.
-
-    Args:
-        systems: `name`, and what `completions.summary` gives; those without are left out.
-    """
-    measured = [s for s in systems if s.get("distinct_completions") is not None]
+def quality_table(systems: Sequence[Mapping[str, Any]]) -> Table:
+    """What the completions of systems with `completions.summary` are like."""
     headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]
     rows = [
         [
-            str(system["name"]),
+            system["name"],
             *(interval_cell(system.get(k), s, d) for k, (_, s, d) in QUALITY.items()),
             f"{100 * system['distinct_completions']:.1f}",
         ]
-        for system in measured
+        for system in systems
+        if system.get("distinct_completions") is not None
     ]
-    return headers, rows
+    return Table(headers, rows)
 
 
-def reward_table(systems: Sequence[Mapping[str, Any]]) -> Rows:
+def reward_table(systems: Sequence[Mapping[str, Any]]) -> Table:
     """Mean reward of the systems' completions by every judge of single completions."""
     measured = [system for system in systems if system.get("rewards")]
     judges = list(dict.fromkeys(judge for system in measured for judge in system["rewards"]))
     rows = [
-        [str(system["name"]), *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
+        [system["name"], *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
         for system in measured
     ]
-    return ["system", *judges], rows
+    return Table(["system", *judges], rows)
 
 
-def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
+def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:
     """Every comparison of two systems by a judge, as `win_rates.win_rate` gives it."""
     headers = ["comparison", "judge", "win rate % [95% CI]", "at equal length % [95% CI]"]
     headers += ["wins", "ties", "losses", "not judged", "tokens longer"]
     rows = [
         [
             f"{rate['a']} against {rate['b']}",
-            str(rate["judge"]),
+            rate["judge"],
             interval_cell(rate, 100, 1, "win_rate"),
             interval_cell(rate["length_controlled"], 100, 1, "win_rate"),
             *(str(rate[f"num_{key}"]) for key in ("wins", "ties", "losses", "not_judged")),
@@ -260,4 +251,4 @@ def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Rows:
         ]
         for rate in win_rates
     ]
-    return headers, rows
+    return Table(headers, rows)

@@ -299,7 +299,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
 
 def test_tables_show_every_system_and_its_numbers():
     found = comparison.compare(random_table(3))
-    by_title = {table.title: table for table in tables.comparison_tables(found)}
+    by_title = {part.title: part.blocks[0] for part in tables.comparison_sections(found)}
     assert list(by_title) == [
         "Preference accuracy of every system",
         "Differences on the same pairs",
@@ -330,7 +330,7 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
     assert len(shown) == 7
     assert all(best in row[0].split(" - ") for row in shown)
     few = {**found, "systems": [s for s in found["systems"] if s["name"] in ("rm0", *BASELINES)]}
-    titles = [table.title for table in tables.comparison_tables(few)]
+    titles = [part.title for part in tables.comparison_sections(few)]
     assert "Differences on the same pairs" not in titles
 
 
@@ -457,8 +457,8 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
 def test_the_report_shows_the_comparison(evaluation: Path):
     report = (evaluation / "report.md").read_text()
     results = json.loads((evaluation / "results.json").read_text())
-    for table in tables.comparison_tables(results["comparison"]):
-        assert table.title in report
+    for part in tables.comparison_sections(results["comparison"]):
+        assert part.title in report
     assert (evaluation / "plots" / "calibration.png").read_bytes()[1:4] == b"PNG"
 
 

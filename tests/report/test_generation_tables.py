@@ -25,15 +25,15 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
     system |= {"rewards": {"gold": INTERVAL, "rm": None}}
     results = {"systems": [{"name": "rm"}, system], "win_rates": [RATE]}
     results["reference_completions"] = {**system, "rewards": {"gold": INTERVAL}}
-    (headers, rows), (judges, rewards), (_, rates) = generation_tables(results)
-    shown = dict(zip(headers, rows[0], strict=True))
+    quality, rewards, rates = generation_tables(results)
+    shown = dict(zip(quality.headers, quality.rows[0], strict=True))
     assert (shown["ROUGE-L"], shown["length"]) == ("50.0 [25.0, 75.0]", "0.5 [0.2, 0.8]")
     assert (shown["KL"], shown["distinct %"]) == ("–", "75.0")
-    assert [row[0] for row in rows] == ["dpo", "reference completion"]
-    assert judges == ["system", "gold", "rm"]
-    assert rewards[1] == ["reference completion", "0.500 [0.250, 0.750]", "–"]
+    assert [row[0] for row in quality.rows] == ["dpo", "reference completion"]
+    assert rewards.headers == ["system", "gold", "rm"]
+    assert rewards.rows[1] == ["reference completion", "0.500 [0.250, 0.750]", "–"]
     expected = ["dpo against sft", "gold", "62.5 [50.0, 75.0]", "–", "2", "1", "1", "3", "-1.2"]
-    assert rates == [expected]
+    assert rates.rows == [expected]
 
 
 def test_an_evaluation_without_generations_has_no_such_table():

@@ -14,9 +14,10 @@ from PIL import Image
 
 from common.config import parse
 from common.record.glossary import METRICS
-from common.report import chain, plots
+from common.report import chain, figures, plots
+from common.report.blocks import Line
 from common.report.chain import chain_report, results_table
-from common.report.plots import PANELS, draw_series, moving_mean, plot_run, series
+from common.report.plots import PANELS, draw_line, moving_mean, plot_run, series
 from evaluate import EvaluateConfig
 
 
@@ -152,7 +153,7 @@ def test_what_is_drawn_is_what_was_recorded() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    draw_series(axes, [1, 2, 3], [0.5, 0.25, 0.125], color="black", label="loss")
+    draw_line(axes, Line("loss", [1, 2, 3], [0.5, 0.25, 0.125]), "black")
     (line,) = axes.get_lines()
     assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25], [3, 0.125]]
 
@@ -200,7 +201,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
     assert [c.strip() for c in row[4:6]] == ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]"]
     assert empty[4].strip() == "–"
     axes = Figure().subplots()
-    plots._draw_reward(axes, results["systems"], {"SFT": "black"})
+    figures.draw_reward(axes, results["systems"], {"SFT": "black"})
     assert "'positive'" in axes.get_title("left") + axes.get_title()
     (dot,) = [line for line in axes.get_lines() if line.get_marker() == "o"]
     assert dot.get_ydata().tolist() == [0.891]
@@ -259,11 +260,11 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    plots._draw_accuracy(axes, results, {"SFT": "black", "Reward model": "red"})
+    figures.draw_accuracy(axes, results, {"SFT": "black", "Reward model": "red"})
     dots = [line for line in axes.get_lines() if line.get_marker() == "o"]
     assert [tuple(dot.get_xydata()[0]) for dot in dots] == [(0, 50.0), (1, 81.25)]
     levels = [line.get_ydata()[0] for line in axes.get_lines() if line.get_linestyle() == "--"]
-    assert levels == [84.2, 50.0]
+    assert levels == [50.0, 84.2]
     low, high = axes.get_ylim()
     assert low < 43.0
     assert high > 86.0
@@ -277,7 +278,7 @@ def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() 
     lines = [{"step": s, "reward": s, "reward/judge": s, "reward/gold": -s} for s in (1, 2, 3)]
     figure = Figure()
     axes = figure.subplots()
-    plots._draw_reward_curves(axes, {"grpo": lines})
+    figures.draw_reward_curves(axes, {"grpo": lines})
     figure.canvas.draw()
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["grpo: reward", "grpo: reward/gold"]  # the judge is all of the reward

@@ -17,10 +17,7 @@ from typing import Any
 
 import pytest
 
-from common.report.curves import MOST_POINTS, panel_svg, ticks
-from common.report.escape import inline, paragraphs, shown
-from common.report.html import page
-from common.report.page import (
+from common.report.blocks import (
     Completion,
     Curves,
     Frame,
@@ -33,10 +30,10 @@ from common.report.page import (
     Table,
     Text,
     Token,
-    TokenColours,
-    run_facts,
-    write_page,
 )
+from common.report.curves import MOST_POINTS, tick_label, ticks
+from common.report.html import page
+from common.report.page import run_facts, write_page
 from common.report.plots import COLOURS
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
@@ -76,7 +73,9 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
         )
         for s in (10, 20, 30)
     ]
+    evil = Token(text, {"log ratio": 3.0, "KL": 9.0})
     coloured = [Completion("completion 1", "my cat", "", tokens()), Completion("empty", " ")]
+    hostile = [Completion("completion", "my cat", "", [*tokens(), evil])]
     header = ["stage", "accuracy % [95% CI]", *(f"a long column {n}" for n in range(12))]
     cells = ["0.125 [0.1, 0.15]", *["1,234.5"] * 12]
     return [
@@ -95,7 +94,7 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
             [
                 SampleBrowser([Sample(text, frames), Sample("second", frames[:2])], text),
                 SampleBrowser([Sample("tokens", [Frame("", coloured)])]),
-                TokenColours([*tokens(), Token(text, {"log ratio": 3.0, "KL": 9.0})], text),
+                SampleBrowser([Sample("tokens", [Frame("", hostile)])]),
             ],
         ),
     ]
@@ -160,19 +159,30 @@ def test_markdown_lets_no_html_through(tmp_path: Path) -> None:
     assert outside.count("&lt;img") > 15
 
 
+def in_page(*blocks: Any) -> str:
+    """What a page shows of some blocks, in one line."""
+    (inside,) = re.findall(r"<main>(.*)</main>", page("T", {}, blocks), flags=re.DOTALL)
+    return " ".join(re.sub(r">\s*\n\s*<", "><", inside).split())
+
+
 def test_only_safe_links_and_the_small_markdown() -> None:
-    assert inline("`a<b` **bold** *em* 2*3*4") == (
-        "<code>a&lt;b</code> <strong>bold</strong> <em>em</em> 2*3*4"
+    def shown(text: str) -> str:
+        found = in_page(Table([], [], text))
+        return found.split('<p class="caption">')[1].removesuffix("</p>")
+
+    assert shown("`a<b` **bold** *em* 2 * 3 * 4 a_b_c &lt; ![x](y.png)\n# no heading") == (
+        "<code>a&lt;b</code> <strong>bold</strong> <em>em</em> 2 * 3 * 4 a_b_c &amp;lt; "
+        '!<a href="y.png">x</a> # no heading'
     )
-    assert inline("[x](https://a.b/?q=1)") == '<a href="https://a.b/?q=1">x</a>'
-    assert inline("[x](plots/curves.png)") == '<a href="plots/curves.png">x</a>'
-    assert "<a" not in inline("[x](javascript:alert`1`)")
-    assert "<a" not in inline("[x](data:text/html,1)")
-    assert "<a" not in inline("[x](//evil.example/y)")
-    assert paragraphs("one\ntwo\n\n1. a\n2. b\n  c") == (
-        "<p>one two</p>\n<ol><li>a</li><li>b c</li></ol>"
+    assert shown("[x](https://a.b/?q=1)") == '<a href="https://a.b/?q=1">x</a>'
+    assert shown("[x](plots/curves.png)") == '<a href="plots/curves.png">x</a>'
+    assert "<a" not in shown("[x](javascript:alert`1`)")
+    assert "<a" not in shown("[x](data:text/html,1)")
+    assert "<a" not in shown("[x](//evil.example/y)")
+    assert "<a" not in shown("<https://evil.example> https://evil.example")
+    assert in_page(Text("one\ntwo\n\n1. a\n2. b\n   c")) == (
+        "<p>one two</p><ol><li>a</li><li>b c</li></ol>"
     )
-    assert shown('"<\n') == "&quot;&lt;\n"
 
 
 # --- what is written ---
@@ -236,10 +246,15 @@ def test_markdown_has_the_same_content(tmp_path: Path) -> None:
     assert ["Plain (Plain)", "eval", "1", "-1", "-1", "1"] in cells
     assert ["step 20", "chosen", "Plain", "at 20"] in cells
     assert ["empty", "*(empty)*"] in cells
-    assert ["cat", "-2", "4"] in cells
 
 
 # --- curves ---
+
+
+def panel_svg(panel: Panel) -> str:
+    """The figure of a panel."""
+    found = page("T", {}, [Curves([panel])]).split('<div class="panels">')[1]
+    return found.split("</div>")[0].strip()
 
 
 def test_a_curve_is_drawn_where_its_values_are() -> None:
@@ -267,6 +282,7 @@ def test_a_gap_lifts_the_pen_and_nothing_finite_is_no_panel() -> None:
     (path,) = re.findall(r'<path class="line k0" d="([^"]*)"', html)
     assert re.sub(r"[\d. ]+", "", path) == "MML"
     assert panel_svg(Panel("T", "u", [Line("a", [1], [math.inf]), Line("b", [], [])])) == ""
+    assert 'class="line k0"' in panel_svg(Panel("T", "u", [Line("a", [1, 2], [0.0, 0.0])]))
 
 
 def test_long_curves_are_thinned_and_keep_their_ends_their_spikes_and_their_gaps() -> None:
@@ -293,6 +309,11 @@ def test_long_curves_are_thinned_and_keep_their_ends_their_spikes_and_their_gaps
 )
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_ticks_are_written_with_all_their_digits() -> None:
+    labels = [tick_label(value) for value in (0.0, 1.5e-4, 5e-5, -0.25, 1234.5, 2e5)]
+    assert labels == ["0", "1.5e-4", "5e-5", "\N{MINUS SIGN}0.25", "1,234.5", "2e5"]
 
 
 # --- in a browser ---

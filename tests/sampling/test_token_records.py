@@ -15,7 +15,8 @@ from ranks import launch, run_stages
 
 from common.data import Example
 from common.record.jsonl import read_jsonl
-from common.report.page import Completion, Frame
+from common.report.blocks import Completion, Frame
+from common.report.plots import curve_panels
 from common.report.sections import (
     ADVANTAGE,
     KL,
@@ -24,7 +25,6 @@ from common.report.sections import (
     MOST_COMPLETIONS,
     MOST_FRAMES,
     completions_section,
-    curve_panels,
     row_tokens,
     samples_section,
     spread,

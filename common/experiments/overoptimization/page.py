@@ -16,7 +16,8 @@ from common.experiments.overoptimization.plots import (
     settings_of,
 )
 from common.record.terminal import NOT_MEASURED, format_number
-from common.report.page import Block, Picture, Section, Table, Text, write_page
+from common.report.blocks import Block, Picture, Section, Table, Text
+from common.report.page import write_page
 
 Results = Mapping[str, Any]
 

@@ -1,0 +1,220 @@
+"""Figures of an evaluation, drawn from `results.json` and the curves of the runs behind it."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.record.glossary import FUNCTION_PREFIX
+from common.record.jsonl import read_jsonl
+from common.report.blocks import Line, Panel
+from common.report.plots import (
+    COLOURS,
+    GREY,
+    Records,
+    draw_legend,
+    draw_panel,
+    recorded,
+    save,
+    series,
+    style,
+    titled_figure,
+    titled_grid,
+)
+
+LARGEST_DOT = 120  # points squared, for a bin that holds all observations
+
+
+def summary_figure(
+    results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_path: Path
+) -> Path:
+    """Draw the chain in one picture: accuracy, reward, and how the training went.
+
+    Args:
+        results: what `results.json` holds.
+        run_dirs: folder of each stage's run by the stage's name, for the curves.
+        output_path: the PNG to write.
+    """
+    number = f"held-out, {results['num_pairs']:,} preference pairs"
+    names = dict.fromkeys([*(system["name"] for system in results["systems"]), *run_dirs])
+    colours = dict(zip(names, cycle(COLOURS)))
+    records = {name: read_jsonl(Path(run) / "metrics.jsonl") for name, run in run_dirs.items()}
+    with style():
+        figure = titled_figure(f"{dataset_title(results['dataset'])}: {number}", 14, 5)
+        grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))
+        draw_accuracy(figure.add_subplot(grid[:, 0]), results, colours)
+        draw_reward(figure.add_subplot(grid[:, 1]), results["systems"], colours)
+        draw_reward_curves(figure.add_subplot(grid[0, 2]), records)
+        draw_loss_curves(figure.add_subplot(grid[1, 2]), records, colours)
+        return save(figure, output_path)
+
+
+def dataset_title(name: str) -> str:
+    """A data set in a title: of a path that leads from the root, the end."""
+    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+
+def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The judges of completions that are neither reward models, which are systems, nor `gold`."""
+    others = {"gold", *(s["name"] for s in systems if s.get("kind") == "reward_model")}
+    judges = dict.fromkeys(judge for system in systems for judge in system.get("rewards") or {})
+    return [judge for judge in judges if judge not in others]
+
+
+def draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+    """Each system's accuracy, between chance and what is attainable."""
+    found = {system["name"]: system.get("accuracy") for system in results["systems"]}
+    axes.set(title="Preference accuracy, 95% interval", ylabel="% of pairs, a tie counts one half")
+    ends = draw_intervals(axes, found, "accuracy", colours, "{:.1f}", scale=100)
+    levels = {"chance\n50": 50.0}
+    if results.get("attainable_accuracy") is not None:
+        attainable = 100 * results["attainable_accuracy"]
+        levels[f"attainable\n{attainable:.1f}"] = attainable
+    beside = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
+    for label, level in levels.items():
+        axes.axhline(level, color=GREY, linestyle="--", linewidth=1)
+        place = {"xy": (1, level), "xycoords": ("axes fraction", "data"), "xytext": (4, 0)}
+        axes.annotate(label, **place, **beside)
+    ends += levels.values()
+    margin = 0.1 * (max(ends) - min(ends))
+    axes.set_ylim(min(ends) - margin, max(ends) + margin)
+
+
+def draw_reward(
+    axes: Any, systems: Sequence[Mapping[str, Any]], colours: Mapping[str, str]
+) -> None:
+    """The mean of the gold reward, else of the first reward function, else reward model."""
+    choices = {"Gold reward of completions": [s.get("gold_reward") for s in systems]}
+    for judge in reward_functions(systems):
+        choices[f"Reward {judge!r}"] = [(s.get("rewards") or {}).get(judge) for s in systems]
+    model_scores = "Reward-model score of completions"
+    choices[model_scores] = [s.get("reward") for s in systems]
+    title = next((name for name, found in choices.items() if any(found)), None)
+    if title is None:
+        draw_nothing(axes, "Reward", "no system was scored by a reward")
+        return
+    found = dict(zip((s["name"] for s in systems), choices[title], strict=True))
+    digits = "{:.2f}" if title == model_scores else "{:.3f}"
+    draw_intervals(axes, found, "mean", colours, digits)
+    axes.set(title=f"{title}, 95% interval", ylabel="mean over the completions")
+    axes.margins(y=0.15)
+
+
+def draw_intervals(
+    axes: Any,
+    found: Mapping[str, Mapping[str, Any] | None],
+    key: str,
+    colours: Mapping[str, str],
+    number: str,
+    scale: float = 1,
+) -> list[float]:
+    """A dot for each name that has a value, with its interval and the value beside it.
+
+    Returns:
+        All ends of intervals.
+    """
+    measured = {name: own for name, own in found.items() if own}
+    ends: list[float] = []
+    for index, (name, own) in enumerate(measured.items()):
+        value, errors = scale * own[key], None
+        if own["low"] is not None:
+            low, high = scale * own["low"], scale * own["high"]
+            errors = [[value - low], [high - value]]
+            ends += [low, high]
+        dot = {"fmt": "o", "markersize": 6, "capsize": 4, "color": colours[name]}
+        axes.errorbar([index], [value], errors, **dot)
+        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center", "fontsize": 9}
+        axes.annotate(number.format(value), (index, value), **beside)
+    narrow = len(measured) > 5 or max(map(len, measured), default=0) > 12
+    labels = [textwrap.fill(name, 18 if narrow else 8) for name in measured]
+    place = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if narrow else {}
+    axes.set_xticks(range(len(measured)), labels, **place)
+    axes.set_xlim(-0.5, len(measured) - 0.2)
+    axes.grid(visible=False, axis="x")
+    return ends
+
+
+def draw_nothing(axes: Any, title: str, text: str) -> None:
+    """A sentence in the place of a panel."""
+    axes.set(title=title, xticks=[], yticks=[])
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axes.transAxes)
+
+
+def draw_reward_curves(axes: Any, records: Mapping[str, Records]) -> None:
+    """Reward in the runs that sample; each reward function too that is not all of the reward."""
+    title, lines, dashes = "Reward in training", [], []
+    for run, logged in records.items():
+        rewards = series(logged, "reward")
+        for name in recorded(logged, ["reward", FUNCTION_PREFIX]):
+            if name == "reward" or series(logged, name) != rewards:
+                lines.append(Line(f"{run}: {name}", *series(logged, name)))
+                dashes.append("-" if name == "reward" else "--")
+    if not lines:
+        draw_nothing(axes, title, "no run recorded a reward")
+        return
+    draw_panel(axes, Panel(title, "mean reward", lines), dashes=dashes)
+    draw_legend(axes)
+
+
+def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping[str, str]) -> None:
+    """Loss of the runs where it measures progress: not of those that sample their own data.
+
+    The runs differ in length, so the axis is the share of each run.
+    """
+    title, lines = "Training loss", {}
+    for run, logged in records.items():
+        steps, values = series(logged, "loss")
+        if steps and not recorded(logged, ["reward"]):
+            shares = [100 * step / max(steps[-1], 1) for step in steps]
+            lines[run] = Line(f"{run} ({steps[-1]:,} steps)", shares, values)
+    if not lines:
+        draw_nothing(axes, title, "no run recorded a loss")
+        return
+    panel = Panel(title, "nats per token or pair", list(lines.values()), "% of the run's steps")
+    draw_panel(axes, panel, [colours[run] for run in lines])
+    draw_legend(axes)
+
+
+# --- calibration ---
+
+
+def calibration_figure(comparison: Mapping[str, Any], path: Path) -> list[Path]:
+    """Draw the observed share against the predicted probability, one panel a system.
+
+    Args:
+        comparison: What `comparison.compare` returns.
+        path: The PNG to write.
+
+    Returns:
+        The file written; none if no system gives log odds.
+    """
+    curves = comparison["calibration"]
+    if not curves:
+        return []
+    num_bins = len(next(iter(curves.values()))["bins"])
+    title = f"Calibration, {comparison['num_pairs']:,} pairs, {num_bins} bins"
+    with style():
+        figure, grid = titled_grid(title, len(curves), 3.6, 3.6)
+        for axes, (name, found), colour in zip(grid, curves.items(), cycle(COLOURS)):
+            draw_calibration(axes, found["bins"], colour)
+            error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
+            axes.set(title=f"{textwrap.fill(name, 34)}\n{error}", aspect="equal")
+            axes.set(xlabel="predicted probability", ylabel="share preferred")
+        return [save(figure, path)]
+
+
+def draw_calibration(axes: Any, bins: Sequence[Mapping[str, Any]], colour: str) -> None:
+    """A dot for each bin that is not empty, its area the share of observations in it."""
+    filled = [part for part in bins if part["count"]]
+    x, y, low, high, counts = (
+        np.array([part[key] for part in filled])
+        for key in ("predicted", "observed", "low", "high", "count")
+    )
+    errors = np.maximum(0, [y - low, high - y])
+    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
+    axes.errorbar(x, y, errors, color=colour, linewidth=1, capsize=2)
+    axes.scatter(x, y, 10 + LARGEST_DOT * counts / counts.sum(), color=colour, zorder=3)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
