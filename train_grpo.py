@@ -116,7 +116,7 @@ def main(config: GRPOConfig) -> None:
         groups = draw(*data.prompts(train_set, order.rows(step)), step=step)
         if config.zero_variance == "resample":
             more = partial(draw, step=step)
-            num_replaced = rollouts.replace_flat(groups, train_set, more, config, step)
+            groups, num_replaced = rollouts.replace_flat(groups, train_set, more, config, step)
             run.metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, and say which of them count
         kept = rollouts.select(groups, config, step)  # (N, G)

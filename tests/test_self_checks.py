@@ -294,9 +294,7 @@ def first_rollout(
     ids = rollouts.completion_ids
     prompts = [example.prompt_ids for example in PAIRS]
     batch = padding.padded_batch(prompts, [ids[:3], ids[3:]], PAD).to(distributed.device())
-    sampled = torch.zeros(batch.completion_mask.shape, device=distributed.device())
-    for row, logps in enumerate(rollouts.token_logps):
-        sampled[row, : len(logps)] = torch.tensor(logps)
+    sampled = rollouts.token_logps[:, : batch.completion_mask.shape[1]].to(distributed.device())
     ref_logps = None
     if ref_seed is not None:
         with torch.no_grad():

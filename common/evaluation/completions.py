@@ -215,7 +215,7 @@ def reference_completions(
     examples = [prompts[i] for i in there]
     written = list(map(as_written, examples))
     cut = tokenize_completions(written, tokenizer, stop_id, max_completion_length)
-    rollouts = Rollouts([one.ids for one in cut], [], [not one.is_truncated for one in cut])
+    rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     generations = judged(judges, examples, rollouts)
     for i, example, generation in zip(there, examples, generations, strict=True):
         whole = replace(generation, completion=reference_text(example))
@@ -245,7 +245,7 @@ def judged(
         Generation(
             completion=text,
             num_tokens=len(rollouts.completion_ids[i]),
-            stopped=rollouts.has_stop[i],
+            stopped=bool(rollouts.has_stop[i]),
             completion_ids=rollouts.completion_ids[i],
             # nan: the judge does not apply to the row
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},

@@ -28,7 +28,7 @@ from common.model import fsdp
 from common.model.lora import AdapterReference
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters, permutation
-from common.padding import AnyBatch, right_pad
+from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.record.metrics import Accumulator
 from common.rewards.call import (
@@ -59,7 +59,7 @@ class Groups:
     @property
     def has_stop(self) -> Tensor:
         """(N, K) bool, False = ended by the length limit."""
-        return torch.tensor(self.rollouts.has_stop).view(self.rewards.shape)
+        return self.rollouts.has_stop.view(self.rewards.shape)
 
     @property
     def rows(self) -> Tensor:
@@ -139,12 +139,12 @@ def reward(
         for own, end, penalty in zip(steps, ends, penalties.flatten().tolist(), strict=False):
             if penalty != 0:  # a step of 0 would count in the group's mean
                 own[end] = own.get(end, 0.0) + penalty
-    has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+    has_stop = rollouts.has_stop.view(rewards.shape)
     penalty = eos_penalty(config)
     rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
     if steps:
         refuse_with_steps(config)
-        steps = penalise_steps(steps, ends, rollouts.has_stop, penalty)
+        steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), penalty)
     return replace(scored, total=rewards, steps=steps)
 
 
@@ -234,21 +234,21 @@ def replace_flat(
     draw_more: Callable[[list[Example], Tensor], Groups],
     config: GRPOConfig,
     step: int,
-) -> int:
+) -> tuple[Groups, int]:
     """Put fresh prompts in the place of flat groups, for some rounds (DAPO's dynamic sampling).
 
     The fresh rows are those of a permutation that belongs to the step, without the rows of the
     batch: so neither a resumed run nor the number of ranks changes which prompts end in the batch.
 
     Args:
-        groups: changed in place.
+        groups: of the step.
         train_set: where fresh prompts come from.
         draw_more: samples and rewards prompts, of which some are filler; collective.
         config: `max_resamples` rounds at most.
         step: of the run.
 
     Returns:
-        How many groups were replaced, over all ranks. Collective.
+        The groups after it, and how many were replaced, over all ranks. Collective.
     """
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
@@ -266,22 +266,30 @@ def replace_flat(
         mine = taken[start : start + int(num_flat[rank])]
         filler: list[int | None] = [None] * (int(num_flat.max()) - len(mine))
         drawn = draw_more(*data.prompts(train_set, [*mine, *filler]))
-        for i, n in enumerate(flat.nonzero().flatten().tolist()[: len(mine)]):
-            replace_group(groups, n, drawn, i)
+        groups = replaced(groups, flat.nonzero().flatten()[: len(mine)], drawn)
         num_replaced += len(taken)
-    return num_replaced
+    return groups, num_replaced
 
 
-def replace_group(groups: Groups, n: int, other: Groups, i: int) -> None:
-    """Put group i of the other in the place of group n."""
-    num_candidates = groups.rewards.shape[1]
-    here, there = (slice(k * num_candidates, (k + 1) * num_candidates) for k in (n, i))
-    for name in ("completion_ids", "token_logps", "has_stop"):
-        getattr(groups.rollouts, name)[here] = getattr(other.rollouts, name)[there]
-    groups.examples[n] = other.examples[i]
-    groups.rewards[n] = other.rewards[i]
-    for name, values in groups.by_function.items():
-        values[n] = other.by_function[name][i]
+def replaced(groups: Groups, places: Tensor, others: Groups) -> Groups:
+    """The groups with the first of the others in these places (n,)."""
+    num_prompts = len(groups.examples)
+    origin = torch.arange(num_prompts)  # (N,), in both one after the other
+    origin[places] = num_prompts + torch.arange(len(places))
+
+    def mixed(one: Tensor, other: Tensor) -> Tensor:
+        by_prompt = torch.cat([one, other]).view(-1, one.numel() // num_prompts)
+        return by_prompt[origin].view(one.shape)
+
+    pairs = zip(groups.rollouts.tensors, others.rollouts.tensors, strict=True)
+    examples = [*groups.examples, *others.examples]
+    return Groups(
+        [examples[i] for i in origin.tolist()],
+        groups.real,
+        Rollouts(*(mixed(*pair) for pair in pairs)),
+        mixed(groups.rewards, others.rewards),
+        {name: mixed(own, others.by_function[name]) for name, own in groups.by_function.items()},
+    )
 
 
 # ---- micro-batches -------------------------------------------------------------------------------
@@ -335,11 +343,9 @@ def collate_minibatch(
     micro_batches = []
     for part in packs:
         batch = data.collate(part, config.layout, pad_id)
-        sampled_logps = torch.zeros(batch.completion_mask.shape)  # (B, C)
-        for row, i in enumerate(sources.flatten()[batch.places].tolist()):
-            if batch.is_real[row]:
-                logps = torch.tensor(groups.rollouts.token_logps[i])
-                sampled_logps[row, : len(logps)] = logps
+        sampled_logps = groups.rollouts.token_logps[sources.flatten()[batch.places]]
+        mask = batch.completion_mask
+        sampled_logps = sampled_logps[:, : mask.shape[1]] * mask  # (B, C)
         aggregation = {
             "aggregation": config.aggregation,
             "num_sequences": totals[0],
@@ -423,7 +429,7 @@ def kept_advantages(
 def kept_step_advantages(groups: Groups, kept: Tensor, config: GRPOConfig) -> Tensor:
     """Advantages (N, G, C) of the kept candidates' tokens; see `advantages.step_advantages`."""
     sources = places_of(groups, kept)  # (N, G) of the N*K
-    _, mask = right_pad(groups.rollouts.completion_ids, 0)  # (N*K, C)
+    mask = groups.rollouts.mask  # (N*K, C)
     rows = torch.arange(len(mask)) if config.baseline == "all" else sources.flatten()
     steps = [groups.steps[row] for row in rows.tolist()]
     advantages = step_advantages(

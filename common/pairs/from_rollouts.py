@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
@@ -54,7 +53,7 @@ def pairs_from_rollouts(
             report=lambda text: show_status(bar, f"rollouts: {text}"),
         )
         rewards, _ = scorer(examples, rollouts)  # (N, K)
-        has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+        has_stop = rollouts.has_stop.view(rewards.shape)
         penalty = eos_penalty(config)
         rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)
         chosen_pairs = groups.choose_pairs(

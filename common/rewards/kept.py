@@ -83,6 +83,6 @@ def keep(
                 "columns": example.columns,
                 "completions": [texts[i] for i in places],
                 "completion_ids": [rollouts.completion_ids[i] for i in places],
-                "has_stop": [rollouts.has_stop[i] for i in places],
+                "has_stop": [bool(rollouts.has_stop[i]) for i in places],
             }
             file.write(json.dumps(line, default=str) + "\n")  # a column may hold a date

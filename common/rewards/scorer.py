@@ -281,7 +281,7 @@ class RewardScorer:
         num_samples = len(rollouts.has_stop) // len(examples)
         repeated = [example for example in examples for _ in range(num_samples)]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
-        own = ([e.prompt_ids for e in repeated], rollouts.has_stop)
+        own = ([e.prompt_ids for e in repeated], rollouts.has_stop.tolist())
         columns |= dict(zip(OWN_COLUMNS, own, strict=True))
         texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
         rewards = self.functions(

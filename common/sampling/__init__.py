@@ -1,4 +1,5 @@
 """How completions are drawn from a policy.
 
-Face: sampler.Sampler and its Rollouts; decode (one token at a time), token_records (for tables).
+Face: sampler.Sampler and its Rollouts, token_records (for tables); decode draws one token at a time
+for many samples, shared keeps the keys and values of a prompt once for all of them.
 """

@@ -135,25 +135,16 @@ def sampling(group: int, prompt: int, layout: str) -> float:
     import torch
 
     from common.model import replica
-    from common.sampling import sampler
+    from common.sampling.decode import Settings, decode
+    from common.sampling.sampler import uniforms
 
     lm = model(4096, prompt + COMPLETION).eval().requires_grad_(False)
     ids, _ = texts(1, prompt)
 
     @torch.no_grad()
     def call() -> None:
-        sampler.decode(
-            lm,
-            [ids],
-            keys=torch.tensor([0]),
-            num_samples=group,
-            stop_ids=[],
-            max_completion_length=COMPLETION,
-            temperature=1.0,
-            seed=0,
-            pad_id=0,
-            layout=layout,
-        )
+        noise = uniforms(0, torch.tensor([0]), range(group), COMPLETION)
+        decode(lm, [ids], noise, Settings(stop_ids=[], pad_id=0, layout=layout))
 
     with replica.packed(lm) if layout == "shared_prefix" else nullcontext():
         return seconds(call)

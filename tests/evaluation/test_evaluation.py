@@ -235,7 +235,7 @@ def text_example(row: int, prompt: str, **columns: Any) -> Example:
 def text_rollouts(texts: list[str], has_stop: list[bool]) -> Rollouts:
     encoded = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
     ids = [row + [STOP] * stop for row, stop in zip(encoded, has_stop, strict=True)]
-    return Rollouts(ids, [[0.0] * len(row) for row in ids], has_stop)
+    return Rollouts.of(ids, [[0.0] * len(row) for row in ids], has_stop)
 
 
 PROMPTS = [text_example(0, "my key is lost\n\nTL;DR:"), text_example(1, "a dog\n\nTL;DR:")]

@@ -360,7 +360,7 @@ def test_a_completion_of_no_words_has_no_shares():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
     judges = RewardScorer([], [], tiny.tokenizer(), config)
     example = tiny.ragged_examples([(4,)])[0]
-    (own,) = completions.judged(judges, [example], Rollouts([[STOP]], [[0.0]], [True]))
+    (own,) = completions.judged(judges, [example], Rollouts.of([[STOP]], [[0.0]], [True]))
     own = completions.with_overlaps(own, "a prompt", "a reference")
     assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
     assert (own.rouge_1, own.repeated_3, own.copied_2) == (0, None, None)

@@ -126,7 +126,7 @@ def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder
     plain, penalised = measurer(folder), measurer(folder, missing_eos_penalty=-77.0)
     examples = prompts(plain)
     rollouts = plain.draw(plain.reference, examples, 4)
-    stopped = np.array(rollouts.has_stop).reshape(5, 4)
+    stopped = rollouts.has_stop.numpy().reshape(5, 4)
     assert 0 < stopped.sum() < 20
     before, after = plain.judged(examples, rollouts), penalised.judged(examples, rollouts)
     assert (after.proxy[~stopped] == -77).all()
@@ -172,7 +172,7 @@ def test_what_was_measured_is_read_again_for_the_same_thing_only(tmp_path):
 
 def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(tmp_path):
     rewards = torch.tensor([[1.0, 3.0, 2.0, 9.0], [5.0, 5.0, 0.0, -1.0]])
-    rollouts = Rollouts([[10 + i, 0] for i in range(8)], [[0.0, 0.0]] * 8, [True] * 8)
+    rollouts = Rollouts.of([[10 + i, 0] for i in range(8)], [[0.0, 0.0]] * 8, [True] * 8)
     texts = [f" text {i}" for i in range(8)]
     examples = [data.Example(i, f"prompt {i}", [1], [], {}) for i in range(2)]
     given = (examples, rollouts, texts, rewards, [1, 3, 4])

@@ -64,7 +64,7 @@ def new_groups(rewards: list[list[float]], **changes: Any) -> Groups:
     values: dict[str, Any] = {
         "examples": examples,
         "real": torch.ones(num_prompts, dtype=torch.bool),
-        "rollouts": Rollouts(ids, logps, [True] * len(ids)),
+        "rollouts": Rollouts.of(ids, logps, [True] * len(ids)),
         "rewards": torch.tensor(rewards),
         "by_function": {"f": torch.tensor(rewards)},
     }
@@ -79,11 +79,7 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
     return Groups(
         [groups.examples[n] for n in indices],
         groups.real[indices],
-        Rollouts(
-            [drawn.completion_ids[i] for i in places],
-            [drawn.token_logps[i] for i in places],
-            [drawn.has_stop[i] for i in places],
-        ),
+        drawn[torch.tensor(places)],
         groups.rewards[indices],
         {},
     )
@@ -150,7 +146,7 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
     capsys, rewards, has_stop, flags, words
 ):
     config, groups = new_config(**flags), new_groups(rewards)
-    groups.rollouts.has_stop = has_stop
+    groups.rollouts.has_stop[:] = torch.tensor(has_stop)
     warnings = rollouts.StepWarnings(config)
     for step in (4, 5):
         warnings.look(groups, rollouts.select(groups, config, step), step)
@@ -166,7 +162,7 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 
 def test_candidates_are_samples_or_a_set_of_texts():
     groups = new_groups([[1.0, 1.0, 0.0, 0.0]])
-    groups.rollouts.completion_ids = [[5], [5], [6], [6]]
+    groups.rollouts = Rollouts.of([[5], [5], [6], [6]], [], [True] * 4)
     flags = {"num_generations": 2, "num_candidates": 4, "rejection_temperature": 0.1}
     for is_set, expected in ((False, [[0, 1]]), (True, [[0, 2]])):
         config = new_config(distinct_candidates=is_set, **flags)
@@ -185,7 +181,8 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     )
     counts = rollouts.counted(groups, kept, config).clone()
     counts[1, 2] = False
-    ids, logps = groups.rollouts.completion_ids, groups.rollouts.token_logps
+    ids = groups.rollouts.completion_ids
+    logps = groups.rollouts.as_lists(groups.rollouts.token_logps)
     found = set()
     (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
     for part in micro_batches:
@@ -207,7 +204,7 @@ def test_denominators_count_what_is_in_the_loss():
     real = torch.tensor([True, True, False, True])
     groups = new_groups([[0.0, 1.0, 2.0], [5.0] * 3, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], real=real)
     groups.rollouts.has_stop[0] = groups.rollouts.has_stop[5] = False
-    lengths = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids]).view(4, 3)
+    lengths = groups.rollouts.lengths.view(4, 3)
     every = torch.ones(4, 3, dtype=torch.bool) & real[:, None]
     without_flat = every.clone()
     without_flat[1] = False
@@ -282,7 +279,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     for part in micro_batches:  # 0.25 nats more per token than the sampler's
         part.ref_logps = part.sampled_logps + 0.25
     advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
-    lengths = torch.tensor([len(ids) for ids in groups.rollouts.completion_ids]).view(2, 3)
+    lengths = groups.rollouts.lengths.view(2, 3)
     rewards = groups.rewards + 0.5 * 0.25 * lengths
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
 
@@ -296,7 +293,7 @@ def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
         rewards = torch.tensor([[float(row), 0.0 if row not in flat_rows else row] for row in rows])
         count = 2 * len(rows)
         ids = [[row] for row in rows for _ in range(2)]
-        texts = Rollouts(ids, [[-1.0]] * count, [True] * count)
+        texts = Rollouts.of(ids, [[-1.0]] * count, [True] * count)
         return Groups(list(examples), real, texts, rewards, {"f": rewards.clone()})
 
     return draw
@@ -311,7 +308,7 @@ def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left():
     draw = fake_draw(flat_rows, drawn)
     groups = draw(first, torch.tensor([True, True, True, False]))
     drawn.clear()
-    replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
+    groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
     rows = groups.rows.tolist()
     assert replaced == len(drawn) >= 2
     assert len(set(drawn)) == len(drawn)
@@ -331,7 +328,8 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         drawn: list[int] = []
         draw = fake_draw(set(range(7)), drawn)
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
-        assert rollouts.replace_flat(groups, train_set, draw, config, 0) == expected
+        groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
+        assert replaced == expected
         assert not rollouts.counted(groups, rollouts.select(groups, config, 0), config).any()
 
 
@@ -346,7 +344,7 @@ def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
         draw = fake_draw(set(range(16)), drawn)
         groups = draw([train_set[1], train_set[3]], torch.ones(2, dtype=torch.bool))
         drawn.clear()
-        assert rollouts.replace_flat(groups, train_set, draw, config, step) == 6
+        assert rollouts.replace_flat(groups, train_set, draw, config, step)[1] == 6
         assert sorted(drawn) == [0, 4, 8, 10, 12, 14]
 
 

@@ -38,7 +38,7 @@ def new_config(**flags: Any) -> GRPOConfig:
 def new_groups(rewards: list[list[float]]) -> Groups:
     values = torch.tensor(rewards)
     real = torch.ones(len(rewards), dtype=torch.bool)
-    return Groups([], real, Rollouts([], [], []), values, {"f": values})
+    return Groups([], real, Rollouts.of([], [], []), values, {"f": values})
 
 
 @pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)

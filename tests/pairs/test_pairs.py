@@ -118,7 +118,7 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
         for own in found.tolist():
             assert [pair for pair in own if pair != [-1, -1]] == [[0, 2]]
     ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
-    report, rollouts = pairs.PairReport(), Rollouts(ids, [], [True] * 4)
+    report, rollouts = pairs.PairReport(), Rollouts.of(ids, [], [True] * 4)
     assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
     pairs.add_rollouts(report, [0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])
     assert (len(report.pairs), report.num_equal) == (1, 0)
@@ -127,7 +127,7 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
 def rollouts_of(texts: list[str]) -> Rollouts:
     tokenizer = tiny.tokenizer()
     ids = [[*tokenizer(text)["input_ids"], 0] for text in texts]
-    return Rollouts(ids, [[0.0] * len(row) for row in ids], [True] * len(ids))
+    return Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * len(ids))
 
 
 def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted():

@@ -24,7 +24,7 @@ from common.pairs.config import DPOConfig
 from common.planning import activations, host_memory, memory, plan
 from common.planning import work as workload
 from common.planning.footprint import Unit
-from common.sampling.decode import SharedDecoder
+from common.sampling.shared import SharedDecoder
 from common.scoring import Policy
 from train_reward import RewardConfig
 from train_sft import SFTConfig

@@ -331,7 +331,7 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
     config = tiny.train_config(max_prompt_length=20, max_completion_length=20)
     scorer = RewardScorer([str(tmp_path / "judge")], [], tiny.tokenizer(), config)
     scorer.load(distributed.mesh())
-    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], [True, True])
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, True])
     found = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
     plain = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "judge", dtype=torch.float32

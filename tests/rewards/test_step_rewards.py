@@ -125,7 +125,7 @@ def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Pat
     examples = [Example(row, "p", [9], [], {}) for row in range(2)]
     ids = [[9, 5, 9, 6, 0], [6, 9, 5], [5, 5, 0], [6, 6, 0]]
     has_stop = [True, False, True, True]
-    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], has_stop)
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], has_stop)
     scorer.check_rows(examples)
     scored = scorer.score(examples, rollouts)
 

@@ -105,7 +105,7 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
         )
         for row in range(2)
     ]
-    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], [True] * 4)
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * 4)
     scorer.check_rows(examples)
     found = scorer.score(examples, rollouts, step=3, total_steps=9)
     functions = list(scorer.functions.functions.values())
@@ -276,7 +276,7 @@ def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, 
     asked = tokenizer([tokenizer.apply_chat_template(p, **turn) for p in prompts])["input_ids"]
     examples = [Example(i, "", asked[i], [], {}, messages=prompts[i]) for i in range(len(ROWS))]
     has_stop = [ending == "stops"] * len(ROWS)
-    found = scorer.score(examples, Rollouts(ids, [], has_stop)).total.flatten()
+    found = scorer.score(examples, Rollouts.of(ids, [], has_stop)).total.flatten()
 
     lm = AutoModelForSequenceClassification.from_pretrained(untrained)
     lm.config.pad_token_id = own.pad_token_id

@@ -30,7 +30,9 @@ from common.model.replica import PackedLinear
 from common.padding import padded_batch
 from common.sampling import decode as decoding
 from common.sampling import sampler as generation
-from common.sampling.sampler import Rollouts, Sampler, decode, draw, restrict
+from common.sampling import shared
+from common.sampling.decode import Settings, draw, restrict
+from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 
 STOP = 0
@@ -52,11 +54,19 @@ def new_sampler(
     return Sampler(Policy(lm), tiny.tokenizer(), stop_ids, config)
 
 
-def run_decode(lm: Any, prompts: list[list[int]], num_samples: int, **options: Any) -> Rollouts:
-    defaults = {"stop_ids": [STOP], "max_completion_length": 8, "temperature": 1.0, "seed": 3}
-    defaults |= {"keys": torch.arange(len(prompts)), "pad_id": 1}
+def run_decode(
+    lm: Any,
+    prompts: list[list[int]],
+    num_samples: int,
+    max_completion_length: int = 8,
+    seed: int = 3,
+    **options: Any,
+) -> Rollouts:
+    rows, samples = torch.arange(len(prompts)), range(num_samples)
+    uniforms = generation.uniforms(seed, rows, samples, max_completion_length)
+    options = {"stop_ids": [STOP], "pad_id": 1} | options
     with torch.no_grad():
-        return decode(lm, prompts, num_samples=num_samples, **(defaults | options))
+        return Rollouts(*decoding.decode(lm, prompts, uniforms, Settings(**options)))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,7 @@ def test_greedy_completions_are_those_of_generate(family):
         )
         found = sampler.sample(EXAMPLES, temperature=0)
         assert found.completion_ids == expected
-        assert found.has_stop == [row[-1] in stop_ids for row in expected]
+        assert found.has_stop.tolist() == [row[-1] in stop_ids for row in expected]
 
 
 def test_greedy_logps_are_of_the_distribution_at_temperature_1(gpt2):
@@ -227,7 +237,8 @@ def test_restricted_tokens_have_the_exact_frequencies(top_k, top_p, temperature)
     counts = torch.zeros(vocab_size, vocab_size, dtype=torch.float64)
     for (a, b), logps in zip(rollouts.completion_ids, rollouts.token_logps, strict=True):
         counts[a, b] += 1
-        assert logps == pytest.approx([float(first[a].log()), float(second[a, b].log())], abs=1e-4)
+        expected = torch.stack([first[a].log(), second[a, b].log()]).float()
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
     assert 1 < (allowed > 0).sum() < vocab_size
     assert (counts[joint == 0] == 0).all()
     assert chi_square_p(counts[joint > 0], joint[joint > 0]) > 1e-3
@@ -268,7 +279,7 @@ def test_samples_of_a_prompt_are_independent():
     with torch.no_grad():
         lm.transformer.wte.weight.zero_()  # every logit is 0
     rollouts = run_decode(lm, [[1, 2]], 4000, max_completion_length=2, stop_ids=[9])
-    ids = torch.tensor(rollouts.completion_ids)  # (4000, 2)
+    ids = rollouts.ids  # (4000, 2)
     uniform = torch.full((16,), 1 / 16)
     for pairs in (ids[:, 0] * 4 + ids[:, 1], ids[::2, 0] * 4 + ids[1::2, 0]):
         assert chi_square_p(torch.bincount(pairs, minlength=16).double(), uniform) > 1e-3
@@ -327,10 +338,14 @@ def assert_scorer_agrees(
     batch = batch.to(distributed.device())
     with torch.no_grad():
         logps = Policy(lm)(batch, temperature=temperature).token_logps
-    for found, row in zip(
-        rollouts.token_logps, tiny.per_row(logps, batch.completion_mask), strict=True
+    for found, mask, row in zip(
+        rollouts.token_logps,
+        rollouts.mask,
+        tiny.per_row(logps, batch.completion_mask),
+        strict=True,
     ):
-        torch.testing.assert_close(torch.tensor(found), row, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found[mask], row, rtol=0, atol=1e-5)
+        assert (found[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -375,7 +390,7 @@ def test_batch_size_layout_and_companions_change_no_completion(family):
     ):
         found = sample(EXAMPLES, **fields)
         assert found.completion_ids == whole.completion_ids
-        assert found.has_stop == whole.has_stop
+        assert torch.equal(found.has_stop, whole.has_stop)
     shuffled = list(range(len(EXAMPLES)))
     random.Random(0).shuffle(shuffled)
     found = sample([EXAMPLES[i] for i in shuffled])
@@ -434,11 +449,10 @@ def test_ranks_share_the_prompts_and_all_get_the_same_rollouts(gpt2, monkeypatch
         answers = iter(sums)
         with pretend_rank(monkeypatch, rank, world_size):
             monkeypatch.setattr(distributed, "all_reduce_sum", lambda _, a=answers: next(a))
-            shared = sampler.sample_shared(EXAMPLES, temperature=1.0, title="sampling")
-        assert shared.completion_ids == alone.completion_ids
-        assert shared.has_stop == alone.has_stop
-        for found, expected in zip(shared.token_logps, alone.token_logps, strict=True):
-            assert found == pytest.approx(expected, abs=1e-5)
+            found = sampler.sample_shared(EXAMPLES, temperature=1.0, title="sampling")
+        assert found.completion_ids == alone.completion_ids
+        assert torch.equal(found.has_stop, alone.has_stop)
+        torch.testing.assert_close(found.token_logps, alone.token_logps, rtol=0, atol=1e-5)
 
 
 # ---- where a completion ends ---------------------------------------------------------------------
@@ -454,20 +468,22 @@ def test_completions_end_with_their_first_stop_token(gpt2, stop_ids):
     )
     assert len(rollouts.completion_ids) == len(prompts) * 6
     for ids, logps, has_stop in zip(
-        rollouts.completion_ids, rollouts.token_logps, rollouts.has_stop, strict=True
+        rollouts.completion_ids, rollouts.token_logps, rollouts.has_stop.tolist(), strict=True
     ):
-        assert 1 <= len(ids) == len(logps) <= length
+        assert 1 <= len(ids) <= length
+        assert (logps[: len(ids)] < 0).all()
+        assert (logps[len(ids) :] == 0).all()
         assert not any(token in stop_ids for token in ids[:-1])
         assert has_stop == (ids[-1] in stop_ids)
         assert has_stop or len(ids) == length
-    assert {True, False} == set(rollouts.has_stop)
+    assert {True, False} == set(rollouts.has_stop.tolist())
 
 
 def test_stopping_does_not_change_what_was_drawn_before(gpt2):
     """Completions with a stop token are prefixes of the ones without, whoever left the batch."""
     prompts = [example.prompt_ids for example in EXAMPLES]
     endless = run_decode(gpt2, prompts, 6, stop_ids=[1000], max_completion_length=20)
-    assert not any(endless.has_stop)
+    assert not endless.has_stop.any()
     stopping = run_decode(gpt2, prompts, 6, stop_ids=MANY_STOPS, max_completion_length=20)
     for short, long in zip(stopping.completion_ids, endless.completion_ids, strict=True):
         assert len(long) == 20
@@ -490,7 +506,7 @@ def test_decoding_ends_when_every_row_has_stopped(family, layout):
         lm, prompts, 8, stop_ids=MANY_STOPS, max_completion_length=80, layout=layout
     )
     handle.remove()
-    assert all(rollouts.has_stop)
+    assert rollouts.has_stop.all()
     # A prompt is prefilled once for all its samples: side by side, or in a row without padding.
     longest, total = max(map(len, prompts)), sum(map(len, prompts))
     assert shapes[0] == ((len(prompts), longest) if layout == "padded" else (1, total))
@@ -506,14 +522,14 @@ def test_decoding_ends_when_every_row_has_stopped(family, layout):
 def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
     """Numbers in the cache: a prompt's are as many for 1 sample as for 5, per key head."""
     caches = []
-    plain_decoder = generation.SharedDecoder
+    plain_decoder = shared.SharedDecoder
 
     def noted(*args: Any) -> Any:
         decoder = plain_decoder(*args)
         caches.append(decoder.cache)
         return decoder
 
-    monkeypatch.setattr(generation, "SharedDecoder", noted)
+    monkeypatch.setattr(decoding, "SharedDecoder", noted)
     lm, length = tiny.causal_lm(family), 6
     prompts = [[5] * 9, [6] * 4, [7] * 9]
     run_decode(lm, prompts, num_samples, stop_ids=[99], max_completion_length=length)
@@ -541,9 +557,9 @@ def test_gpt2_written_out_computes_what_its_modules_do(fields):
     prompts = [[5, 6, 7] * 3, [6] * 4]
     plain = type("Renamed", (type(lm),), {})
     with torch.no_grad():
-        written = decoding.SharedDecoder(lm, prompts, 3, 5)
+        written = shared.SharedDecoder(lm, prompts, 3, 5)
         lm.__class__ = plain  # another class goes through transformers' modules
-        through_modules = decoding.SharedDecoder(lm, prompts, 3, 5)
+        through_modules = shared.SharedDecoder(lm, prompts, 3, 5)
         tokens = torch.tensor([3, 9, 11, 4, 5, 8], device=distributed.device())
         for _ in range(5):
             lm.__class__ = plain.__base__
@@ -558,7 +574,7 @@ def test_a_token_copies_no_prompt_on_a_gpu():
     lm = tiny.causal_lm("llama")
     prompts = [list(range(2, 42)), list(range(3, 20))]
     with torch.no_grad():
-        on_cpu, on_gpu = (decoding.SharedDecoder(lm, prompts, 3, 8).cache for _ in range(2))
+        on_cpu, on_gpu = (shared.SharedDecoder(lm, prompts, 3, 8).cache for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(6, 4, 1, 8, generator=generator)
     key, value = torch.randn(2, 6, 2, 1, 8, generator=generator)
@@ -587,14 +603,14 @@ class CopiedNumbers(TorchDispatchMode):
 def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
     """Rows of all prompts end at different times; one prompt is left without any."""
     groups = []
-    place_rows = decoding.DecodingCache._place_rows
+    place_rows = shared.DecodingCache._place_rows
 
-    def noted(cache: decoding.DecodingCache) -> None:
+    def noted(cache: shared.DecodingCache) -> None:
         place_rows(cache)
         left = torch.bincount(cache.rows // cache.num_samples, minlength=len(cache.index))
         groups.append(left.tolist())
 
-    monkeypatch.setattr(decoding.DecodingCache, "_place_rows", noted)
+    monkeypatch.setattr(shared.DecodingCache, "_place_rows", noted)
     lm = tiny.causal_lm("qwen2")
     prompts = [example.prompt_ids for example in EXAMPLES]
     stopping = run_decode(lm, prompts, 5, stop_ids=MANY_STOPS, max_completion_length=30)
@@ -655,7 +671,7 @@ def test_parts_by_hand():
 def test_texts_leave_out_the_stop_token_only(gpt2):
     tokenizer = tiny.tokenizer()
     words = tokenizer(" lost the key", add_special_tokens=False)["input_ids"]
-    rollouts = Rollouts([[*words, STOP], words], [[0.0]] * 2, [True, False])
+    rollouts = Rollouts.of([[*words, STOP], words], [], [True, False])
     assert rollouts.texts(tokenizer) == [" lost the key"] * 2
 
 
@@ -665,7 +681,7 @@ def test_the_table_shows_why_a_row_stopped(gpt2):
     assert [row["prompt"] for row in greedy] == ["prompt 0", "prompt 1"]
     completed = sampler.sample(EXAMPLES[:2], temperature=0)
     assert [row["completion"] for row in greedy] == completed.texts(tiny.tokenizer())
-    rollouts = Rollouts([[4, STOP], [4], [5, STOP], [6]], [[0.0]] * 4, [True, False, True, False])
+    rollouts = Rollouts.of([[4, STOP], [4], [5, STOP], [6]], [], [True, False, True, False])
     table = sampler.table(EXAMPLES[:2], rollouts, reward=[1.0, 2.0, 3.0, 4.0])
     assert [row["prompt"] for row in table] == ["prompt 0"] * 2 + ["prompt 1"] * 2
     assert [row["reward"] for row in table] == [1.0, 2.0, 3.0, 4.0]
@@ -696,7 +712,7 @@ def test_the_token_loop_has_no_collective(monkeypatch):
         num_gathers.append(1)
         return gathered(policy)
 
-    def guarded_decode(lm: Any, *args: Any, **options: Any) -> Rollouts:
+    def guarded_decode(lm: Any, *args: Any) -> Any:
         num_decodes.append(1)
         assert not fsdp.fsdp_units(lm)
         assert not any(isinstance(p, DTensor) for p in lm.parameters())
@@ -704,7 +720,7 @@ def test_the_token_loop_has_no_collective(monkeypatch):
             for module in (dist, dist.distributed_c10d):
                 for name in COLLECTIVES:
                     patch.setattr(module, name, forbidden)
-            return plain_decode(lm, *args, **options)
+            return plain_decode(lm, *args)
 
     monkeypatch.setattr(sampler.copy, "gathered", counted_gather)
     monkeypatch.setattr(generation, "decode", guarded_decode)
@@ -750,7 +766,8 @@ def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
     sampler = Sampler(policy, tiny.tokenizer(), [STOP], config)
     dtypes = {name: p.dtype for name, p in sampler.copy.replica.named_parameters()}
     first, second, third = (sampler.sample(EXAMPLES, num_samples=3) for _ in range(3))
-    assert first == second == third
+    assert first.completion_ids == second.completion_ids == third.completion_ids
+    assert torch.equal(first.token_logps, third.token_logps)
     assert {name: p.dtype for name, p in sampler.copy.replica.named_parameters()} == dtypes
 
 

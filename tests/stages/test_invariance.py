@@ -27,7 +27,7 @@ from common.config import CommonConfig
 from common.record.jsonl import read_jsonl
 from common.record.metrics import SPANS
 from common.rewards.scorer import RewardModelFunction
-from common.sampling.sampler import draw, draw_token
+from common.sampling.decode import draw, draw_token
 
 SHORT, LONG = 5, 50  # steps
 TASKS = ("sft", "reward", "dpo", "grpo", "grpo_global")

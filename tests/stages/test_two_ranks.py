@@ -43,7 +43,7 @@ def new_sampler(policy: Any) -> Sampler:
 
 
 def as_lists(rollouts: Rollouts) -> list[Any]:
-    return [rollouts.completion_ids, rollouts.has_stop]
+    return [rollouts.completion_ids, rollouts.has_stop.tolist()]
 
 
 def backward(policy: Any) -> None:

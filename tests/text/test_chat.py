@@ -190,7 +190,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
     ids = [chatml(text, add_special_tokens=False)["input_ids"] for text in ("Yes.<|im_end|>", "Oh")]
-    rollouts = Rollouts(ids, [[0.0] * len(row) for row in ids], [True, False])
+    rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
 
@@ -198,7 +198,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     other.eos_token = "<|endoftext|>"
     scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], other, config)
     ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
-    rollouts = Rollouts([ended, ids[1]], [], [True, False])
+    rollouts = Rollouts.of([ended, ids[1]], [], [True, False])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
 
     own = tiny.tokenizer()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -116,7 +115,7 @@ class Measurer:
     def proxy_rewards(self, examples: Sequence[Example], rollouts: Rollouts) -> Tensor:
         """(P, K) float32 of K completions of each prompt, with the penalty for not stopping."""
         rewards, _ = self.proxy(examples, rollouts)
-        has_stop = torch.tensor(rollouts.has_stop).view(rewards.shape)
+        has_stop = rollouts.has_stop.view(rewards.shape)
         return apply_missing_eos_penalty(rewards, has_stop, self.missing_eos_penalty)
 
     def judged(self, examples: Sequence[Example], rollouts: Rollouts) -> Measured:
@@ -127,7 +126,7 @@ class Measurer:
             self.proxy_rewards(examples, rollouts).double().numpy(),
             np.zeros(gold.shape),
             float(rollouts.lengths.double().mean()),
-            sum(rollouts.has_stop) / len(rollouts.has_stop),
+            float(rollouts.has_stop.double().mean()),
         )
 
     def pool(self, examples: Sequence[Example], num_samples: int) -> Measured:
@@ -150,8 +149,8 @@ class Measurer:
         ref_logps = score.score_examples(
             self.reference, written, self.config, pad_id, "reference"
         )  # (P, K)
-        logps = np.array([sum(row) for row in rollouts.token_logps]).reshape(ref_logps.shape)
-        return replace(measured, log_ratio=logps - ref_logps.numpy())
+        logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
+        return replace(measured, log_ratio=(logps - ref_logps).numpy())
 
     def proxy_accuracy(self, pairs: Sequence[Example]) -> PreferenceAccuracy | None:
         """How often the proxy agrees with the labels of pairs; None of one that is no model."""
