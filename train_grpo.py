@@ -9,8 +9,8 @@ One step is one rollout: every prompt gets `num_candidates` completions, the rew
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
 Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
-`common/losses.py` and `common/advantages.py`, the way from prompts to batches in
-`common/grpo/rollouts.py`.
+`common/losses.py` and `common/advantages.py`, the way from prompts to what is kept of them in
+`common/grpo/rollouts.py`, from there to micro-batches in `common/grpo/minibatches.py`.
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -37,9 +37,9 @@ With one update per rollout the ratio is 1, so the policy loss is minus the mean
 is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
 from common.checkpoint import saver as checkpoint
-from common.grpo import rollouts
+from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import MicroBatch
+from common.grpo.minibatches import MicroBatch
 from common.losses import aggregate, clipped_tokens, kl_loss, policy_loss, sampler_weights
 from common.model import fsdp, load
 from common.model.lora import AdapterReference
@@ -58,7 +58,7 @@ from common.record.metrics import Accumulator
 from common.rewards.scorer import RewardScorer
 from common.run import Run
 from common.sampling.sampler import Sampler
-from common.scoring import Policy, ReferenceStates
+from common.scoring import Policy
 
 
 def main(config: GRPOConfig) -> None:
@@ -101,13 +101,12 @@ def main(config: GRPOConfig) -> None:
         metrics=run.metrics,
         report=run.logger.status,
     )
-    warnings = rollouts.StepWarnings(config)
+    warnings = table.StepWarnings(config)
 
     def show_samples(step: int) -> None:
         fixed = (eval_set or train_set)[: config.num_sample_prompts]
-        steps = (step, run.total_steps)
-        table = rollouts.sample_table(sampler, scorer, reference, fixed, config, *steps)
-        run.logger.samples(step, table)
+        given = (fixed, config, step, run.total_steps)
+        run.logger.samples(step, table.sample_table(sampler, scorer, reference, *given))
 
     # Loop
     for step in run.steps():
@@ -118,36 +117,33 @@ def main(config: GRPOConfig) -> None:
             more = partial(draw, step=step)
             groups, num_replaced = rollouts.replace_flat(groups, train_set, more, config, step)
             run.metrics.add_values(replaced_groups=num_replaced)
-        # 2. Select G of the K, and say which of them count
-        kept = rollouts.select(groups, config, step)  # (N, G)
-        warnings.look(groups, kept, step)
-        counts = rollouts.counted(groups, kept, config)  # (N, G)
-        minibatches = rollouts.collate(groups, kept, counts, config, pad_id, step)
+        # 2. Select G of the K, say which of them count, and which share an update and a forward
+        kept = rollouts.keep(groups, config, step)  # (N, G)
+        warnings.look(kept, step)
+        packed = minibatches.pack(kept, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):
-            score_before_updates(policy, reference, minibatches, config)
-        if config.self_check and step == 0:
-            rollouts.check_first(policy, minibatches[0][0], paths[0] == paths[1], config)
-        # 4. Advantages, which may count the KL
-        advantages = rollouts.kept_advantages(groups, kept, counts, chain(*minibatches), config)
-        rollouts.set_advantages(chain(*minibatches), advantages)
+            before = minibatches.before_updates(policy, reference, packed, kept, config)
+        # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
+        advantages = minibatches.advantages(kept, before.ref_logps, config)
+        updates = minibatches.collate(kept, packed, before, advantages, config)
+        if config.self_check and step == 0 and updates:
+            check_first(policy, updates[0][0], paths[0] == paths[1], config)
         # 5. Update
+        weights: list[tuple[Tensor, Tensor]] = []  # of the sampler correction, with their masks
         with run.metrics.timed("update_seconds"):
-            for iteration, micro_batches in product(range(config.num_iterations), minibatches):
-                is_first = iteration == 0 and micro_batches is minibatches[0]
-                for part in run.parts(micro_batches, may_stop=is_first):
-                    loss = grpo_loss(policy, part, config, run.metrics, is_new=iteration == 0)
+            for iteration, parts in product(range(config.num_iterations), updates):
+                is_new = iteration == 0  # the completions are trained on for the first time
+                for part in run.micro_batches(parts, may_stop=is_new and parts is updates[0]):
+                    loss = grpo_loss(policy, part, config, run.metrics, weights, is_new=is_new)
                     loss.backward()
-                if micro_batches[0].has_effect:
-                    batches = [part.batch for part in micro_batches]
-                    run.update(
-                        batches,
-                        (rollouts.rows_of(groups, kept, batch.places) for batch in batches),
-                    )
+                batches = [part.batch for part in parts]
+                run.update(batches, (kept.rows(batch.places) for batch in batches))
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
-        parts = chain(*minibatches)
-        rollouts.add_metrics(run.metrics, groups, kept, advantages, parts, config, step)
+        if config.sampler_correction != "none":
+            run.metrics.add("sampler_weight_share", *table.effective_share(weights))
+        table.add_metrics(run.metrics, kept, advantages, config, step)
         run.end_step(show_samples=show_samples)
 
     # Export, last samples
@@ -176,8 +172,20 @@ def load_reference(
     return reference
 
 
+def check_first(policy: Policy, part: MicroBatch, is_same: bool, config: GRPOConfig) -> None:
+    """Hold the sampler, and the reference if it `is_same`, against the policy. Collective."""
+    given = (part.batch, part.sampled_logps, part.ref_logps if is_same else None)
+    self_checks.first_rollout(policy, *given, config, config.temperature)
+
+
 def grpo_loss(
-    policy: Policy, part: MicroBatch, config: GRPOConfig, metrics: Accumulator, *, is_new: bool
+    policy: Policy,
+    part: MicroBatch,
+    config: GRPOConfig,
+    metrics: Accumulator,
+    weights: list[tuple[Tensor, Tensor]],
+    *,
+    is_new: bool,
 ) -> Tensor:
     """A micro-batch's part of the loss of an update, a scalar; counts what is logged of it.
 
@@ -186,15 +194,9 @@ def grpo_loss(
         part: from the policy before them.
         config: of the run.
         metrics: of the run.
+        weights: gets those of the sampler correction, if there is one, with the mask.
         is_new: whether it is the first time that the completions are trained on.
     """
-    clip: dict[str, Any] = {
-        "objective": config.policy_objective,
-        "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high,
-        "delta": config.delta or None,
-        "ratio_level": config.ratio_level,
-    }
     mask = part.batch.completion_mask  # (B, C)
     scores = policy(
         part.batch,
@@ -204,55 +206,54 @@ def grpo_loss(
     )
     logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if part.old_logps is None else part.old_logps
-    terms = (logps, old_logps, part.advantages, mask)
-    per_token = policy_loss(*terms, **clip)  # (B, C)
+
+    def of_policy(formula: Callable[..., Tensor]) -> Tensor:  # (B, C)
+        return formula(
+            *(logps, old_logps, part.advantages, mask),
+            objective=config.policy_objective,
+            epsilon_low=config.epsilon_low,
+            epsilon_high=config.epsilon_high,
+            delta=config.delta or None,
+            ratio_level=config.ratio_level,
+        )
+
+    per_token = of_policy(policy_loss)
     num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
     if config.sampler_correction != "none":
         by, cap = config.sampler_correction, config.sampler_correction_cap
-        part.weights = sampler_weights(old_logps, part.sampled_logps, mask, correction=by, cap=cap)
-        per_token = per_token * part.weights
+        own = sampler_weights(old_logps, part.sampled_logps, mask, correction=by, cap=cap)
+        per_token = per_token * own
+        if is_new:
+            weights.append((own, mask))
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
     if part.ref_logps is not None:
         kl = scores.kl  # (B, C)
         if not config.has_exact_kl:
             kl = kl_loss(
-                logps,
-                part.ref_logps,
-                old_logps,
-                mask,
+                *(logps, part.ref_logps, old_logps, mask),
                 estimator=config.kl_estimator,
                 corrected=config.kl_correction,
             )
         metrics.add("kl", (kl * mask).sum(), num_real)
         if config.kl_in == "loss":
             per_token = per_token + config.beta * kl
-    loss = aggregate(per_token, mask, **part.aggregation)
-    metrics.add("loss", loss * part.aggregation["num_sequences"], num_real)
+    loss = aggregate(
+        per_token,
+        mask,
+        aggregation=config.aggregation,
+        num_sequences=part.num_sequences,
+        num_tokens=part.num_tokens,
+        max_length=config.max_completion_length,
+        num_generations=config.num_generations,
+        num_prompts=part.num_prompts,
+    )
+    metrics.add("loss", loss * part.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
-    metrics.add("clip_fraction", clipped_tokens(*terms, **clip).sum(), num_tokens)
+    metrics.add("clip_fraction", of_policy(clipped_tokens).sum(), num_tokens)
     if is_new:
         metrics.add("sampler_kl", ((part.sampled_logps - old_logps) * mask).sum(), num_tokens)
     return loss
-
-
-def score_before_updates(
-    policy: Policy,
-    reference: Policy | AdapterReference | None,
-    minibatches: list[list[MicroBatch]],
-    config: GRPOConfig,
-) -> None:
-    """Add what the reference and, before several updates, the policy say. Collective."""
-    exact = config.has_exact_kl
-    head = rollouts.reference_head(reference, config) if reference and exact else None
-    for part in chain(*minibatches):
-        if reference:
-            scores = reference(part.batch, temperature=config.temperature, with_hidden=exact)
-            part.ref_logps = scores.token_logps
-            if head is not None and scores.hidden is not None:
-                part.ref_states = ReferenceStates(scores.hidden, head)
-        if config.num_updates > 1:
-            part.old_logps = policy(part.batch, temperature=config.temperature).token_logps
 
 
 if __name__ == "__main__":

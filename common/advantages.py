@@ -27,24 +27,15 @@ def group_advantages(
     counted: Tensor | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Rewards relative to the other completions of the same prompt.
+    """Rewards (N, G) relative to the prompt's other completions, (N, G) float32; G is at least 2.
 
-    Args:
-        rewards: (N, G), G at least 2.
-        scale: What the centred rewards are divided by. `group`: the standard deviation in the group
-            (DeepSeekMath section 4.1.2). `batch`: that of all rewards of the batch. `none`: nothing
-            (Dr. GRPO, Liu et al. 2025).
-        baseline: What is subtracted. `mean`: the group's mean. `leave_one_out`: the mean of the
-            other completions (RLOO, Ahmadian et al. 2024), G / (G - 1) times as far away.
-        counted: (N,) bool, True = the group is part of the batch, for `batch`; default all.
-        all_reduce: Sums a tensor over the ranks, for `batch`, which otherwise sees this rank's
-            prompts only. Then every rank has to call this function.
+    The `baseline` is subtracted: the group's `mean`, or with `leave_one_out` the mean of the other
+    completions (RLOO, Ahmadian et al. 2024), G / (G - 1) times as far away. The `scale` divides:
 
-    Returns:
-        (N, G) float32.
-
-    Raises:
-        ValueError: An unknown scale or baseline, or groups of one.
+    - `group`: the standard deviation in the group (DeepSeekMath section 4.1.2).
+    - `batch`: that of all rewards of the groups that are `counted` (N,), by default all; over all
+      ranks with an `all_reduce` that sums a tensor over them, and then every rank has to call.
+    - `none`: nothing (Dr. GRPO, Liu et al. 2025).
     """
     check_choice("scale", scale, SCALES)
     check_choice("baseline", baseline, BASELINES)
@@ -69,20 +60,13 @@ def normalise_globally(
 ) -> Tensor:
     """Shift and scale advantages to mean 0 and standard deviation 1 over all samples of all ranks.
 
-    A collective: every rank calls it, also one that has no sample.
-
-    Args:
-        advantages: Of any shape, one per sample.
-        mask: Same shape, bool, True = a sample that is kept and counts.
-        all_reduce: Sums a float64 tensor over the ranks and returns it.
-
-    Returns:
-        float32 of the same shape; 0 where the mask is False.
+    Of any shape, float32; 0 where the mask is False: only where it is True a sample counts. A
+    collective, by an `all_reduce` that sums a tensor over the ranks.
     """
     values = advantages.double()
     mean, std = _global_moments(values[mask], all_reduce)
     normalised = (values - mean) / (std + EPSILON)
-    return torch.where(mask, normalised, torch.zeros_like(normalised)).float()
+    return torch.where(mask, normalised, 0.0).float()
 
 
 def step_advantages(
@@ -119,7 +103,14 @@ def step_advantages(
     for first_row in range(0, num_rows, num_generations):
         steps = []  # of one prompt: (row, column of the last token, reward)
         for row in range(first_row, first_row + num_generations):
-            steps += _steps_of(row, step_rewards[row], step_ends[row], num_columns)
+            ends = [int(end) for end in step_ends[row]]
+            if any(not -1 <= end < num_columns for end in ends):
+                raise ValueError(
+                    f"step_ends of completion {row} are {ends} but must lie between 0 and "
+                    f"{num_columns - 1}, the last token, or be -1 for padding"
+                )
+            pairs = zip(ends, step_rewards[row], strict=True)
+            steps += [(row, end, float(reward)) for end, reward in pairs if end >= 0]
         if len(steps) < 2:
             continue  # nothing to compare with: advantage 0, as for equal rewards
         rows, columns, rewards = zip(*steps, strict=True)
@@ -127,7 +118,7 @@ def step_advantages(
         normalised = deviations / (deviations.std() + EPSILON)
         at_end.index_put_((torch.tensor(rows), torch.tensor(columns)), normalised, accumulate=True)
     from_here_on = at_end.flip(1).cumsum(dim=1).flip(1).to(completion_mask.device)  # (B, C)
-    return torch.where(completion_mask, from_here_on, torch.zeros_like(from_here_on)).float()
+    return torch.where(completion_mask, from_here_on, 0.0).float()
 
 
 def rejection_sample(
@@ -139,7 +130,7 @@ def rejection_sample(
     seed: int | Tensor,
     texts: Tensor | None = None,
 ) -> Tensor:
-    """Choose which candidates of each prompt to keep, each at most once.
+    """Choose which of each prompt's candidates to keep, each at most once: (N, num_keep) indices.
 
     - `rso`: statistical rejection sampling (Liu et al. 2023, algorithm 1): pass over the candidates
       left, accept each with probability exp((r - max r of those left) / temperature), stop when
@@ -148,6 +139,9 @@ def rejection_sample(
       candidate: the largest r / temperature + Gumbel noise (Kool et al. 2019, section 2).
     - `max_variance`: the subset whose rewards have the largest variance, which lies in both tails
       (Xu et al. 2025, "Not all rollouts are useful"). No noise, no temperature.
+
+    Those of `rso` and `gumbel` come in the order in which they were drawn, those of `max_variance`
+    from the highest reward to the lowest.
 
     Args:
         rewards: (N, K) raw rewards, not normalised: the temperature is in their unit.
@@ -159,13 +153,6 @@ def rejection_sample(
         texts: (N, K) int64, equal where candidates of a prompt have the same text; for `rso` and
             `gumbel`. The candidates are then a set of texts, as RSO's are: one is not drawn again
             before all others are. None counts a text as often as it was sampled.
-
-    Returns:
-        (N, num_keep) int64 indices of candidates: for `rso` and `gumbel` in the order in which they
-        were drawn, for `max_variance` from the highest reward to the lowest.
-
-    Raises:
-        ValueError: An unknown method, more to keep than there are, or a temperature not above 0.
     """
     check_choice("method", method, REJECTION_METHODS)
     num_prompts, num_candidates = rewards.shape
@@ -238,23 +225,14 @@ def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Te
 
     The candidates that are not the `first` of their text (N, K) are left until no other is.
     """
-    num_prompts, num_candidates = scores.shape
-    candidates = torch.arange(num_candidates, device=scores.device).expand_as(scores)  # (N, K)
-    # One column more than is kept: what comes too late is written there.
-    kept = torch.zeros((num_prompts, num_keep + 1), dtype=torch.long, device=scores.device)
-    num_kept = torch.zeros((num_prompts, 1), dtype=torch.long, device=scores.device)
-    remaining = torch.ones_like(first)
+    passes = torch.full_like(scores, torch.inf)  # (N, K), the one in which it was accepted
     # Every pass accepts at least the best candidate left, so num_keep passes are enough.
     for number in range(num_keep):
+        remaining = passes.isinf()
         left = remaining & first
         left = torch.where(left.any(dim=1, keepdim=True), left, remaining)
-        accepted = _rso_accepts(scores, left, seeds, number)  # (N, K)
-        slots = num_kept + accepted.long().cumsum(dim=1) - 1
-        slots = torch.where(accepted, slots, num_keep).clamp(max=num_keep)
-        kept.scatter_(1, slots, candidates)
-        remaining = remaining & ~accepted
-        num_kept = num_kept + accepted.sum(dim=1, keepdim=True)
-    return kept[:, :num_keep]
+        passes = passes.masked_fill(_rso_accepts(scores, left, seeds, number), number)
+    return passes.argsort(dim=1, stable=True)[:, :num_keep]
 
 
 def _keep_gumbel(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Tensor:
@@ -295,18 +273,3 @@ def _global_moments(
     mean = total / count.clamp(min=1)
     squares = (total_squares - count * mean**2).clamp(min=0)  # rounding may leave it below 0
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
-
-
-def _steps_of(
-    row: int, rewards: Sequence[float] | Tensor, ends: Sequence[int] | Tensor, num_columns: int
-) -> list[tuple[int, int, float]]:
-    """The steps of one completion as (row, column of the last token, reward), without padding."""
-    reward_list = rewards.tolist() if isinstance(rewards, Tensor) else list(rewards)
-    end_list = ends.tolist() if isinstance(ends, Tensor) else list(ends)
-    if any(not -1 <= end < num_columns for end in end_list):
-        raise ValueError(
-            f"step_ends of completion {row} are {end_list} but must lie between 0 and "
-            f"{num_columns - 1}, the last token, or be -1 for padding"
-        )
-    pairs = zip(end_list, reward_list, strict=True)
-    return [(row, end, reward) for end, reward in pairs if end >= 0]

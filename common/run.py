@@ -26,7 +26,6 @@ class Movable(Protocol):
         """The same there."""
 
 
-Part = TypeVar("Part")
 Batch = TypeVar("Batch", bound=Movable)
 
 
@@ -83,26 +82,21 @@ class Run:
             self.step = step
             yield step
 
-    def micro_batches(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """The micro-batches of the step's one update, on the device; see `parts`. Collective."""
-        for batch in self.parts(batches):
-            yield batch.to(distributed.device())
-
-    def parts(self, parts: Sequence[Part], *, may_stop: bool = True) -> Iterator[Part]:
-        """The micro-batches of an update; gradients are reduced in the last's backward. Collective.
+    def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
+        """An update's, on the device; gradients are reduced in the last's backward. Collective.
 
         Args:
-            parts: each goes through one forward and backward pass.
+            batches: each goes through one forward and backward pass.
             may_stop: whether a signal may end the run here: no update of this step was made yet.
 
         Raises:
             Stopped: the run was asked to, and is saved.
         """
-        for i, part in enumerate(parts):
+        for i, batch in enumerate(batches):
             if may_stop:
                 self.saver.stop_if_asked(self.step)
-            fsdp.reduce_gradients_in_next_backward(self.module, i == len(parts) - 1)
-            yield part
+            fsdp.reduce_gradients_in_next_backward(self.module, i == len(batches) - 1)
+            yield batch.to(distributed.device())
 
     def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:
         """Clip and take an optimiser step. Collective.

@@ -8,7 +8,6 @@
 - A run whose reference moves is resumed to the bit.
 """
 
-import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from common.advantages import EPSILON
 from common.checkpoint import files as checkpoint_files
 from common.checkpoint.state import restore_state
 from common.config import UserError
-from common.grpo import rollouts
+from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import Groups, MicroBatch
+from common.grpo.minibatches import Before, MicroBatch
+from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
 from common.model import fsdp
 from common.padding import make_batch
@@ -85,14 +85,17 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
     )
 
 
+def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
+    """The micro-batches of every update, without a reference."""
+    advantages = minibatches.advantages(kept, None, config)
+    packed = minibatches.pack(kept, config, PAD, 0)
+    return minibatches.collate(kept, packed, Before(None, None, []), advantages, config)
+
+
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
-    """The only update's micro-batches with their advantages, and which completions count."""
-    kept = rollouts.select(groups, config, 0)
-    counts = rollouts.counted(groups, kept, config)
-    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
-    advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
-    rollouts.set_advantages(micro_batches, advantages)
-    return micro_batches, counts
+    """The micro-batches of the only update, if there is one, and which completions count."""
+    kept = rollouts.keep(groups, config, 0)
+    return [part for update in collated(kept, config) for part in update], kept.counts
 
 
 def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
@@ -104,7 +107,16 @@ def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
         if config.beta > 0:
             nearby = logps.detach() + 0.02 * part.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
-        aggregate(per_token, mask, **part.aggregation).backward()
+        aggregate(
+            per_token,
+            mask,
+            aggregation=config.aggregation,
+            num_sequences=part.num_sequences,
+            num_tokens=part.num_tokens,
+            max_length=config.max_completion_length,
+            num_generations=config.num_generations,
+            num_prompts=part.num_prompts,
+        ).backward()
     return flat_gradient(policy)
 
 
@@ -147,9 +159,9 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 ):
     config, groups = new_config(**flags), new_groups(rewards)
     groups.rollouts.has_stop[:] = torch.tensor(has_stop)
-    warnings = rollouts.StepWarnings(config)
+    warnings = table.StepWarnings(config)
     for step in (4, 5):
-        warnings.look(groups, rollouts.select(groups, config, step), step)
+        warnings.look(rollouts.keep(groups, config, step), step)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == bool(words), told
     if words:
@@ -161,8 +173,8 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 
 
 def test_candidates_are_samples_or_a_set_of_texts():
-    groups = new_groups([[1.0, 1.0, 0.0, 0.0]])
-    groups.rollouts = Rollouts.of([[5], [5], [6], [6]], [], [True] * 4)
+    texts = Rollouts.of([[5], [5], [6], [6]], [], [True] * 4)
+    groups = new_groups([[1.0, 1.0, 0.0, 0.0]], rollouts=texts)
     flags = {"num_generations": 2, "num_candidates": 4, "rejection_temperature": 0.1}
     for is_set, expected in ((False, [[0, 1]]), (True, [[0, 2]])):
         config = new_config(distinct_candidates=is_set, **flags)
@@ -184,7 +196,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     ids = groups.rollouts.completion_ids
     logps = groups.rollouts.as_lists(groups.rollouts.token_logps)
     found = set()
-    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
+    (micro_batches,) = collated(Kept(groups, kept, counts), config)
     for part in micro_batches:
         assert part.ref_logps is part.old_logps is part.ref_states is None
         assert part.sampled_logps.shape == part.batch.completion_mask.shape
@@ -198,6 +210,11 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
             torch.testing.assert_close(part.sampled_logps[row][mask], torch.tensor(logps[source]))
             found.add((n, g))
     assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
+    own = Kept(groups, kept, counts)
+    batches = [part.batch for part in micro_batches]
+    again = minibatches.by_place(own, batches, [part.sampled_logps for part in micro_batches])
+    expected = own.rollouts.token_logps * counts.view(-1, 1)
+    torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
 
 def test_denominators_count_what_is_in_the_loss():
@@ -224,38 +241,34 @@ def test_denominators_count_what_is_in_the_loss():
         rows = sum(int(part.batch.is_real.sum()) for part in micro_batches)
         assert rows == expected.sum()
         for part in micro_batches:
-            assert part.aggregation["num_sequences"] == expected.sum()
-            assert part.aggregation["num_tokens"] == (lengths * expected).sum()
-            assert part.aggregation["num_prompts"] == expected.any(1).sum()
+            assert part.num_sequences == expected.sum()
+            assert part.num_tokens == (lengths * expected).sum()
+            assert part.num_prompts == expected.any(1).sum()
 
 
-def test_a_step_in_which_nothing_counts_has_one_empty_micro_batch():
-    micro_batches, _ = prepared(new_groups([[1.0] * 3] * 2), new_config(zero_variance="drop"))
-    assert [bool(part.batch.completion_mask.any()) for part in micro_batches] == [False]
+def test_a_step_in_which_nothing_counts_has_no_update():
+    assert prepared(new_groups([[1.0] * 3] * 2), new_config(zero_variance="drop"))[0] == []
 
 
 def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
     """Places on the device must not index what is kept on the host."""
     groups = new_groups([[0.0, 1.0], [1.0, 0.0]])
-    kept = torch.tensor([[0, 1], [1, 0]])
-    places = torch.arange(kept.numel())
-    expected = rollouts.rows_of(groups, kept, places)
-    assert torch.equal(rollouts.rows_of(groups, kept, tiny.on_gpu(places)), expected)
+    kept = Kept(groups, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.bool))
+    places = torch.arange(4)
+    assert torch.equal(kept.rows(tiny.on_gpu(places)), groups.rows[[0, 0, 1, 1]])
 
 
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
     config = new_config(num_generations=2, num_minibatches=3)
-    deal = functools.partial(rollouts.minibatch_of, groups, groups.real, config)
-    chosen = [tuple(deal(step)[:3].tolist()) for step in range(9)]
+    kept = rollouts.keep(groups, config, 0)
+    chosen = [tuple(minibatches.deal(kept, config, step)[:3].tolist()) for step in range(9)]
     assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
     assert len(set(chosen)) > 2
-    kept = rollouts.select(groups, config, 0)
-    counts = rollouts.counted(groups, kept, config)
-    minibatches = rollouts.collate(groups, kept, counts, config, PAD, 0)
-    places = [sorted(p for part in m for p in part.batch.places.tolist()) for m in minibatches]
+    updates = collated(kept, config)
+    places = [sorted(p for part in m for p in part.batch.places.tolist()) for m in updates]
     assert places == [[2 * chosen[0].index(m), 2 * chosen[0].index(m) + 1] for m in range(3)]
-    assert [float(m[0].aggregation["num_sequences"]) for m in minibatches] == [2.0] * 3
+    assert [float(m[0].num_sequences) for m in updates] == [2.0] * 3
 
 
 # ---- rewards and advantages ----------------------------------------------------------------------
@@ -273,12 +286,9 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     config = new_config(
         beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards="none", micro_batch_size=2
     )
-    kept = rollouts.select(groups, config, 0)
-    counts = rollouts.counted(groups, kept, config)
-    (micro_batches,) = rollouts.collate(groups, kept, counts, config, PAD, 0)
-    for part in micro_batches:  # 0.25 nats more per token than the sampler's
-        part.ref_logps = part.sampled_logps + 0.25
-    advantages = rollouts.kept_advantages(groups, kept, counts, micro_batches, config)
+    kept = rollouts.keep(groups, config, 0)
+    ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
+    advantages = minibatches.advantages(kept, ref_logps, config)
     lengths = groups.rollouts.lengths.view(2, 3)
     rewards = groups.rewards + 0.5 * 0.25 * lengths
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
@@ -351,14 +361,15 @@ def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
 @pytest.mark.parametrize("baseline", ["all", "kept"])
 def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     """Normalised over the candidates of the baseline; a token gets the steps from it on."""
-    groups = new_groups([[1.0, 0.0, 3.0]])  # of 1, 6 and 4 tokens
-    groups.steps = [{0: 1.0}, {1: 0.0}, {0: 2.0, 3: 1.0}]
+    steps = [{0: 1.0}, {1: 0.0}, {0: 2.0, 3: 1.0}]
+    groups = new_groups([[1.0, 0.0, 3.0]], steps=steps)  # of 1, 6 and 4 tokens
     config = new_config(num_generations=2, num_candidates=3, baseline=baseline)
     kept = torch.tensor([[2, 0]])
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    found = rollouts.kept_advantages(groups, kept, torch.ones(1, 2, dtype=torch.bool), [], config)
+    counts = torch.ones(1, 2, dtype=torch.bool)
+    found = minibatches.advantages(Kept(groups, kept, counts), None, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
@@ -464,7 +475,7 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
     batch = make_batch(layout, prompts, completions, PAD)
     ref_scores = reference(batch, temperature=TEMPERATURE, with_hidden=True)
     config = new_config(layout=layout)
-    states = ReferenceStates(ref_scores.hidden, rollouts.reference_head(reference, config))
+    states = ReferenceStates(ref_scores.hidden, minibatches.reference_head(reference, config))
     scores = policy(batch, temperature=TEMPERATURE, reference=states)
     assert scores.hidden is None
     (policy(batch, temperature=TEMPERATURE).kl == 0).all()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.grpo import rollouts
+from common.grpo import minibatches, rollouts
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import Groups
+from common.grpo.rollouts import Groups, Kept
 from common.sampling.sampler import Rollouts
 
 REWARDS = [[0.0, 1.0, 2.0, 9.0]]  # mean 3; of the kept 5.5
@@ -45,7 +45,7 @@ def new_groups(rewards: list[list[float]]) -> Groups:
 def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
     config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
     counts = torch.ones_like(KEPT, dtype=torch.bool)
-    advantages = rollouts.kept_advantages(new_groups(REWARDS), KEPT, counts, [], config)
+    advantages = minibatches.advantages(Kept(new_groups(REWARDS), KEPT, counts), None, config)
     expected = torch.tensor([BY_BASELINE[baseline, scale]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,0 +1,252 @@
+"""From kept completions to the micro-batches of a step's updates.
+
+`pack` says which completions share an update and a forward pass; `before_updates` scores them,
+`advantages` compares them; `collate` puts all of it together. What is known of a completion is kept
+by its place n * G + g in between.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from common import data, distributed
+from common.advantages import group_advantages, normalise_globally, step_advantages
+from common.grpo.config import GRPOConfig
+from common.grpo.rollouts import Kept
+from common.model import fsdp
+from common.model.lora import AdapterReference
+from common.model.projection import Head
+from common.noise import derive_seed, hash_counters
+from common.padding import AnyBatch
+from common.scoring import Policy, ReferenceStates
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimiser step is made of on this rank, and how much of it there is on all."""
+
+    batches: list[AnyBatch]  # on the device, as many on every rank
+    num_sequences: Tensor  # completions that count; like the others a float32 scalar
+    num_tokens: Tensor  # of them
+    num_prompts: Tensor  # that have one
+
+
+@dataclass(frozen=True)
+class Before:
+    """What is said of the completions before the updates; log-probabilities by place, (N*G, C)."""
+
+    ref_logps: Tensor | None  # None with beta 0
+    old_logps: Tensor | None  # None with one update per rollout: old = current
+    ref_states: list[ReferenceStates]  # of each batch in order; for the exact KL only
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Kept completions that go through one forward pass, with all that their loss needs."""
+
+    batch: AnyBatch  # B completions
+    advantages: Tensor  # (B,), or (B, C) where steps are rewarded
+    sampled_logps: Tensor  # (B, C) from the sampler
+    old_logps: Tensor | None  # (B, C)
+    ref_logps: Tensor | None  # (B, C)
+    ref_states: ReferenceStates | None
+    num_sequences: Tensor  # the whole update's, as below for `losses.aggregate`
+    num_tokens: Tensor  # with the aggregation `prompt` (B,), those of each row's prompt
+    num_prompts: Tensor
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Itself: it was made on the device."""
+        return self
+
+
+# ---- which go together ---------------------------------------------------------------------------
+
+
+def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]:
+    """The completions that count, per update in batches packed by length. Collective.
+
+    An update in which nothing counts on any rank is left out.
+    """
+    chosen, device = deal(kept, config, step), distributed.device()
+    parts = [kept.counts & (chosen == m)[:, None] for m in range(config.num_minibatches)]
+    totals = torch.stack(
+        [torch.stack([own.sum(), kept.lengths[own].sum(), own.any(1).sum()]) for own in parts]
+    )
+    totals = distributed.all_reduce_sum(totals)  # (M, 3)
+    return [
+        Update(
+            [
+                data.collate(pieces, config.layout, pad_id).to(device)
+                for pieces in data.pack(cut(kept, own, config), config)
+            ],
+            *counts.float().to(device),
+        )
+        for own, counts in zip(parts, totals, strict=True)
+        if counts[0] > 0
+    ]
+
+
+def deal(kept: Kept, config: GRPOConfig, step: int) -> Tensor:
+    """The update (N,) in which a prompt takes part: the same on any number of ranks. Collective.
+
+    The prompts of all ranks that count are put in an order by chance and dealt out in turn.
+    """
+    rows = kept.groups.rows  # (N,)
+    if config.num_minibatches == 1:
+        return torch.zeros_like(rows)
+    keys = hash_counters(derive_seed(config.seed, "minibatches", step), rows)
+    keys = torch.where(kept.counts.any(1), keys, torch.iinfo(torch.int64).max)  # others go last
+    everyone = torch.tensor(distributed.from_all_ranks(keys.tolist())).sort().values
+    return torch.searchsorted(everyone, keys) % config.num_minibatches
+
+
+def cut(kept: Kept, counts: Tensor, config: GRPOConfig) -> list[data.Piece]:
+    """The completions that count (N, G) as pieces that fit into a forward pass."""
+    pieces = []
+    for n, example in enumerate(kept.groups.examples):
+        places = (n * counts.shape[1] + counts[n].nonzero().flatten()).tolist()
+        completions = [kept.rollouts.completion_ids[place] for place in places]
+        if places:
+            pieces += data.cut_group(example.prompt_ids, completions, places, config)
+    return pieces
+
+
+# ---- log-probabilities by place ------------------------------------------------------------------
+
+
+def before_updates(
+    policy: Policy,
+    reference: Policy | AdapterReference | None,
+    updates: Iterable[Update],
+    kept: Kept,
+    config: GRPOConfig,
+) -> Before:
+    """What the reference and, before several updates, the policy say. Collective."""
+    batches = [batch for update in updates for batch in update.batches]
+    ref_logps, old_logps, exact = None, None, config.has_exact_kl
+    ref_states: list[ReferenceStates] = []
+    if reference:
+        given = {"temperature": config.temperature, "with_hidden": exact}
+        scores = [reference(batch, **given) for batch in batches]
+        ref_logps = by_place(kept, batches, [own.token_logps for own in scores])
+        if exact:
+            head = reference_head(reference, config)
+            ref_states = [ReferenceStates(own.hidden, head) for own in scores]
+    if config.num_updates > 1:
+        logps = [policy(batch, temperature=config.temperature).token_logps for batch in batches]
+        old_logps = by_place(kept, batches, logps)
+    return Before(ref_logps, old_logps, ref_states)
+
+
+def by_place(kept: Kept, batches: Sequence[AnyBatch], values: Sequence[Tensor]) -> Tensor:
+    """Values (B, C) of each batch's tokens as (N*G, C) on the device; 0 where there is none."""
+    found = torch.zeros(kept.rollouts.mask.shape, device=distributed.device())
+    for batch, own in zip(batches, values, strict=True):
+        found[:, : own.shape[1]].index_add_(0, batch.places, own)  # 0 in rows that are not real
+    return found
+
+
+def reference_head(reference: Policy | AdapterReference, config: GRPOConfig) -> Head:
+    """The reference's projection onto the vocabulary, whole, as it computes. Collective."""
+    fsdp.reshard(reference)
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+
+    def whole(parameter: Tensor) -> Tensor:
+        value = parameter.detach().to(distributed.device(), dtype)
+        return (value.full_tensor() if isinstance(value, DTensor) else value).float()
+
+    head = reference.lm.get_output_embeddings()
+    return Head(whole(head.weight), None if head.bias is None else whole(head.bias))
+
+
+# ---- advantages by place -------------------------------------------------------------------------
+
+
+def advantages(kept: Kept, ref_logps: Tensor | None, config: GRPOConfig) -> Tensor:
+    """Advantages (N, G) of the kept candidates, or (N, G, C) of their tokens if steps have rewards.
+
+    Collective if the batch takes part. What rejection sampling keeps is better than the group it
+    comes from: against the mean of all candidates the kept advantages are positive on average,
+    against their own mean they are not. `ref_logps` (N*G, C) are for a KL in the reward.
+    """
+    if kept.groups.steps:
+        return advantages_of_steps(kept, config)
+    relative = partial(
+        group_advantages,
+        scale=config.scale_rewards,
+        baseline=config.advantage_baseline,
+        counted=kept.counts.any(1),
+        all_reduce=distributed.all_reduce_sum,
+    )
+    if config.beta > 0 and config.kl_in == "reward":
+        assert ref_logps is not None, "the reference comes first"
+        found = relative(kept.rewards - config.beta * sampled_kl(kept, ref_logps))
+    elif config.baseline == "kept":
+        found = relative(kept.rewards)
+    else:
+        found = relative(kept.groups.rewards).gather(1, kept.indices)
+    if config.normalize_globally:
+        found = normalise_globally(found, kept.counts, distributed.all_reduce_sum)
+    return found
+
+
+def advantages_of_steps(kept: Kept, config: GRPOConfig) -> Tensor:
+    """Advantages (N, G, C) of the kept candidates' tokens; see `advantages.step_advantages`."""
+    mask, against_all = kept.groups.rollouts.mask, config.baseline == "all"
+    rows = torch.arange(len(mask)) if against_all else kept.sources
+    steps = [kept.groups.steps[row] for row in rows.tolist()]
+    found = step_advantages(
+        [list(own.values()) for own in steps],
+        [list(own) for own in steps],
+        mask[rows],
+        num_generations=len(rows) // len(kept.indices),
+    )
+    return (found[kept.sources] if against_all else found).view(*kept.indices.shape, -1)
+
+
+def sampled_kl(kept: Kept, ref_logps: Tensor) -> Tensor:
+    """Log-probability under the sampler minus that under the reference, (N, G) nats.
+
+    The estimate k1 of the KL of whole completions, which PPO's reward has (Ziegler et al. 2019,
+    eq. 2). 0 for completions that do not count.
+    """
+    gaps = (kept.rollouts.token_logps - ref_logps.cpu()) * kept.rollouts.mask  # (N*G, C)
+    return gaps.sum(1).view(kept.indices.shape) * kept.counts
+
+
+# ---- all of it -----------------------------------------------------------------------------------
+
+
+def collate(
+    kept: Kept, updates: Sequence[Update], before: Before, advantages: Tensor, config: GRPOConfig
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every update, from what is known by place."""
+    device, ref_states = distributed.device(), iter(before.ref_states)
+    of_place = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
+    sampled_logps = kept.rollouts.token_logps.to(device)
+    tokens_of_prompt = (kept.lengths * kept.counts).sum(1, keepdim=True).expand_as(kept.counts)
+    tokens_of_prompt = tokens_of_prompt.flatten().to(device)  # (N*G,)
+    by_prompt = config.aggregation == "prompt"
+
+    def micro_batch(update: Update, batch: AnyBatch) -> MicroBatch:
+        def own(by_place: Tensor) -> Tensor:
+            values, mask = by_place[batch.places], batch.completion_mask
+            return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
+
+        return MicroBatch(
+            batch,
+            advantages=own(of_place),
+            sampled_logps=own(sampled_logps),
+            old_logps=None if before.old_logps is None else own(before.old_logps),
+            ref_logps=None if before.ref_logps is None else own(before.ref_logps),
+            ref_states=next(ref_states, None),
+            num_sequences=update.num_sequences,
+            num_tokens=own(tokens_of_prompt) if by_prompt else update.num_tokens,
+            num_prompts=update.num_prompts,
+        )
+
+    return [[micro_batch(update, batch) for batch in update.batches] for update in updates]

@@ -1,0 +1,160 @@
+"""What is recorded of GRPO's steps: tables of samples, metrics, warnings."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import distributed
+from common.advantages import effective_sample_size, group_advantages, num_candidates_seen
+from common.data import Example
+from common.grpo.config import GRPOConfig
+from common.grpo.rollouts import Kept, is_flat, of_rejection, reward
+from common.model.lora import AdapterReference
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
+from common.record.metrics import Accumulator
+from common.rewards.call import eos_penalty
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Sampler
+from common.scoring import Policy
+
+
+def sample_table(
+    sampler: Sampler,
+    scorer: RewardScorer,
+    reference: Policy | AdapterReference | None,
+    examples: list[Example],
+    config: GRPOConfig,
+    step: int,
+    total_steps: int,
+) -> list[dict[str, object]]:
+    """Some completions of fixed prompts with fixed noise, their rewards and advantages. Collective.
+
+    Every rank samples the same prompts, so that reward models are called equally often. With a
+    reference each row also has its `ref_token_logps`, at the temperature of sampling.
+    """
+    from common.sampling import token_records
+
+    if not examples:
+        return []
+    rollouts = sampler.sample(
+        examples,
+        num_samples=config.num_generations,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+    )
+    scored = reward(scorer, examples, rollouts, config, step, total_steps)
+    scale, baseline = config.scale_rewards, config.advantage_baseline
+    advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)
+    columns: dict[str, list[Any]] = {
+        "reward": scored.total.flatten().tolist(),
+        "advantage": advantages.flatten().tolist(),
+        **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
+    }
+    if reference is not None:
+        sampled = token_records.completed(examples, rollouts.completion_ids, config.num_generations)
+        pad_id = sampler.tokenizer.pad_token_id
+        columns["ref_token_logps"] = token_records.token_logps(
+            reference, sampled, config, pad_id, config.temperature
+        )
+    return sampler.table(examples, rollouts, **columns)
+
+
+def add_metrics(
+    metrics: Accumulator, kept: Kept, advantages: Tensor, config: GRPOConfig, step: int
+) -> None:
+    """Record what was sampled, as means over the completions or groups of real prompts."""
+    groups, rewards = kept.groups, kept.groups.rewards
+    weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
+    values = {
+        "reward_std": rewards.std(1),
+        "zero_variance_fraction": is_flat(groups, kept.indices, config),
+        "effective_sample_size": effective_sample_size(weights),
+        "reward": rewards,
+        "completion_length": groups.rollouts.lengths.view(rewards.shape),
+        "stop_rate": groups.has_stop,
+        "kept_reward": kept.rewards,
+        # Of tokens: their mean.
+        "advantage_mean_kept": advantages.sum(-1) / kept.lengths if groups.steps else advantages,
+        **{f"{FUNCTION_PREFIX}{name}": own for name, own in groups.by_function.items()},
+    }
+    if config.num_candidates > config.num_generations:
+        values["candidates_seen"] = of_rejection(num_candidates_seen, groups, config, step)
+    for name, own in values.items():  # (N,), (N, K) or (N, G)
+        in_batch = own[groups.real].double()
+        in_batch = in_batch[~in_batch.isnan()]  # a function that does not apply to a row says nan
+        metrics.add(name, in_batch.sum(), in_batch.numel())
+
+
+def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
+    """Effective sample size of a step's sampler weights over the number of tokens. Collective.
+
+    Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
+
+    Args:
+        weights: (B, C) and the completion mask of each micro-batch.
+
+    Returns:
+        It, and how often it counts in a mean: 0 where there is no token, else 1.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for values, mask in weights:
+        own = values[mask].double().cpu()
+        sums += torch.stack([own.sum(), own.square().sum(), torch.ones_like(own).sum()])
+    total, squares, number = distributed.all_reduce_sum(sums).unbind()
+    share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
+    return share, int(number > 0)
+
+
+class StepWarnings:
+    """Says, once for each cause and on rank 0, why a step teaches nothing or the wrong thing."""
+
+    MOST = 0.9  # share of flat groups that is worth a word
+
+    def __init__(self, config: GRPOConfig) -> None:
+        """Nothing was said yet."""
+        self.config = config
+        self.said: set[str] = set()
+
+    def look(self, kept: Kept, step: int) -> None:
+        """Look at a step, counted from 0. Collective."""
+        penalty, groups = eos_penalty(self.config), kept.groups
+        has_stop, real = groups.has_stop, groups.real[:, None]
+        is_paid = torch.zeros_like(has_stop)
+        if penalty is not None:
+            below = has_stop & (groups.rewards < penalty)
+            is_paid = ~has_stop & below.any(1, keepdim=True) & real
+        counted = (real, is_flat(groups, kept.indices, self.config), has_stop & real, is_paid)
+        counts = distributed.all_reduce_sum(torch.stack([which.sum() for which in counted]))
+        num_groups, num_flat, num_stopped, num_paid = counts.tolist()
+        if num_stopped == 0 and penalty is not None:
+            self.say(
+                step,
+                "no completion stopped",
+                f"within --max_completion_length {self.config.max_completion_length}, so every "
+                f"reward is --missing_eos_penalty {penalty:g} and none tells completions apart: "
+                "start from a model that was trained to stop, or raise that length, or use "
+                "--penalize_missing_eos false.",
+            )
+        elif num_flat >= self.MOST * num_groups:
+            self.say(
+                step,
+                "nearly all groups are flat:",
+                f"in {num_flat} of {num_groups} all rewards are equal and do not tell a prompt's "
+                "completions apart.",
+            )
+        if num_paid:
+            self.say(
+                step,
+                "not stopping pays:",
+                f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in "
+                f"the groups of {num_paid} that did not; lower it below every reward.",
+            )
+
+    def say(self, step: int, cause: str, rest: str) -> None:
+        """Print a warning, the first time that the cause is met."""
+        if cause not in self.said:
+            self.said.add(cause)
+            distributed.print_rank0(f"warning: step {step + 1}: {cause} {rest}")
