@@ -51,9 +51,11 @@ from common.checkpoint import saver as checkpoint
 from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
-from common.losses import aggregate, clipped_tokens, kl_loss, policy_loss, sampler_weights
+from common.grpo.rollouts import Groups
+from common.losses import clipped_tokens, kl_loss, policy_loss, sampler_weights
 from common.model import fsdp, load
 from common.model.lora import AdapterReference
+from common.record.glossary import LOGGED_PREFIX
 from common.record.metrics import Accumulator
 from common.rewards.scorer import RewardScorer
 from common.run import Run
@@ -92,15 +94,7 @@ def main(config: GRPOConfig) -> None:
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
     run = Run("GRPO", policy, order, config, resume_from, updated)
-    draw = partial(
-        rollouts.draw,
-        total_steps=run.total_steps,
-        sampler=sampler,
-        scorer=scorer,
-        config=config,
-        metrics=run.metrics,
-        report=run.logger.status,
-    )
+    draw = partial(sample_and_reward, run, sampler, scorer, config)
     warnings = table.StepWarnings(config)
 
     def show_samples(step: int) -> None:
@@ -112,10 +106,9 @@ def main(config: GRPOConfig) -> None:
     for step in run.steps():
         run.saver.stop_if_asked(step, at_once=True)
         # 1. Sample K candidates for each of this rank's N prompts, and reward every one
-        groups = draw(*data.prompts(train_set, order.rows(step)), step=step)
+        groups = draw(*data.prompts(train_set, order.rows(step)))
         if config.zero_variance == "resample":
-            more = partial(draw, step=step)
-            groups, num_replaced = rollouts.replace_flat(groups, train_set, more, config, step)
+            groups, num_replaced = rollouts.replace_flat(groups, train_set, draw, config, step)
             run.metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, say which of them count, and which share an update and a forward
         kept = rollouts.keep(groups, config, step)  # (N, G)
@@ -155,12 +148,7 @@ def load_reference(
 ) -> Policy | AdapterReference | None:
     """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective.
 
-    Args:
-        policy: sharded.
-        paths: of policy and reference.
-        ref_config: of the reference's model.
-        config: of the run.
-        mesh: to shard over.
+    `paths` are those of policy and reference, whose model has the `ref_config`.
     """
     if config.beta == 0:
         return None
@@ -170,6 +158,32 @@ def load_reference(
     reference = fsdp.shard(frozen, config, mesh)
     self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
     return reference
+
+
+def sample_and_reward(
+    run: Run,
+    sampler: Sampler,
+    scorer: RewardScorer,
+    config: GRPOConfig,
+    examples: list[data.Example],
+    real: Tensor,
+) -> Groups:
+    """K candidates for each of N prompts, some of which are `real`, with rewards. Collective."""
+    with run.metrics.timed("sample_seconds"):
+        drawn = sampler.sample(
+            examples,
+            num_samples=config.num_candidates,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            step=run.step,
+            report=run.logger.status,
+        )
+    with run.metrics.timed("score_seconds"):
+        scored = rollouts.reward(scorer, examples, drawn, config, run.step, run.total_steps)
+    for name, values in scored.notes.metrics.items():
+        run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
+    return Groups(examples, real, drawn, scored.total, scored.by_function, scored.steps)
 
 
 def check_first(policy: Policy, part: MicroBatch, is_same: bool, config: GRPOConfig) -> None:
@@ -189,20 +203,12 @@ def grpo_loss(
 ) -> Tensor:
     """A micro-batch's part of the loss of an update, a scalar; counts what is logged of it.
 
-    Args:
-        policy: after the updates so far.
-        part: from the policy before them.
-        config: of the run.
-        metrics: of the run.
-        weights: gets those of the sampler correction, if there is one, with the mask.
-        is_new: whether it is the first time that the completions are trained on.
+    Where the completions are new, not trained on before, `weights` gets those of the sampler
+    correction, with the mask.
     """
     mask = part.batch.completion_mask  # (B, C)
     scores = policy(
-        part.batch,
-        reference=part.ref_states,
-        temperature=config.temperature,
-        with_entropy=True,
+        part.batch, temperature=config.temperature, with_entropy=True, reference=part.ref_states
     )
     logps = scores.token_logps  # (B, C)
     old_logps = logps.detach() if part.old_logps is None else part.old_logps
@@ -238,17 +244,8 @@ def grpo_loss(
         metrics.add("kl", (kl * mask).sum(), num_real)
         if config.kl_in == "loss":
             per_token = per_token + config.beta * kl
-    loss = aggregate(
-        per_token,
-        mask,
-        aggregation=config.aggregation,
-        num_sequences=part.num_sequences,
-        num_tokens=part.num_tokens,
-        max_length=config.max_completion_length,
-        num_generations=config.num_generations,
-        num_prompts=part.num_prompts,
-    )
-    metrics.add("loss", loss * part.num_sequences, num_real)
+    loss = part.aggregated(per_token, config)
+    metrics.add("loss", loss * part.denominators.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
     metrics.add("clip_fraction", of_policy(clipped_tokens).sum(), num_tokens)
     if is_new:

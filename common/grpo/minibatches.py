@@ -8,6 +8,7 @@ by its place n * G + g in between.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from common import data, distributed
 from common.advantages import group_advantages, normalise_globally, step_advantages
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept
+from common.losses import aggregate
 from common.model import fsdp
 from common.model.lora import AdapterReference
 from common.model.projection import Head
@@ -25,18 +27,22 @@ from common.padding import AnyBatch
 from common.scoring import Policy, ReferenceStates
 
 
-@dataclass(frozen=True)
-class Update:
-    """What an optimiser step is made of on this rank, and how much of it there is on all."""
+class Denominators(NamedTuple):
+    """How much there is in an update over all ranks, float32 scalars on the device."""
 
-    batches: list[AnyBatch]  # on the device, as many on every rank
-    num_sequences: Tensor  # completions that count; like the others a float32 scalar
-    num_tokens: Tensor  # of them
+    num_sequences: Tensor  # completions that count
+    num_tokens: Tensor  # of them; with the aggregation `prompt` (B,), those of each row's prompt
     num_prompts: Tensor  # that have one
 
 
-@dataclass(frozen=True)
-class Before:
+class Update(NamedTuple):
+    """What goes through one optimiser step: on this rank in batches, as many on every rank."""
+
+    batches: list[AnyBatch]  # on the device
+    denominators: Denominators
+
+
+class Before(NamedTuple):
     """What is said of the completions before the updates; log-probabilities by place, (N*G, C)."""
 
     ref_logps: Tensor | None  # None with beta 0
@@ -54,13 +60,24 @@ class MicroBatch:
     old_logps: Tensor | None  # (B, C)
     ref_logps: Tensor | None  # (B, C)
     ref_states: ReferenceStates | None
-    num_sequences: Tensor  # the whole update's, as below for `losses.aggregate`
-    num_tokens: Tensor  # with the aggregation `prompt` (B,), those of each row's prompt
-    num_prompts: Tensor
+    denominators: Denominators
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Itself: it was made on the device."""
         return self
+
+    def aggregated(self, per_token: Tensor, config: GRPOConfig) -> Tensor:
+        """The part of the update's loss that these terms (B, C) are, a scalar."""
+        return aggregate(
+            per_token,
+            self.batch.completion_mask,
+            aggregation=config.aggregation,
+            num_sequences=self.denominators.num_sequences,
+            num_tokens=self.denominators.num_tokens,
+            num_prompts=self.denominators.num_prompts,
+            max_length=config.max_completion_length,
+            num_generations=config.num_generations,
+        )
 
 
 # ---- which go together ---------------------------------------------------------------------------
@@ -83,7 +100,7 @@ def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]
                 data.collate(pieces, config.layout, pad_id).to(device)
                 for pieces in data.pack(cut(kept, own, config), config)
             ],
-            *counts.float().to(device),
+            Denominators(*counts.float().to(device)),
         )
         for own, counts in zip(parts, totals, strict=True)
         if counts[0] > 0
@@ -127,17 +144,17 @@ def before_updates(
 ) -> Before:
     """What the reference and, before several updates, the policy say. Collective."""
     batches = [batch for update in updates for batch in update.batches]
-    ref_logps, old_logps, exact = None, None, config.has_exact_kl
+    ref_logps = old_logps = None
+    temperature, exact = config.temperature, config.has_exact_kl
     ref_states: list[ReferenceStates] = []
     if reference:
-        given = {"temperature": config.temperature, "with_hidden": exact}
-        scores = [reference(batch, **given) for batch in batches]
+        scores = [reference(b, temperature=temperature, with_hidden=exact) for b in batches]
         ref_logps = by_place(kept, batches, [own.token_logps for own in scores])
         if exact:
             head = reference_head(reference, config)
             ref_states = [ReferenceStates(own.hidden, head) for own in scores]
     if config.num_updates > 1:
-        logps = [policy(batch, temperature=config.temperature).token_logps for batch in batches]
+        logps = [policy(batch, temperature=temperature).token_logps for batch in batches]
         old_logps = by_place(kept, batches, logps)
     return Before(ref_logps, old_logps, ref_states)
 
@@ -232,7 +249,7 @@ def collate(
     tokens_of_prompt = tokens_of_prompt.flatten().to(device)  # (N*G,)
     by_prompt = config.aggregation == "prompt"
 
-    def micro_batch(update: Update, batch: AnyBatch) -> MicroBatch:
+    def micro_batch(batch: AnyBatch, counts: Denominators) -> MicroBatch:
         def own(by_place: Tensor) -> Tensor:
             values, mask = by_place[batch.places], batch.completion_mask
             return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
@@ -244,9 +261,7 @@ def collate(
             old_logps=None if before.old_logps is None else own(before.old_logps),
             ref_logps=None if before.ref_logps is None else own(before.ref_logps),
             ref_states=next(ref_states, None),
-            num_sequences=update.num_sequences,
-            num_tokens=own(tokens_of_prompt) if by_prompt else update.num_tokens,
-            num_prompts=update.num_prompts,
+            denominators=counts._replace(num_tokens=own(tokens_of_prompt)) if by_prompt else counts,
         )
 
-    return [[micro_batch(update, batch) for batch in update.batches] for update in updates]
+    return [[micro_batch(batch, counts) for batch in batches] for batches, counts in updates]

@@ -17,17 +17,10 @@ from common.config import UserError
 from common.data import Example
 from common.grpo.config import GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
-from common.record.glossary import LOGGED_PREFIX
-from common.record.metrics import Accumulator
-from common.rewards.call import (
-    Rewards,
-    Steps,
-    apply_missing_eos_penalty,
-    eos_penalty,
-    penalise_steps,
-)
+from common.rewards import call
+from common.rewards.call import Rewards, Steps
 from common.rewards.scorer import RewardScorer
-from common.sampling.sampler import Rollouts, Sampler
+from common.sampling.sampler import Rollouts
 
 
 @dataclass(frozen=True)
@@ -86,37 +79,7 @@ class Kept:
         return self.groups.rows[places.cpu() // self.indices.shape[1]]
 
 
-# ---- sampling and rewards ------------------------------------------------------------------------
-
-
-def draw(
-    examples: list[Example],
-    real: Tensor,
-    *,
-    step: int,
-    total_steps: int,
-    sampler: Sampler,
-    scorer: RewardScorer,
-    config: GRPOConfig,
-    metrics: Accumulator,
-    report: Callable[[str], object],
-) -> Groups:
-    """Sample K candidates for each of N prompts, and reward every one. Collective."""
-    with metrics.timed("sample_seconds"):
-        rollouts = sampler.sample(
-            examples,
-            num_samples=config.num_candidates,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            step=step,
-            report=report,
-        )
-    with metrics.timed("score_seconds"):
-        scored = reward(scorer, examples, rollouts, config, step, total_steps)
-    for name, values in scored.notes.metrics.items():
-        metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
-    return Groups(examples, real, rollouts, scored.total, scored.by_function, scored.steps)
+# ---- rewards -------------------------------------------------------------------------------------
 
 
 def reward(
@@ -144,11 +107,11 @@ def reward(
         for own, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
             if penalty != 0:  # a step of 0 would count in the group's mean
                 own[end] = own.get(end, 0.0) + penalty
-    eos = eos_penalty(config)
-    rewards = apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
+    eos = call.eos_penalty(config)
+    rewards = call.apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
     if steps:
         refuse_with_steps(config)
-        steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
+        steps = call.penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
     return replace(scored, total=rewards, steps=steps)
 
 
@@ -237,15 +200,8 @@ def replace_flat(
     The fresh rows are those of a permutation that belongs to the step, without the rows of the
     batch: so neither a resumed run nor the number of ranks changes which prompts end in the batch.
 
-    Args:
-        groups: of the step.
-        train_set: where fresh prompts come from.
-        draw_more: samples and rewards prompts, of which some are filler; collective.
-        config: `max_resamples` rounds at most.
-        step: of the run.
-
-    Returns:
-        The groups after it, and how many were replaced, over all ranks. Collective.
+    `draw_more` samples and rewards prompts, of which some are filler. Returns the groups after it,
+    and how many were replaced over all ranks. Collective.
     """
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))

@@ -16,20 +16,15 @@ from transformers import DynamicCache
 
 from common import padding
 from common.padding import cut_at_stop
-from common.sampling.shared import SharedDecoder
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
 
 
 def draw(logps: Tensor, uniforms: Tensor) -> Tensor:
-    """The token whose interval of the cumulative distribution holds the uniform number.
+    """The tokens (B,) whose interval of the cumulative distribution holds the uniform numbers.
 
-    Args:
-        logps: (B, V) float32 log-probabilities.
-        uniforms: (B,) float64 in (0, 1).
-
-    Returns:
-        (B,) ids; a token of probability 0 is never drawn.
+    Of log-probabilities (B, V) and float64 numbers (B,) in (0, 1). A token of probability 0 is
+    never drawn.
     """
     cumulative = logps.double().exp().cumsum(-1)  # (B, V)
     target = uniforms.unsqueeze(-1) * cumulative[:, -1:]  # the sum is 1 only up to rounding
@@ -46,12 +41,7 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     1024) 2e-6 of the tokens change, not 2e-5. One pass over the vocabulary instead of a cumulative
     sum in float64 is also quicker: 10 times on a CPU with V = 50257.
 
-    Args:
-        logps: (B, V) float32 log-probabilities.
-        uniforms: (B, 2) float64 in (0, 1), independent.
-
-    Returns:
-        (B,) ids; a token of probability 0 is never drawn.
+    Of log-probabilities (B, V) and independent float64 numbers (B, 2) in (0, 1).
     """
     size = math.isqrt(logps.shape[-1] - 1) + 1
     blocks = nn.functional.pad(logps, (0, -logps.shape[-1] % size), value=-math.inf)
@@ -64,11 +54,8 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
 def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:
     """Log-probabilities (B, V), -inf where a token may not be drawn; not normalised again.
 
-    Args:
-        logps: (B, V).
-        top_k: only the k most likely tokens; 0 for all.
-        top_p: only the fewest tokens, most likely first, that hold this share (Holtzman et al.
-            2020); 1 for all.
+    May be drawn: the `top_k` most likely tokens (0 for all), and of these the fewest, most likely
+    first, that hold the share `top_p` (Holtzman et al. 2020).
     """
     if 0 < top_k < logps.shape[-1]:
         threshold = logps.topk(top_k, -1).values[:, -1:]
@@ -140,13 +127,9 @@ def decode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows.
 
-    Args:
-        lm: a Hugging Face causal language model.
-        prompts: N lists of ids.
-        uniforms: (N*K, C, 2) float64 in (0, 1), prompt-major, see `draw_token`; they say how many
-            samples of each prompt are drawn, and of how many tokens at most.
-        settings: of the run.
-        report: told the position of each token before it is drawn.
+    The `uniforms` of `draw_token`, (N*K, C, 2) in (0, 1), prompt-major, say how many samples of
+    each of N prompts are drawn, and of how many tokens at most. `report` is told the position of
+    each token before it is drawn.
 
     Returns:
         Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including
@@ -155,8 +138,10 @@ def decode(
     device = lm.get_input_embeddings().weight.device
     num_rows, max_length = uniforms.shape[:2]
     num_samples = num_rows // len(prompts)
-    decoder: SharedDecoder | CopyingDecoder
+    decoder: Any
     if settings.layout == "shared_prefix":
+        from common.sampling.shared import SharedDecoder
+
         decoder = SharedDecoder(lm, prompts, num_samples, max_length)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)

@@ -126,16 +126,10 @@ class Sampler:
         step: int = 0,
         report: Callable[[str], object] = lambda text: None,
     ) -> Rollouts:
-        """Complete this rank's prompts; ranks may differ in length. Collective at its start only.
+        """K completions of each of this rank's N prompts. Collective at its start only.
 
-        Args:
-            examples: N prompts; their row numbers identify them in the noise.
-            num_samples: completions per prompt, K.
-            temperature: see `Settings`, and so `top_k` and `top_p`.
-            top_k: as there.
-            top_p: as there.
-            step: of the run; another step draws other completions.
-            report: told what is happening, for a progress bar.
+        The noise depends on the prompts' row numbers and on the `step` of the run; for the rest see
+        `Settings`. `report` is told what is happening, for a progress bar.
         """
         pad_id, layout = self.tokenizer.pad_token_id, self.config.layout
         settings = Settings(self.stop_ids, pad_id, layout, temperature, top_k, top_p)
@@ -214,17 +208,12 @@ class Sampler:
         rollouts: Rollouts | None = None,
         **columns: Sequence[Any],
     ) -> list[dict[str, Any]]:
-        """Rows of a table of samples, and of each the tokens with what they got. Collective.
+        """A table of K completions of each of N prompts. Collective without rollouts.
 
-        A row has the prompt, the completion, further columns, why it stopped, and as lists, which
-        are not printed, its `tokens` and their `token_logps` (nats, at the temperature sampled at;
-        at 1 where the most likely token was taken).
-
-        Args:
-            examples: N prompts. Without rollouts the first `num_sample_prompts` are completed with
-                their most likely tokens.
-            rollouts: K completions of each, prompt-major.
-            columns: one value per completion.
+        Without them the first `num_sample_prompts` are completed with their most likely tokens. A
+        row has the prompt, the completion, the further columns' value for it, why it stopped, and
+        as lists, which are not printed, its `tokens` and their `token_logps` (nats, at the
+        temperature sampled at; at 1 where the most likely token was taken).
         """
         from common.sampling import token_records
 

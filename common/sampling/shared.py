@@ -21,11 +21,7 @@ class SharedDecoder:
     ) -> None:
         """Prefill N prompts, in one row without padding; `logits` (N*K, V) follow them.
 
-        Args:
-            lm: after `shared_prefix.use_shared_prefix`.
-            prompts: N lists of ids.
-            num_samples: of each prompt, K.
-            max_length: of a sample, in tokens.
+        The model is one that `shared_prefix.use_shared_prefix` was called on.
         """
         device = lm.get_input_embeddings().weight.device
         packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)

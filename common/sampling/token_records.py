@@ -38,26 +38,17 @@ def token_logps(
     pad_id: int,
     temperature: float = 1.0,
 ) -> list[list[float]]:
-    """Log-probability of every token of every completion, rounded. Collective.
+    """Log-probability of every completion token of a policy or reference, rounded. Collective.
 
-    Every rank has the same examples and computes all of them: they are few.
-
-    Args:
-        model: A policy or its reference.
-        examples: N prompts with K completions each.
-        config: How much is scored at once, and in which layout.
-        pad_id: Fills padding; masked.
-        temperature: Divides the logits.
-
-    Returns:
-        (N*K, ragged) nats, prompt-major.
+    Every rank has the same N prompts with K completions each, and computes all of them: they are
+    few. Returns (N*K, ragged) nats, prompt-major.
     """
-    pieces, num_completions = [], 0
+    pieces: list[data.Piece] = []
+    found: list[list[float]] = []
     for example in examples:
-        places = list(range(num_completions, num_completions + len(example.completions)))
+        places = list(range(len(found), len(found) + len(example.completions)))
         pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
-        num_completions += len(places)
-    found: list[list[float]] = [[] for _ in range(num_completions)]
+        found += [[] for _ in places]
     for part in data.pack(pieces, config):
         batch = data.collate(part, config.layout, pad_id).to(distributed.device())
         logps = model(batch, temperature=temperature).token_logps  # (B, C)
@@ -86,16 +77,11 @@ def pair_columns(
 ) -> dict[str, Any]:
     """Columns of a table about N pairs: tokens and log-probabilities of chosen and rejected.
 
-    Args:
-        examples: N pairs.
-        logps: (2N, ragged) under the policy, as `token_logps` gives them.
-        ref_logps: The same under the reference, None without one.
-        tokenizer: Of the run.
+    `logps` and, with a reference, `ref_logps` are (2N, ragged), as `token_logps` gives them.
     """
     columns: dict[str, Any] = {}
     for k, name in enumerate(("chosen", "rejected")):
-        ids = [example.completions[k] for example in examples]
-        columns[f"{name}_tokens"] = [texts(tokenizer, completion) for completion in ids]
+        columns[f"{name}_tokens"] = [texts(tokenizer, e.completions[k]) for e in examples]
         columns[f"{name}_token_logps"] = list(logps[k::2])
         if ref_logps is not None:
             columns[f"ref_{name}_token_logps"] = list(ref_logps[k::2])

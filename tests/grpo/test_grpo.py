@@ -29,7 +29,7 @@ from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import Before, MicroBatch
 from common.grpo.rollouts import Groups, Kept
-from common.losses import AGGREGATIONS, aggregate, kl_estimate, policy_loss
+from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import fsdp
 from common.padding import make_batch
 from common.sampling.sampler import Rollouts
@@ -107,16 +107,7 @@ def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
         if config.beta > 0:
             nearby = logps.detach() + 0.02 * part.sampled_logps
             per_token = per_token + config.beta * kl_estimate(logps, nearby)
-        aggregate(
-            per_token,
-            mask,
-            aggregation=config.aggregation,
-            num_sequences=part.num_sequences,
-            num_tokens=part.num_tokens,
-            max_length=config.max_completion_length,
-            num_generations=config.num_generations,
-            num_prompts=part.num_prompts,
-        ).backward()
+        part.aggregated(per_token, config).backward()
     return flat_gradient(policy)
 
 
@@ -241,9 +232,9 @@ def test_denominators_count_what_is_in_the_loss():
         rows = sum(int(part.batch.is_real.sum()) for part in micro_batches)
         assert rows == expected.sum()
         for part in micro_batches:
-            assert part.num_sequences == expected.sum()
-            assert part.num_tokens == (lengths * expected).sum()
-            assert part.num_prompts == expected.any(1).sum()
+            assert part.denominators.num_sequences == expected.sum()
+            assert part.denominators.num_tokens == (lengths * expected).sum()
+            assert part.denominators.num_prompts == expected.any(1).sum()
 
 
 def test_a_step_in_which_nothing_counts_has_no_update():
@@ -268,7 +259,7 @@ def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     updates = collated(kept, config)
     places = [sorted(p for part in m for p in part.batch.places.tolist()) for m in updates]
     assert places == [[2 * chosen[0].index(m), 2 * chosen[0].index(m) + 1] for m in range(3)]
-    assert [float(m[0].num_sequences) for m in updates] == [2.0] * 3
+    assert [float(m[0].denominators.num_sequences) for m in updates] == [2.0] * 3
 
 
 # ---- rewards and advantages ----------------------------------------------------------------------
