@@ -90,21 +90,14 @@ def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]
     """
     chosen, device = deal(kept, config, step), distributed.device()
     parts = [kept.counts & (chosen == m)[:, None] for m in range(config.num_minibatches)]
-    totals = torch.stack(
-        [torch.stack([own.sum(), kept.lengths[own].sum(), own.any(1).sum()]) for own in parts]
-    )
-    totals = distributed.all_reduce_sum(totals)  # (M, 3)
-    return [
-        Update(
-            [
-                data.collate(pieces, config.layout, pad_id).to(device)
-                for pieces in data.pack(cut(kept, own, config), config)
-            ],
-            Denominators(*counts.float().to(device)),
-        )
-        for own, counts in zip(parts, totals, strict=True)
-        if counts[0] > 0
-    ]
+    totals = [[own.sum(), kept.lengths[own].sum(), own.any(1).sum()] for own in parts]
+    updates = []
+    for own, counts in zip(parts, distributed.all_reduce_sum(torch.tensor(totals)), strict=True):
+        if counts[0] > 0:
+            packs = data.pack(cut(kept, own, config), config)
+            batches = [data.collate(pieces, config.layout, pad_id).to(device) for pieces in packs]
+            updates.append(Update(batches, Denominators(*counts.float().to(device))))
+    return updates
 
 
 def deal(kept: Kept, config: GRPOConfig, step: int) -> Tensor:
