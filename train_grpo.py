@@ -95,7 +95,7 @@ def main(config: GRPOConfig) -> None:
         fsdp.require_same_shapes(updated, policy)
     run = Run("GRPO", policy, order, config, resume_from, updated)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
-    warnings = table.StepWarnings(config)
+    said: set[str] = set()  # warnings
 
     def show_samples(step: int) -> None:
         fixed = (eval_set or train_set)[: config.num_sample_prompts]
@@ -112,7 +112,7 @@ def main(config: GRPOConfig) -> None:
             run.metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, say which of them count, and which share an update and a forward
         kept = rollouts.keep(groups, config, step)  # (N, G)
-        warnings.look(kept, step)
+        table.warn(kept, config, step, said)
         packed = minibatches.pack(kept, config, pad_id, step)
         # 3. Log-probabilities under the reference, and under the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):

@@ -19,6 +19,8 @@ from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
+MOST_FLAT = 0.9  # share of flat groups that is worth a word
+
 
 def sample_table(
     sampler: Sampler,
@@ -91,13 +93,9 @@ def add_metrics(
 def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
     """Effective sample size of a step's sampler weights over the number of tokens. Collective.
 
-    Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
-
-    Args:
-        weights: (B, C) and the completion mask of each micro-batch.
-
-    Returns:
-        It, and how often it counts in a mean: 0 where there is no token, else 1.
+    Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks, from the weights (B, C) and the
+    mask of each micro-batch: 1 where all weights are equal. With it, how often it counts in a mean:
+    0 where there is no token, else 1.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for values, mask in weights:
@@ -108,53 +106,38 @@ def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, i
     return share, int(number > 0)
 
 
-class StepWarnings:
-    """Says, once for each cause and on rank 0, why a step teaches nothing or the wrong thing."""
+def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:
+    """Say once on rank 0 why a step teaches nothing or the wrong thing. Collective.
 
-    MOST = 0.9  # share of flat groups that is worth a word
-
-    def __init__(self, config: GRPOConfig) -> None:
-        """Nothing was said yet."""
-        self.config = config
-        self.said: set[str] = set()
-
-    def look(self, kept: Kept, step: int) -> None:
-        """Look at a step, counted from 0. Collective."""
-        penalty, groups = eos_penalty(self.config), kept.groups
-        has_stop, real = groups.has_stop, groups.real[:, None]
-        is_paid = torch.zeros_like(has_stop)
-        if penalty is not None:
-            below = has_stop & (groups.rewards < penalty)
-            is_paid = ~has_stop & below.any(1, keepdim=True) & real
-        counted = (real, is_flat(groups, kept.indices, self.config), has_stop & real, is_paid)
-        counts = distributed.all_reduce_sum(torch.stack([which.sum() for which in counted]))
-        num_groups, num_flat, num_stopped, num_paid = counts.tolist()
-        if num_stopped == 0 and penalty is not None:
-            self.say(
-                step,
-                "no completion stopped",
-                f"within --max_completion_length {self.config.max_completion_length}, so every "
-                f"reward is --missing_eos_penalty {penalty:g} and none tells completions apart: "
-                "start from a model that was trained to stop, or raise that length, or use "
-                "--penalize_missing_eos false.",
-            )
-        elif num_flat >= self.MOST * num_groups:
-            self.say(
-                step,
-                "nearly all groups are flat:",
-                f"in {num_flat} of {num_groups} all rewards are equal and do not tell a prompt's "
-                "completions apart.",
-            )
-        if num_paid:
-            self.say(
-                step,
-                "not stopping pays:",
-                f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in "
-                f"the groups of {num_paid} that did not; lower it below every reward.",
-            )
-
-    def say(self, step: int, cause: str, rest: str) -> None:
-        """Print a warning, the first time that the cause is met."""
-        if cause not in self.said:
-            self.said.add(cause)
-            distributed.print_rank0(f"warning: step {step + 1}: {cause} {rest}")
+    What was `said` before is not said again.
+    """
+    penalty, groups = eos_penalty(config), kept.groups
+    has_stop, real = groups.has_stop, groups.real[:, None]
+    is_paid = torch.zeros_like(has_stop)
+    if penalty is not None:
+        below = has_stop & (groups.rewards < penalty)
+        is_paid = ~has_stop & below.any(1, keepdim=True) & real
+    counted = (real, is_flat(groups, kept.indices, config), has_stop & real, is_paid)
+    counts = distributed.all_reduce_sum(torch.stack([which.sum() for which in counted]))
+    num_groups, num_flat, num_stopped, num_paid = counts.tolist()
+    causes = {}
+    if num_stopped == 0 and penalty is not None:
+        causes["no completion stopped"] = (
+            f"within --max_completion_length {config.max_completion_length}, so every reward is "
+            f"--missing_eos_penalty {penalty:g} and none tells completions apart: start from a "
+            "model that was trained to stop, or raise that length, or use --penalize_missing_eos "
+            "false."
+        )
+    elif num_flat >= MOST_FLAT * num_groups:
+        causes["nearly all groups are flat:"] = (
+            f"in {num_flat} of {num_groups} all rewards are equal and do not tell a prompt's "
+            "completions apart."
+        )
+    if num_paid:
+        causes["not stopping pays:"] = (
+            f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in the "
+            f"groups of {num_paid} that did not; lower it below every reward."
+        )
+    for cause in [cause for cause in causes if cause not in said]:
+        said.add(cause)
+        distributed.print_rank0(f"warning: step {step + 1}: {cause} {causes[cause]}")

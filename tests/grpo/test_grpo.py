@@ -150,9 +150,9 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 ):
     config, groups = new_config(**flags), new_groups(rewards)
     groups.rollouts.has_stop[:] = torch.tensor(has_stop)
-    warnings = table.StepWarnings(config)
+    said: set[str] = set()
     for step in (4, 5):
-        warnings.look(rollouts.keep(groups, config, step), step)
+        table.warn(rollouts.keep(groups, config, step), config, step, said)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == bool(words), told
     if words:
