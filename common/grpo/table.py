@@ -56,8 +56,7 @@ def sample_table(
         **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
     }
     if reference is not None:
-        sampled = token_records.completed(examples, rollouts.completion_ids, config.num_generations)
-        pad_id = sampler.tokenizer.pad_token_id
+        sampled, pad_id = rollouts.completed(examples), sampler.tokenizer.pad_token_id
         columns["ref_token_logps"] = token_records.token_logps(
             reference, sampled, config, pad_id, config.temperature
         )

@@ -5,7 +5,7 @@ completion does not depend on the rank or batch that drew it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -75,6 +75,12 @@ class Rollouts:
     def as_lists(self, values: Tensor) -> list[list[Any]]:
         """Values (B, C) of the tokens as lists (B, ragged), without those of the padding."""
         return [row[:n] for row, n in zip(values.tolist(), self.lengths.tolist(), strict=True)]
+
+    def completed(self, examples: Sequence[Example]) -> list[Example]:
+        """The N prompts, each with its K completions."""
+        k = len(self.ids) // max(1, len(examples))
+        parts = [self.completion_ids[n * k : (n + 1) * k] for n in range(len(examples))]
+        return [replace(e, completions=ids) for e, ids in zip(examples, parts, strict=True)]
 
     def numbered(self, num_prompts: int) -> Tensor:
         """(N, K) int64: a number for each completion, the same for the same tokens."""

@@ -6,7 +6,6 @@ of a table only, when there is one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,15 +57,6 @@ def token_logps(
     if pieces:
         fsdp.reshard(model)
     return found
-
-
-def completed(
-    examples: Sequence[Example], completion_ids: Sequence[list[int]], num_samples: int
-) -> list[Example]:
-    """The prompts with the completions that were sampled for them, prompt-major."""
-    starts = range(0, len(completion_ids), num_samples)
-    groups = [list(completion_ids[start : start + num_samples]) for start in starts]
-    return [replace(e, completions=ids) for e, ids in zip(examples, groups, strict=True)]
 
 
 def pair_columns(

@@ -31,6 +31,7 @@ from common.report.sections import (
     training_browser,
 )
 from common.sampling import token_records
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -58,7 +59,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
 
 def test_completions_go_to_their_prompts() -> None:
     examples = [Example(n, str(n), [n], [], {}) for n in range(2)]
-    made = token_records.completed(examples, [[1], [2, 3], [4], [5]], 2)
+    made = Rollouts.of([[1], [2, 3], [4], [5]], [], [True] * 4).completed(examples)
     assert [example.completions for example in made] == [[[1], [2, 3]], [[4], [5]]]
     assert [example.prompt for example in made] == ["0", "1"]
 

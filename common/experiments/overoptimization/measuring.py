@@ -140,12 +140,7 @@ class Measurer:
         del policy
         gc.collect()  # its last block refers to itself: it would stay beside the next one
         measured = self.judged(examples, rollouts)
-        ids = rollouts.completion_ids
-        written = [
-            replace(example, completions=ids[i * num_samples : (i + 1) * num_samples])
-            for i, example in enumerate(examples)
-        ]
-        pad_id = self.tokenizer.pad_token_id
+        written, pad_id = rollouts.completed(examples), self.tokenizer.pad_token_id
         ref_logps = score.score_examples(
             self.reference, written, self.config, pad_id, "reference"
         )  # (P, K)
