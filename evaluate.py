@@ -29,16 +29,17 @@ output_dir, and prints the tables.
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common import data, distributed, launch, self_checks
-from common.config import CommonConfig, UserError, knob, require_not_negative, save_run_files
+from common.config import CommonConfig, UserError, dial, knob
 from common.data import Example
-from common.errors import refuse_twice
+from common.errors import SMALLEST_TEMPERATURE, refuse_twice
 from common.evaluation import completions, judges, pair_scores, score
 from common.evaluation.completions import Answers, Generation, collect
 from common.evaluation.pair_scores import PairScores, token_counts
 from common.model import fsdp, load
+from common.record.folder import save_run_files
 from common.scoring import Policy
 
 
@@ -46,38 +47,50 @@ from common.scoring import Policy
 class EvaluateConfig(CommonConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
-    policies: list[str] = knob([], "folders or hub ids of causal language models")
-    reward_models: list[str] = knob([], "folders or hub ids of reward models, encoders too")
-    ref_model_name_or_path: str = knob("", "reference of implicit rewards (empty: first policy)")
+    _systems: ClassVar = "what is evaluated"
+    policies: list[str] = knob([], "folders or hub ids of causal language models", is_path=True)
+    reward_models: list[str] = knob(
+        [], "folders or hub ids of reward models, encoders too", is_path=True
+    )
+    ref_model_name_or_path: str = knob(
+        "", "reference of implicit rewards (empty: first policy)", is_path=True
+    )
     policy_scores: list[str] = knob(
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
         "log_ratio, log_ratio_per_token, logp, logp_per_token",
         pair_scores.POLICY_SCORES,
+        required=True,
     )
     beta: float = knob(
-        0.0, "of implicit rewards, for their calibration (0: that of the run beside each policy)"
+        0.0,
+        "of implicit rewards, for their calibration (0: that of the run beside each policy)",
+        ge=0,
     )
     score_stop_token: bool = knob(
         True, "count the stop token in a policy's scores (false: for one not trained to end so)"
     )
     scores_from: list[str] = knob(
-        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
+        [], "scores.jsonl of other evaluations of the same pairs, to compare with", is_path=True
     )
     margin_column: str = knob(
         "", "column of rating differences, by which accuracies are split (empty: none)"
     )
-    prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)")
+
+    _generations: ClassVar = "generations"
+    prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)", is_path=True)
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
-    temperature: float = knob(1.0, "of sampling; 0 takes the most likely token")
+    temperature: float = knob(1.0, "of sampling; 0 takes the most likely token", ge=0)
     max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = knob(
-        [], "further judges of generations: gold, file.py:function (your file is run as code)"
+        [],
+        "further judges of generations: gold, file.py:function (your file is run as code)",
+        is_path=True,
     )
     judge_funcs: list[str] = knob(
-        [], "judges of two generations: file.py:function (your file is run as code)"
+        [], "judges of two generations: file.py:function (your file is run as code)", is_path=True
     )
-    report_to: str = knob("none", "none or wandb", ["none", "wandb"])
+    report_to: str = dial("none", "none or wandb", ["none", "wandb"])
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""
@@ -88,15 +101,11 @@ class EvaluateConfig(CommonConfig):
         refuse_twice("reward_models", self.reward_models)
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
-        for name in ("num_prompts", "temperature", "max_new_tokens", "beta"):
-            require_not_negative(self, name)
-        if not self.policy_scores:
-            raise UserError("--policy_scores is empty: say how policies are read.")
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
         if self.max_new_tokens > self.max_completion_length:
-            raise UserError(
-                f"--max_new_tokens is {self.max_new_tokens}; it must be at most "
-                f"--max_completion_length, {self.max_completion_length}."
-            )
+            most = f"at most --max_completion_length, {self.max_completion_length}"
+            raise self.refused("max_new_tokens", most)
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first

@@ -30,58 +30,21 @@ The exported folder loads as `AutoModelForSequenceClassification`. On the demo i
 three points of the best attainable accuracy in two minutes on two CPU cores.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from common import data, distributed, launch, self_checks
 from common.checkpoint import saver as checkpoint
-from common.config import (
-    knob,
-    require_not_negative,
-    require_positive,
-)
 from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
 from common.model import fsdp, load
-from common.model.lora import LoraTrainConfig
 from common.pairs import comparisons
 from common.pairs import groups as pairs
+from common.pairs.config import RewardConfig
 from common.run import Run
 from common.scoring import RewardModel
-
-
-@dataclass
-class RewardConfig(LoraTrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`."""
-
-    head_init: str = knob(
-        "stiennon",
-        "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
-        "a std of 0.02; zeros",
-        load.HEAD_INITS,
-    )
-    center_rewards_coefficient: float = knob(
-        0.0, "weight of the square of a pair's summed rewards, which keeps them near 0"
-    )
-    margin_column: str = knob(
-        "", "column by which the chosen reward should be the higher (empty: no margin)"
-    )
-    group_comparisons: bool = knob(
-        False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
-    )
-    sft_dataset_name: str = knob(
-        "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
-    )
-    num_sft_rows: int = knob(512, "rows of its training split that are scored for it")
-
-    def __post_init__(self) -> None:
-        """Refuse values that no reward model may have."""
-        super().__post_init__()
-        require_positive(self, "num_sft_rows")
-        require_not_negative(self, "center_rewards_coefficient")
 
 
 def main(config: RewardConfig) -> None:

@@ -20,22 +20,15 @@ Launch (the last value of a flag wins; every field of a recipe is a flag):
 The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
-from dataclasses import dataclass
-
 from common import data, distributed, launch, self_checks
 from common.checkpoint import saver as checkpoint
+from common.config import SFTConfig
 from common.evaluation import score
 from common.losses import sft_loss
 from common.model import fsdp, load
-from common.model.lora import LoraTrainConfig
 from common.run import Run
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
-
-
-@dataclass
-class SFTConfig(LoraTrainConfig):
-    """Rows have the columns `prompt` and `completion`."""
 
 
 def main(config: SFTConfig) -> None:

@@ -1,22 +1,33 @@
-"""What a user can put right, told in one sentence: the error, and refusals of paths and numbers.
+"""What a user can put right, told in one sentence: the error, its words, and what is refused.
 
-Paths are looked at before anything is read from them or written to them. Of numbers is refused here
-what no computer can do, as a step of 10^30 rows, and what float32 turns into 0 or an infinity; what
-a single field excludes beyond that is refused where the field is defined.
+Of numbers is refused what a field says, what no computer can do, as a step of 10^30 rows, and what
+float32 turns into 0 or an infinity. Paths are looked at before anything is read or written.
 """
 
 import dataclasses
+import difflib
 import math
+import operator
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
 WORD = re.compile(r"(\S{60})\S{240,}")  # longer than most paths
+
+LARGEST_COUNT = 2**31 - 1  # of tokens, rows, steps, seconds
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of the normal numbers of float32
+SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
+BOUNDS = {
+    "gt": ("above", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("below", operator.lt),
+    "le": ("at most", operator.le),
+}
 
 _short = reprlib.Repr()
 # A value as nested YAML aliases make it has 10^7 items in 200 characters of text.
@@ -62,18 +73,74 @@ def gist(error: BaseException) -> str:
     return text.split(". ")[0][:240].rstrip(".")
 
 
-# ---- paths ---
+def hint(word: Any, known: Iterable[str], otherwise: str = "see --help for the flags") -> str:
+    """What an unknown flag or key may have been meant to be."""
+    name = str(word).lstrip("-").split("=")[0].replace("-", "_")
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {close[0]}?" if close else otherwise
 
-LONGEST_SHOWN = 100  # characters of a path in a sentence
-WRITTEN_FOLDERS = (
-    *("model", "model.partial", "adapter", "adapter.partial", "checkpoints", "failed", "plots"),
-    *("profile", "wandb"),
-)
-WRITTEN_FILES = (
-    *("config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "results.json"),
-    *("pairs.jsonl", "scores.jsonl", "completions.jsonl", "report.md", "report.html", ".lock"),
-    *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
-)
+
+# ---- what a field of a config may hold ---
+
+
+def values_of(config: Any, f: dataclasses.Field) -> list[Any]:
+    """A field's value, or the items of its list."""
+    value = getattr(config, f.name)
+    return value if isinstance(value, list) else [value]
+
+
+def check_fields(config: Any) -> None:
+    """Raise a UserError for a value that its field excludes by itself.
+
+    A path loses the slash at its end: `model/` is the same folder as `model`.
+    """
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if f.metadata["required"] and not value:
+            raise UserError(f"--{f.name} is required: {f.metadata['help']}.")
+        if isinstance(value, list) and "" in value:
+            raise UserError(f"--{f.name} is {value}; no name in it may be empty.")
+        for item in values_of(config, f):
+            if needed := missed(item, **f.metadata):
+                raise UserError(f"--{f.name} is {shown(item)}; it must be {needed}.")
+        if f.metadata["is_path"]:
+            paths = [path.rstrip("/") or path for path in values_of(config, f)]
+            setattr(config, f.name, paths if isinstance(value, list) else paths[0])
+            for path in paths:
+                if path and ":" not in path:  # as in `regex:...` and `file.py:function`
+                    refuse_unreachable(f.name, path)
+
+
+def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float], **_: Any) -> str:
+    """What a value must be and is not; empty if it is fine."""
+    if choices and value not in choices:
+        return f"one of {choices}"
+    if isinstance(value, str):  # halves of surrogate pairs: Python's form of bytes that are no text
+        return "text in UTF-8" if any("\ud800" <= c <= "\udfff" for c in value) else ""
+    if isinstance(value, bool):
+        return ""
+    if not all(BOUNDS[name][1](value, bound) for name, bound in bounds.items()):  # NaN is in none
+        return in_words(bounds)
+    if isinstance(value, int):
+        is_beyond = value > LARGEST_COUNT and not bounds.keys() & {"lt", "le"}
+        return f"at most {LARGEST_COUNT:,}" if is_beyond else ""
+    if not math.isfinite(value):
+        return "finite"
+    if value and not SMALLEST <= abs(value) <= LARGEST:
+        return f"in size from {SMALLEST:.3g} to {LARGEST:.3g}, the numbers of float32"
+    return ""
+
+
+def in_words(bounds: Mapping[str, float]) -> str:
+    """Bounds as what a number must be."""
+    if bounds == {"gt": 0}:
+        return "positive"
+    if list(bounds) == ["ge"]:
+        return f"{bounds['ge']:,} or more"
+    return " and ".join(f"{BOUNDS[name][0]} {bound:,}" for name, bound in bounds.items())
+
+
+# ---- paths ---
 
 
 def refuse_unreachable(flag: str, path: str) -> None:
@@ -82,73 +149,16 @@ def refuse_unreachable(flag: str, path: str) -> None:
     That is a loop of links, a name that is too long, what there is no permission for. A path that
     is not there passes: it may be made, or be a hub id.
     """
-    shown = path if len(path) <= LONGEST_SHOWN else f"{path[:LONGEST_SHOWN]}(...)"
+    reason = ""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        if os.path.islink(path):
-            raise UserError(
-                f"--{flag} {shown} is a link to what is not there; name a file or folder."
-            ) from None
+        reason = "is a link to what is not there" if os.path.islink(path) else ""
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(
-            f"--{flag} {shown} cannot be looked at ({reason}); name a file or folder that can."
-        ) from None
+        reason = f"cannot be looked at ({getattr(error, 'strerror', None) or error})"
+    if reason:
+        raise UserError(f"--{flag} {path} {reason}; name a file or folder that can be read.")
     refuse_forbidden(flag, path, os.R_OK)
-
-
-def refuse_twice(flag: str, names: Sequence[str]) -> None:
-    """Raise a UserError for one folder, or one hub id, under two names or twice under one."""
-    found: dict[str, str] = {}
-    for name in names:
-        place = os.path.realpath(name)
-        if place in found:
-            raise UserError(
-                f"--{flag} has {found[place]!r} and {name!r}, which are the same; each must be "
-                "given once."
-            )
-        found[place] = name
-
-
-def refuse_unwritable(flag: str, path: str) -> None:
-    """Raise a UserError for a folder in which a run could not write. Makes nothing.
-
-    A file where the trained model belongs, or a folder where its curves do, would be noticed after
-    the training.
-    """
-    folder = Path(path).absolute()
-    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not nearest.is_dir():
-        raise UserError(f"--{flag} {path} needs {nearest} to be a folder, and it is none.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
-            "folder."
-        )
-    for name in ("model", "adapter"):
-        place = Path(os.path.realpath(folder / name))
-        is_fixed = os.path.ismount(place) or not os.access(place.parent, os.W_OK | os.X_OK)
-        if (folder / name).is_symlink() and is_fixed:
-            raise UserError(
-                f"--{flag} {path} holds {name!r}, a link to {place}, which cannot be replaced; let "
-                "it point to a folder inside one that can be written."
-            )
-    for name in WRITTEN_FOLDERS:
-        is_awaited = name in ("model", "adapter") and not (folder / name).exists()  # by a link
-        if os.path.lexists(folder / name) and not (folder / name).is_dir() and not is_awaited:
-            raise UserError(
-                f"--{flag} {path} holds a file {name!r} where a folder is to be written; "
-                "remove it or name another folder."
-            )
-        refuse_forbidden(flag, folder / name, os.R_OK | os.W_OK)
-    for name in WRITTEN_FILES:
-        if (folder / name).is_dir():
-            raise UserError(
-                f"--{flag} {path} holds a folder {name!r} where a file is to be written; remove it "
-                "or name another folder."
-            )
-        refuse_forbidden(flag, folder / name, os.R_OK | os.W_OK)
 
 
 def refuse_forbidden(flag: str, path: str | Path, access: int) -> None:
@@ -161,42 +171,12 @@ def refuse_forbidden(flag: str, path: str | Path, access: int) -> None:
         )
 
 
-# ---- numbers ---
-
-LARGEST_COUNT = 2**31 - 1  # of tokens, rows, steps, seconds
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of the normal numbers of float32
-SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
-COUNTED_IN_FRACTIONS = ("num_train_epochs",)
-NO_COUNTS = ("seed",)
-
-
-def refuse_beyond_range(config: Any) -> None:
-    """Raise a UserError for a number, alone or in a list, that no field of its kind may hold.
-
-    Whole numbers are counts. Other numbers take part in float32 arithmetic: 0 is allowed here, and
-    NaN and infinities are left to those who know what the field needs.
-    """
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            if isinstance(number, float) and (number == 0 or not math.isfinite(number)):
-                continue
-            refuse_beyond(f.name, number)
-
-
-def refuse_beyond(name: str, number: float) -> None:
-    """Raise a UserError for a number that the field may not hold."""
-    is_count = isinstance(number, int) or name in COUNTED_IN_FRACTIONS
-    if is_count and name not in NO_COUNTS and number > LARGEST_COUNT:
-        raise UserError(f"--{name} is {shown(number)}; it must be at most {LARGEST_COUNT:,}.")
-    if isinstance(number, int):
-        return
-    if name.endswith("temperature") and 0 < number < SMALLEST_TEMPERATURE:
-        raise UserError(f"--{name} is {number}; it must be at least {SMALLEST_TEMPERATURE:g}.")
-    if not SMALLEST <= abs(number) <= LARGEST:
-        raise UserError(
-            f"--{name} is {number}; in size it must lie between {SMALLEST:.3g} and {LARGEST:.3g}, "
-            "the numbers of float32."
-        )
+def refuse_twice(flag: str, names: Sequence[str]) -> None:
+    """Raise a UserError for one folder, or one hub id, under two names or twice under one."""
+    found: dict[str, str] = {}
+    for name in names:
+        place = os.path.realpath(name)
+        if place in found:
+            both = f"{found[place]!r} and {name!r}"
+            raise UserError(f"--{flag} has {both}, which are the same; each must be given once.")
+        found[place] = name

@@ -10,11 +10,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from common import distributed, errors
+from common import distributed
 from common.checkpoint import best
 from common.config import CommonConfig, TrainConfig, UserError, parse
 from common.exits import failures, signals
-from common.record import terminal
+from common.record import folder, terminal
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -42,7 +42,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
-            errors.refuse_unwritable("output_dir", config.output_dir)
+            folder.refuse_unwritable("output_dir", config.output_dir)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from common import distributed
-from common.config import TrainConfig, is_due, is_due_before_end
+from common.config import TrainConfig
 from common.data import BatchOrder
 from common.model import fsdp
 from common.padding import AnyBatch
@@ -154,3 +154,13 @@ class Run:
         from common.checkpoint import export
 
         export.finish(self.saver, self.logger, tokenizer, stop_ids, looks=looks, shift=shift)
+
+
+def is_due(step: int, interval: int, total_steps: int) -> bool:
+    """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
+    return step == total_steps or is_due_before_end(step, interval, total_steps)
+
+
+def is_due_before_end(step: int, interval: int, total_steps: int) -> bool:
+    """The same of what is done behind the loop at the end."""
+    return step < total_steps and interval > 0 and step % interval == 0

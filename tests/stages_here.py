@@ -4,11 +4,9 @@ import importlib
 
 from common.config import parse
 from common.experiments import stages
-from common.experiments.replicate import CHAIN
+from common.experiments.replicate import config_class
 from common.experiments.stages import Stage
 from common.report import plots
-
-CLASSES = dict(CHAIN.values())  # by script
 
 
 def run_here(stage: Stage, num_processes: int = 1) -> None:
@@ -22,7 +20,7 @@ def run_here(stage: Stage, num_processes: int = 1) -> None:
     made_by = stages.description(stage)
     draw, plots.plot_run = plots.plot_run, lambda folder: []
     try:
-        module.main(parse(getattr(module, CLASSES[stage.script]), [*recipe, *flags]))
+        module.main(parse(config_class(stage.script), [*recipe, *flags]))
     finally:
         plots.plot_run = draw
     stages.write_mark(stage.output_dir, made_by)

@@ -18,7 +18,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.config import TrainConfig, is_due, parse, save_run_files
+from common.config import TrainConfig, parse
+from common.record.folder import save_run_files
+from common.run import is_due
 
 STAGES = {
     "train_sft": ("SFTConfig", []),

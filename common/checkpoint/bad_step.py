@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.checkpoint.saver import Checkpointer
-from common.config import UserError, save_config
+from common.config import UserError
 from common.model.optim import NonFiniteError
 from common.padding import AnyBatch
+from common.record.folder import CONFIG, save_config
 from common.record.jsonl import json_line
 
 MAX_NAMED = 8  # rows in a message
@@ -106,4 +107,4 @@ def keep(
     with (folder / f"batch_rank_{distributed.rank()}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json_line(one) for one in completions)
     if distributed.is_rank0():
-        save_config(folder / "config.yaml", saver.config)
+        save_config(folder / CONFIG, saver.config)

@@ -6,8 +6,8 @@ from pathlib import Path
 from common.checkpoint import files
 from common.config import CommonConfig
 from common.errors import UserError
+from common.record.folder import read_metrics
 from common.record.glossary import METRICS, is_defined
-from common.record.jsonl import read_jsonl
 
 
 def refuse_unknown(config: CommonConfig) -> None:
@@ -23,7 +23,7 @@ def refuse_unknown(config: CommonConfig) -> None:
 
 def logged(output_dir: Path, metric: str, step: int) -> float | None:
     """The metric's last value of a step, None if it was not logged there or none is asked for."""
-    lines = read_jsonl(output_dir / "metrics.jsonl") if metric else []
+    lines = read_metrics(output_dir) if metric else []
     values = [line[metric] for line in lines if line["step"] == step and metric in line]
     return values[-1] if values else None
 

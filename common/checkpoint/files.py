@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import MAY_CHANGE, TrainConfig, UserError
+from common.config import TrainConfig, UserError, default_of
+from common.record.folder import METRICS, SAMPLES
 from common.record.glossary import is_defined
 
 MANIFEST = "manifest.json"
@@ -28,7 +29,7 @@ NAME = re.compile(r"step_\d{8,}")
 SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
 NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
 NEEDED |= {"has_reference"}
-RECORDS = ("metrics.jsonl", "samples.jsonl")  # of the run, a line for each thing that was logged
+RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
 
@@ -191,16 +192,16 @@ def other_run(
 def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
 
-    A field that was added since has its default in the saved one.
+    A field that was added since has its default in the saved one. One that was removed and was on,
+    as `dropout: 0.1`, cannot be given again.
     """
-    differences = []
-    for field in dataclasses.fields(config):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        before, now = saved.get(field.name, default), getattr(config, field.name)
-        if field.name not in MAY_CHANGE and before != now:
-            differences.append(f"{field.name} was {before!r} and is {now!r}")
+    fields = {f.name: f for f in dataclasses.fields(config)}
+    gone = [name for name, before in saved.items() if before and name not in fields]
+    differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
+    for name, f in fields.items():
+        before, now = saved.get(name, default_of(f)), getattr(config, name)
+        if not f.metadata["may_change"] and before != now:
+            differences.append(f"{name} was {before!r} and is {now!r}")
     return differences
 
 

@@ -7,11 +7,11 @@ order and noise are functions of the step, so nothing else is needed. What it is
 `common/checkpoint/files.py`.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ from common import distributed
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files
 from common.checkpoint.state import State, reference_state, restore_state, trained_state
-from common.config import TrainConfig, UserError, config_dict, gist
+from common.config import TrainConfig, UserError, gist
 from common.exits import signals
 from common.model import fsdp, lora
 from common.record import output_lock
+from common.record.folder import read_config, read_environment
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
 
@@ -80,9 +81,10 @@ def refuse_other_stage(config: TrainConfig) -> None:
     if not has_model(output_dir):
         return
     try:
-        written_by = json.loads((output_dir / "environment.json").read_text()).get("stage", stage)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        written_by = "no run"
+        environment = read_environment(output_dir)
+    except ValueError:
+        environment = {}
+    written_by = environment.get("stage", stage) if environment else "no run"
     if written_by != stage:
         raise UserError(
             f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
@@ -97,16 +99,14 @@ def has_model(output_dir: Path) -> bool:
 
 def of_other_model(config: TrainConfig) -> list[str]:
     """How the run of a finished model in `output_dir` differs from this one; empty without it."""
-    import yaml
-
     output_dir = Path(config.output_dir)
     if not has_model(output_dir):
         return []
     try:
-        saved = yaml.safe_load((output_dir / "config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        saved = read_config(output_dir)
+    except ValueError:
         return []
-    return files.changed_fields(saved, config) if isinstance(saved, dict) else []
+    return files.changed_fields(saved, config) if saved else []
 
 
 def refuse_other_model(config: TrainConfig) -> None:
@@ -243,7 +243,7 @@ class Checkpointer:
         contents: State = {
             "step": step,
             "stage": type(self.config).__name__,
-            "config": config_dict(self.config),
+            "config": asdict(self.config),
             "world_size": distributed.world_size(),
             "has_reference": self.reference is not None,
             "adapters": lora.description(self.model),

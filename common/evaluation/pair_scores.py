@@ -264,18 +264,12 @@ def implicit_betas(policies: Sequence[str], tokenizer: Any, config: Any) -> dict
 
 def run_beta(path: str) -> float | None:
     """Beta in the config.yaml beside a model's folder, None where there is none."""
-    import yaml
+    from common.record.folder import read_config
 
-    file = Path(path).parent / "config.yaml"
-    if not (Path(path).is_dir() and file.is_file()):
-        return None
     try:
-        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{file} cannot be read ({gist(error)}); give the --beta of implicit rewards."
-        ) from None
-    beta = fields.get("beta") if isinstance(fields, dict) else None
+        beta = read_config(Path(path).parent).get("beta") if Path(path).is_dir() else None
+    except ValueError as error:
+        raise UserError(f"{error}; give the --beta of implicit rewards.") from None
     return float(beta) if isinstance(beta, int | float) and beta > 0 else None
 
 

@@ -158,9 +158,9 @@ def pair_table(
 
 def run_cost(run_dir: Path) -> dict[str, float]:
     """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
-    from common.record.jsonl import read_jsonl
+    from common.record.folder import read_metrics
 
     cost: dict[str, float] = {}
-    for record in read_jsonl(run_dir / "metrics.jsonl"):
+    for record in read_metrics(run_dir):
         cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
     return cost

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.experiments.seed_statistics import SeedMean
-from common.record.jsonl import read_jsonl
+from common.record.folder import read_environment, read_metrics
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
         if isinstance(value, dict):  # a mean, or an accuracy, with its interval
             value = value.get("mean", value.get("accuracy"))
     else:
-        logged = [r[name] for r in read_jsonl(run_dir / "metrics.jsonl") if name in r]
+        logged = [r[name] for r in read_metrics(run_dir) if name in r]
         value = logged[-1] if logged else None
     return None if value is None else float(value) * about(name).scale
 
@@ -77,9 +77,5 @@ def spread(mean: SeedMean) -> str:
 
 def commits(run_dirs: list[Path]) -> list[str]:
     """The commits that the runs were made with, as they recorded them."""
-    found = set()
-    for run_dir in run_dirs:
-        file = run_dir / "environment.json"
-        if file.is_file():
-            found.add(str(json.loads(file.read_text(encoding="utf-8"))["git_commit"]))
-    return sorted(found)
+    found = (read_environment(run_dir) for run_dir in run_dirs)
+    return sorted({str(environment["git_commit"]) for environment in found if environment})

@@ -25,13 +25,14 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import torch
 import yaml
 
 from common.checkpoint import best
-from common.config import UserError, hint, knob, parse, read_recipe, require_positive
+from common.config import UserError, knob, parse, read_recipe
+from common.errors import check_fields, hint
 from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
@@ -50,6 +51,7 @@ from common.experiments.published import (
 )
 from common.experiments.seed_statistics import SeedMean, over_seeds
 from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
+from common.record.folder import read_environment
 from common.record.terminal import markdown_table
 from common.report.blocks import Block, Section, Table, Text
 from common.report.page import write_page
@@ -59,14 +61,14 @@ PUBLISHED = "published.yaml"
 # An override of all stages leaves these where a stage takes them from earlier ones of its chain.
 LINKS = ("model_name_or_path", "dataset_name")
 SFT_ROWS = ("prompts_dataset_name", "sft_dataset_name")  # which a recipe sets to SFT's data set
-# The stages in order: their recipe, their script, its config.
+# The stages in order: their recipe and their script.
 CHAIN = {
-    "sft": ("train_sft.py", "SFTConfig"),
-    "pairs": ("common/experiments/sample_pairs.py", "PairsConfig"),
-    "reward": ("train_reward.py", "RewardConfig"),
-    "dpo": ("train_dpo.py", "DPOConfig"),
-    "grpo": ("train_grpo.py", "GRPOConfig"),
-    "evaluate": ("evaluate.py", "EvaluateConfig"),
+    "sft": "train_sft.py",
+    "pairs": "common/experiments/sample_pairs.py",
+    "reward": "train_reward.py",
+    "dpo": "train_dpo.py",
+    "grpo": "train_grpo.py",
+    "evaluate": "evaluate.py",
 }
 
 
@@ -75,8 +77,10 @@ class ReplicateConfig:
     """What is replicated, and how often."""
 
     recipe: str = knob("", "folder in assets/recipes, as tldr-gpt2 (required)")
-    seeds: list[int] = knob([0, 1, 2], "one chain for each")
-    num_processes: int = knob(1, "processes of a stage on this machine, by torchrun if several")
+    seeds: list[int] = knob([0, 1, 2], "one chain for each", required=True, ge=0)
+    num_processes: int = knob(
+        1, "processes of a stage on this machine, by torchrun if several", gt=0
+    )
     output_dir: str = knob("", "folder of all runs (empty: output/replicate/<recipe>)")
     overrides: list[str] = knob([], "flag=value for all stages that have it, or stage.flag=value")
     report_only: bool = knob(False, "run nothing: report what is finished")
@@ -84,11 +88,11 @@ class ReplicateConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""
-        require_positive(self, "num_processes")
+        check_fields(self)
         if not self.recipe or not (RECIPES / self.recipe).is_dir():
             known = sorted(path.parent.name for path in RECIPES.glob("*/sft.yaml"))
             raise UserError(f"--recipe is {self.recipe!r}; it must be one of {', '.join(known)}.")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+        if len(set(self.seeds)) < len(self.seeds):
             raise UserError(f"--seeds is {self.seeds}; it must be one or more distinct numbers.")
         self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
 
@@ -157,7 +161,7 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     for name in names:
         flags = {"seed": seed, **own[name], **sft_rows.get(name, {}), **overrides[name]}
         output_dir = Path(flags.pop("output_dir"))
-        stages[name] = Stage(CHAIN[name][0], output_dir, folder / f"{name}.yaml", flags)
+        stages[name] = Stage(CHAIN[name], output_dir, folder / f"{name}.yaml", flags)
     return stages
 
 
@@ -166,7 +170,7 @@ def show_commands(config: ReplicateConfig, chains: Mapping[int, Mapping[str, Sta
     for stages in chains.values():
         for name, stage in stages.items():
             try:
-                best.refuse_unknown(parse(config_class(name), script_arguments(stage)))
+                best.refuse_unknown(parse(config_class(stage.script), script_arguments(stage)))
             except UserError as error:
                 raise UserError(
                     f"stage {name} of --recipe {config.recipe}: {error} "
@@ -200,7 +204,9 @@ def read_overrides(
     Raises:
         UserError: there is no `=`, or no stage of the recipe has the flag.
     """
-    known = {stage: {field.name for field in fields(config_class(stage))} for stage in stages}
+    known = {
+        stage: {field.name for field in fields(config_class(CHAIN[stage]))} for stage in stages
+    }
     found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
     for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):
         name, equals, value = text.partition("=")
@@ -255,11 +261,10 @@ def data_set_of_all(
     }
 
 
-def config_class(stage: str) -> type[Any]:
-    """What the flags of a stage's script become."""
-    script, class_name = CHAIN[stage]
+def config_class(script: str) -> type[Any]:
+    """What the flags of a script become: what its `main` takes."""
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    return cast(type[Any], getattr(module, class_name))
+    return cast(type[Any], get_type_hints(module.main)["config"])
 
 
 # ---- what was measured ---------------------------------------------------------------------------
@@ -295,9 +300,8 @@ def cost(chains: Mapping[int, Mapping[str, Stage]]) -> dict[str, Any]:
     """Hours of training of all finished runs, from their records, times their processes."""
     hours = 0.0
     for run_dir in run_dirs(chains):
-        environment = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
         minutes = run_cost(run_dir).get("elapsed_minutes", 0.0)
-        hours += minutes / 60 * environment["world_size"]
+        hours += minutes / 60 * read_environment(run_dir)["world_size"]
     kind = "GPU" if torch.cuda.is_available() else "CPU process"
     return {"hours": hours, "unit": f"{kind}-hours of training", "runs": len(run_dirs(chains))}
 

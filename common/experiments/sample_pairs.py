@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import distributed, launch
-from common.config import UserError, save_run_files
+from common.config import UserError
 from common.model import load
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts
+from common.record.folder import save_run_files
 
 
 @dataclass

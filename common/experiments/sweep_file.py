@@ -23,7 +23,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config import UserError, hint, read_recipe
+from common.config import UserError, read_recipe
+from common.errors import hint
 
 Entry = TypeVar("Entry")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")

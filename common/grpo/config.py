@@ -1,15 +1,11 @@
 """The configuration of GRPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import (
-    UserError,
-    knob,
-    require_finite,
-    require_not_negative,
-    require_positive,
-)
+from common.config import TrainConfig, knob
+from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
@@ -17,23 +13,29 @@ from common.losses import (
     RATIO_LEVELS,
     SAMPLER_CORRECTIONS,
 )
-from common.model.lora import LoraTrainConfig
 
 
 @dataclass
-class GRPOConfig(LoraTrainConfig):
+class GRPOConfig(TrainConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
-    # --- rollouts: batch_size prompts per step ---
-    num_generations: int = knob(8, "completions of a prompt that are trained on")
-    num_candidates: int = knob(0, "completions sampled per prompt (0: num_generations)")
-    temperature: float = knob(1.0, "of sampling and of every log-probability")
-    top_k: int = knob(0, "sample from the k most likely tokens only (0: all)")
-    top_p: float = knob(1.0, "sample from the most likely tokens that hold this share only")
+    stage: ClassVar = "GRPO"
 
-    # --- rewards ---
+    _rollouts: ClassVar = "rollouts: batch_size prompts per step"
+    num_generations: int = knob(8, "completions of a prompt that are trained on", ge=2)
+    num_candidates: int = knob(0, "completions sampled per prompt (0: num_generations)")
+    temperature: float = knob(
+        1.0, "of sampling and of every log-probability", ge=SMALLEST_TEMPERATURE
+    )
+    top_k: int = knob(0, "sample from the k most likely tokens only (0: all)")
+    top_p: float = knob(1.0, "sample from the most likely tokens that hold this share", gt=0, le=1)
+
+    _rewards: ClassVar = "rewards"
     reward_funcs: list[str] = knob(
-        [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
+        [],
+        "`gold`, file.py:function (your file is run as code), or reward-model folders",
+        required=True,
+        is_path=True,
     )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
@@ -42,9 +44,11 @@ class GRPOConfig(LoraTrainConfig):
         0, "tokens before max_completion_length over which the reward falls by up to 1 (0: none)"
     )
 
-    # --- selection and advantages ---
+    _selection: ClassVar = "selection and advantages"
     rejection_method: str = knob("rso", "how candidates are kept", REJECTION_METHODS)
-    rejection_temperature: float = knob(0.5, "of rejection sampling, in units of reward")
+    rejection_temperature: float = knob(
+        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
+    )
     distinct_candidates: bool = knob(
         False, "rso and gumbel draw from a set of texts, as RSO's paper does, not from all samples"
     )
@@ -62,37 +66,41 @@ class GRPOConfig(LoraTrainConfig):
         "prompts in their place, and drop those that are left",
         ["keep", "drop", "resample"],
     )
-    max_resamples: int = knob(4, "rounds of fresh prompts in a step with zero_variance resample")
+    max_resamples: int = knob(
+        4, "rounds of fresh prompts in a step with zero_variance resample", gt=0
+    )
     mask_truncated_completions: bool = knob(
         False, "completions that did not stop leave loss and denominators, not the baseline"
     )
 
-    # --- objective ---
-    num_iterations: int = knob(1, "passes over the completions of a rollout")
-    num_minibatches: int = knob(1, "updates in a pass, each on its share of the prompts")
+    _objective: ClassVar = "objective"
+    num_iterations: int = knob(1, "passes over the completions of a rollout", gt=0)
+    num_minibatches: int = knob(1, "updates in a pass, each on its share of the prompts", gt=0)
     policy_objective: str = knob(
         "clip",
         "clip: no gradient outside of the bounds; cispo: a bounded weight",
         POLICY_OBJECTIVES,
     )
     ratio_level: str = knob("token", "ratio of a token, or of the sequence (GSPO)", RATIO_LEVELS)
-    epsilon_low: float = knob(0.2, "the ratio is clipped below 1 - epsilon_low")
-    epsilon_high: float = knob(0.2, "the ratio is clipped above 1 + epsilon_high")
-    delta: float = knob(0.0, "bound on the ratio where the advantage is negative (0: none)")
+    epsilon_low: float = knob(0.2, "the ratio is clipped below 1 - epsilon_low", ge=0)
+    epsilon_high: float = knob(0.2, "the ratio is clipped above 1 + epsilon_high", ge=0)
+    delta: float = knob(0.0, "bound on the ratio where the advantage is negative (0: none)", ge=0)
     aggregation: str = knob(
         "grpo",
         "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
         "constant: sum / max_completion_length (Dr. GRPO); prompt: mean per prompt, then over them",
         AGGREGATIONS,
     )
-    entropy_coef: float = knob(0.0, "weight of the entropy of each token, which is subtracted")
+    entropy_coef: float = knob(0.0, "weight of each token's entropy, which is subtracted", ge=0)
     sampler_correction: str = knob(
         "none", "weigh by trainer / sampler probability, truncated or masked", SAMPLER_CORRECTIONS
     )
-    sampler_correction_cap: float = knob(2.0, "largest weight; with a mask 1 / cap is the smallest")
+    sampler_correction_cap: float = knob(
+        2.0, "largest weight; with a mask 1 / cap is the smallest", ge=1
+    )
 
-    # --- tie to the reference ---
-    beta: float = knob(0.04, "weight of the KL to the reference, per nat (0: no reference)")
+    _reference: ClassVar = "tie to the reference"
+    beta: float = knob(0.04, "weight of the KL to the reference, per nat (0: no reference)", ge=0)
     kl_estimator: str = knob(
         "k3", "of the KL at each token; full: exact, over the vocabulary", (*KL_ESTIMATORS, "full")
     )
@@ -102,58 +110,36 @@ class GRPOConfig(LoraTrainConfig):
     kl_correction: bool = knob(
         False, "multiply the estimate by the ratio: its gradient is then that of the KL"
     )
-    ref_model_name_or_path: str = knob("", "frozen reference (empty: model_name_or_path)")
+    ref_model_name_or_path: str = knob(
+        "", "frozen reference (empty: model_name_or_path)", is_path=True
+    )
     ref_update_steps: int = knob(0, "steps between updates of the reference (0: none)")
-    ref_mixup_alpha: float = knob(1.0, "share of the policy in the updated reference (1: a copy)")
+    ref_mixup_alpha: float = knob(
+        1.0, "share of the policy in the updated reference (1: a copy)", gt=0, le=1
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that no GRPO run may have."""
         super().__post_init__()
-        require_finite(self, "missing_eos_penalty")
-        if self.eval_steps:
-            raise UserError(
-                f"--eval_steps is {self.eval_steps}; it must be 0 in GRPO, whose rows have no "
-                "completions to evaluate on; --sample_steps shows samples on the way."
-            )
-        if not self.require_stop_token:
-            raise UserError(
-                "--require_stop_token is false; it must be true in GRPO, which asks for none; "
-                "--penalize_missing_eos false is for completions that are cut by design."
-            )
         self.num_candidates = self.num_candidates or self.num_generations
-        if self.num_generations < 2 or self.num_candidates < self.num_generations:
-            raise UserError(
-                f"--num_generations is {self.num_generations} of {self.num_candidates} candidates; "
-                "it must be at least 2 and at most --num_candidates."
-            )
-        for name in (
-            "temperature",
-            "rejection_temperature",
-            "num_iterations",
-            "num_minibatches",
-            "max_resamples",
-            "ref_mixup_alpha",
-        ):
-            require_positive(self, name)
-        for name in (
-            "epsilon_low",
-            "epsilon_high",
-            "delta",
-            "beta",
-            "top_k",
-            "entropy_coef",
-            "overlong_buffer",
-            "ref_update_steps",
-        ):
-            require_not_negative(self, name)
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p is {self.top_p}; it must be above 0 and at most 1.")
-        if not self.reward_funcs:
-            raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        refuse_objective(self)
+        if self.eval_steps:
+            why = "whose rows have no completions to evaluate on; --sample_steps shows samples"
+            raise self.refused("eval_steps", f"0 in GRPO, {why}")
+        if not self.require_stop_token:
+            why = "--penalize_missing_eos false is for completions that are cut by design"
+            raise self.refused("require_stop_token", f"true in GRPO; {why}")
+        if self.num_candidates < self.num_generations:
+            most = f"at most --num_candidates, {self.num_candidates}"
+            raise self.refused("num_generations", most)
         refuse_sampling(self)
-        refuse_reference(self)
+        refuse_objective(self)
+        if self.lora_r and self.ref_update_steps:
+            refuse_adapter_update(self)
+        if self.beta == 0:
+            refuse_unused_reference(self)
+        else:
+            refuse_kl(self)
 
     @property
     def num_updates(self) -> int:
@@ -166,124 +152,75 @@ class GRPOConfig(LoraTrainConfig):
         return self.beta > 0 and self.kl_estimator == "full"
 
 
+def refuse_sampling(config: GRPOConfig) -> None:
+    """Raise a UserError for settings of sampling and selection that do not fit."""
+    if config.sampler_correction != "none" and (config.top_p < 1 or config.top_k > 0):
+        where = "with --top_p below 1 or --top_k above 0"
+        why = "sampler and trainer have different supports"
+        raise config.refused("sampler_correction", f"none {where}: {why}")
+    is_drawn = config.num_candidates > config.num_generations
+    if config.distinct_candidates and (config.rejection_method == "max_variance" or not is_drawn):
+        where = "with --rejection_method max_variance and where all candidates are kept"
+        raise config.refused("distinct_candidates", f"false {where}: nothing is drawn")
+    if config.overlong_buffer >= config.max_completion_length:
+        most = f"below --max_completion_length, {config.max_completion_length}"
+        raise config.refused("overlong_buffer", most)
+
+
 def refuse_objective(config: GRPOConfig) -> None:
     """Raise a UserError for a policy objective that contradicts itself."""
     if config.delta and config.policy_objective != "clip":
-        raise UserError(f"--delta is {config.delta}; it must be 0 with --policy_objective cispo.")
-    if config.delta and config.delta <= 1 + config.epsilon_high:
-        raise UserError(
-            f"--delta is {config.delta}; it must be 0 or above 1 + epsilon_high, "
-            f"{1 + config.epsilon_high:g}."
-        )
+        raise config.refused("delta", "0 with --policy_objective cispo")
+    least = 1 + config.epsilon_high
+    if 0 < config.delta <= least:
+        raise config.refused("delta", f"0 or above 1 + epsilon_high, {least:g}")
     if config.num_minibatches > config.batch_size:
-        raise UserError(
-            f"--num_minibatches is {config.num_minibatches}; it must be at most --batch_size, "
-            f"{config.batch_size}."
-        )
-
-
-def refuse_sampling(config: GRPOConfig) -> None:
-    """Raise a UserError for settings of sampling, lengths and correction that do not fit."""
-    is_restricted = config.top_p < 1 or config.top_k > 0
-    if config.sampler_correction != "none" and is_restricted:
-        raise UserError(
-            f"--sampler_correction is {config.sampler_correction}; it must be none with --top_p "
-            "below 1 or --top_k above 0, where sampler and trainer have different supports."
-        )
-    if not config.sampler_correction_cap >= 1:  # NaN compares as False
-        raise UserError(
-            f"--sampler_correction_cap is {config.sampler_correction_cap}; it must be 1 or more."
-        )
-    is_drawn = config.num_candidates > config.num_generations
-    if config.distinct_candidates and (config.rejection_method == "max_variance" or not is_drawn):
-        raise UserError(
-            "--distinct_candidates is true; it must be false with --rejection_method max_variance "
-            "and where --num_candidates is --num_generations: nothing is drawn."
-        )
-    if config.overlong_buffer >= config.max_completion_length:
-        raise UserError(
-            f"--overlong_buffer is {config.overlong_buffer}; it must be below "
-            f"--max_completion_length, {config.max_completion_length}."
-        )
-
-
-def refuse_reference(config: GRPOConfig) -> None:
-    """Raise a UserError for a KL term or an update of the reference that does not fit."""
-    if config.ref_mixup_alpha > 1:
-        raise UserError(f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be at most 1.")
-    if config.lora_r and config.ref_update_steps:
-        refuse_adapter_update(config)
-    if config.beta == 0:
-        refuse_unused_reference(config)
-        return
-    if config.kl_in == "reward":
-        refuse_kl_in_reward(config)
-    elif config.kl_estimator == "k1" and not config.kl_correction:
-        raise UserError(
-            "--kl_estimator is k1, whose expected gradient is 0 as a loss; use k2, k3 or full, or "
-            "--kl_correction true, or --kl_in reward."
-        )
-    if config.kl_correction and config.kl_estimator not in ("k1", "k3"):
-        raise UserError(
-            f"--kl_correction is true; it must be false with --kl_estimator {config.kl_estimator}: "
-            "full is exact without it, and k2 times the ratio has another gradient than the KL."
-        )
+        raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
 
 
 def refuse_unused_reference(config: GRPOConfig) -> None:
-    """Raise a UserError for what --beta 0, which has no reference, would ignore."""
+    """Raise a UserError for what --beta 0 would ignore: it has no reference and no KL."""
     if config.ref_update_steps:
-        raise UserError(
-            f"--ref_update_steps is {config.ref_update_steps}; it must be 0 with --beta 0, which "
-            "has no reference."
-        )
+        raise config.refused("ref_update_steps", "0 with --beta 0, which has no reference")
     if config.ref_model_name_or_path != config.model_name_or_path:
-        raise UserError(
-            f"--ref_model_name_or_path is {config.ref_model_name_or_path}; it must not be given "
-            "with --beta 0, which has no reference."
-        )
-    for name in ("kl_estimator", "kl_in", "kl_correction"):
-        value, default = getattr(config, name), getattr(type(config), name)
-        if value != default:
-            raise UserError(
-                f"--{name} is {str(value).lower()}; it must be {str(default).lower()} with --beta "
-                "0, which has no KL."
-            )
+        raise config.refused("ref_model_name_or_path", "empty with --beta 0: no reference")
+    for name, default in (("kl_estimator", "k3"), ("kl_in", "loss"), ("kl_correction", False)):
+        if getattr(config, name) != default:
+            raise config.refused(name, f"{str(default).lower()} with --beta 0, which has no KL")
 
 
 def refuse_adapter_update(config: GRPOConfig) -> None:
     """Raise a UserError for a reference that cannot take the policy's adapters."""
     if config.ref_mixup_alpha != 1:
-        raise UserError(
-            f"--ref_mixup_alpha is {config.ref_mixup_alpha}; it must be 1 with --lora_r: a mixture "
-            "of two adapters has a higher rank."
-        )
+        why = "a mixture of two adapters has a higher rank"
+        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
     if config.ref_model_name_or_path != config.model_name_or_path:
-        raise UserError(
-            f"--ref_model_name_or_path is {config.ref_model_name_or_path}; with --lora_r and "
-            "--ref_update_steps it must be --model_name_or_path, whose adapters move."
-        )
+        where = "with --lora_r and --ref_update_steps"
+        raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
 
 
-def refuse_kl_in_reward(config: GRPOConfig) -> None:
-    """Raise a UserError for what a KL in the reward excludes."""
-    if config.kl_estimator != "k1" or config.kl_correction:
-        raise UserError(
-            f"--kl_estimator is {config.kl_estimator} and --kl_correction {config.kl_correction}; "
-            "with --kl_in reward they must be k1 and false."
-        )
+def refuse_kl(config: GRPOConfig) -> None:
+    """Raise a UserError for a KL that does not fit where it is used."""
+    estimator = config.kl_estimator
+    if config.kl_correction and estimator not in ("k1", "k3"):
+        why = "full is exact without it, and k2 times the ratio has another gradient than the KL"
+        raise config.refused("kl_correction", f"false with --kl_estimator {estimator}: {why}")
+    if config.kl_in == "loss":
+        if estimator == "k1" and not config.kl_correction:
+            how = "with --kl_correction true or --kl_in reward"
+            raise config.refused("kl_estimator", f"{how}: as a loss its expected gradient is 0")
+        return
+    where = "with --kl_in reward"
+    if estimator != "k1":
+        raise config.refused("kl_estimator", f"k1 {where}")
+    if config.kl_correction:
+        raise config.refused("kl_correction", f"false {where}")
     if config.zero_variance != "keep":
-        raise UserError(
-            f"--zero_variance is {config.zero_variance}; it must be keep with --kl_in reward: "
-            "completions of equal rewards still differ in their KL."
-        )
+        why = "completions of equal rewards still differ in their KL"
+        raise config.refused("zero_variance", f"keep {where}: {why}")
     if config.baseline == "all" and config.num_candidates > config.num_generations:
-        raise UserError(
-            "--baseline is all; with --kl_in reward it must be kept, since only kept completions "
-            "are scored by the reference."
-        )
+        why = "only kept completions are scored by the reference"
+        raise config.refused("baseline", f"kept {where}: {why}")
     if config.mask_truncated_completions:
-        raise UserError(
-            "--mask_truncated_completions is true; it must be false with --kl_in reward, since "
-            "masked completions are not scored by the reference."
-        )
+        why = "masked completions are not scored by the reference"
+        raise config.refused("mask_truncated_completions", f"false {where}: {why}")

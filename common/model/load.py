@@ -23,14 +23,13 @@ from transformers import (
 from transformers.utils import cached_file
 
 from common import distributed
-from common.config import CommonConfig
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError, gist
 from common.model import fsdp
 from common.noise import derive_seed
 
 if TYPE_CHECKING:
     from common.model.checks import Kind
-    from common.model.lora import LoraTrainConfig
 
 RANDOM_SEED_PART = "model initialisation"
 HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
@@ -168,7 +167,7 @@ def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig)
 
 
 def load_trained_policy(
-    path: str, model_config: PretrainedConfig, config: "LoraTrainConfig", *, with_copy: bool = False
+    path: str, model_config: PretrainedConfig, config: TrainConfig, *, with_copy: bool = False
 ) -> PreTrainedModel:
     """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
 
@@ -262,7 +261,7 @@ def load_trained_reward_model(
     path: str,
     model_config: PretrainedConfig,
     tokenizer: Any,
-    config: "LoraTrainConfig",
+    config: TrainConfig,
     head_init: str = HEAD_INITS[0],
 ) -> PreTrainedModel:
     """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.

@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import TrainConfig, UserError, gist, knob, require_not_negative, require_positive
+from common.config import TrainConfig, UserError, gist
 from common.errors import shown
 from common.model.checks import refuse_not_finite
 from common.noise import derive_seed
@@ -40,34 +39,6 @@ VARIANTS = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config"),
     *("target_parameters", "trainable_token_indices"),
 )
-
-
-@dataclass
-class LoraTrainConfig(TrainConfig):
-    """The fields of the stages that can train adapters."""
-
-    # --- LoRA ---
-    lora_r: int = knob(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
-    lora_alpha: int = knob(32, "adapters are scaled by lora_alpha / lora_r")
-    lora_target_modules: list[str] = knob(
-        [], "layers with an adapter, by the end of their name (empty: every linear of the blocks)"
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse values that no LoRA run may have."""
-        super().__post_init__()
-        require_not_negative(self, "lora_r")
-        require_positive(self, "lora_alpha")
-        if self.lora_target_modules and not self.lora_r:
-            raise UserError(
-                f"--lora_target_modules is {self.lora_target_modules} and --lora_r is 0; it must "
-                "be positive to train adapters."
-            )
-        if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
-            raise UserError(
-                f"--lora_r is {self.lora_r} but {self.model_name_or_path} has no weights to adapt; "
-                "--model_name_or_path must be a model's or adapter's folder, or a hub id."
-            )
 
 
 # --- adapter folders ------------------------------------------------------------------------------
@@ -166,7 +137,7 @@ def add_adapters(
     lm: Any,
     blocks: Sequence[nn.Module],
     path: str,
-    config: LoraTrainConfig,
+    config: TrainConfig,
     *,
     with_copy: bool = False,
     head: str = "",
@@ -203,9 +174,7 @@ def add_adapters(
     activate(lm, [TRAINED])
 
 
-def new_settings(
-    lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: LoraTrainConfig
-) -> Any:
+def new_settings(lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: TrainConfig) -> Any:
     """Settings of new adapters for peft, on the linear layers of the blocks or on some of them."""
     from peft import LoraConfig
 
@@ -240,7 +209,7 @@ def new_settings(
     )
 
 
-def own_settings(path: str, config: LoraTrainConfig) -> Any:
+def own_settings(path: str, config: TrainConfig) -> Any:
     """Settings of the adapter in a folder, which have to be those of the config."""
     settings = read_settings(path)
     if settings.init_lora_weights not in (True, False, "gaussian"):

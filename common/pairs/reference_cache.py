@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.config import CommonConfig, package_version
+from common.config import CommonConfig
 from common.data import Example
 from common.model import lora
 from common.text import checked_file

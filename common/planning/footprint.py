@@ -130,12 +130,12 @@ def of_model(
         raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
     if not trains:
         lm.requires_grad_(False)
-    elif isinstance(config, lora.LoraTrainConfig) and config.lora_r:
+    elif config.lora_r:
         add_adapters(lm, path, config)
     return measure(lm, config, copies=copies)
 
 
-def add_adapters(lm: Any, path: str, config: lora.LoraTrainConfig) -> None:
+def add_adapters(lm: Any, path: str, config: TrainConfig) -> None:
     """Adapters on a meta model as `lora.add_adapters` puts them, without reading weights.
 
     Beside them the head of a reward model is trained.

@@ -30,7 +30,6 @@ from common.planning.work import (
     has_reference,
     micro_batch,
     piece_tokens,
-    stage_of,
     step_flops,
 )
 from common.record.terminal import format_number, markdown_table
@@ -48,7 +47,7 @@ def make_run(config: TrainConfig) -> Run:
         on_gpu = torch.cuda.is_available()
     copies = on_gpu and config.layout == "shared_prefix"
     path = config.model_name_or_path
-    kind: Kind = "trunk" if stage_of(config) == "reward model" else "policy"
+    kind: Kind = "trunk" if config.stage == "reward model" else "policy"
     policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
     reference = None
     if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):

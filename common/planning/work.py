@@ -13,18 +13,6 @@ from common.planning.footprint import Footprint
 
 FLOAT32 = 4  # bytes
 MOMENTS_OF_ADAM = 2
-# By the config class: the scripts' own are not imported here.
-STAGES = {
-    "SFTConfig": "SFT",
-    "RewardConfig": "reward model",
-    "DPOConfig": "DPO",
-    "GRPOConfig": "GRPO",
-}
-
-
-def stage_of(config: TrainConfig) -> str:
-    """What a config trains: a name in `STAGES`."""
-    return STAGES[type(config).__name__]
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,7 @@ class Run:
     @property
     def stage(self) -> str:
         """Of the four."""
-        return stage_of(self.config)
+        return self.config.stage
 
     @property
     def num_completions(self) -> int:

@@ -8,15 +8,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from common.config import TrainConfig, UserError, config_dict, save_run_files
+from common.config import TrainConfig, UserError
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.exits.failures import note_step
-from common.record import output_lock
+from common.record import folder, output_lock
 from common.record.glossary import CONSOLE, POSTFIX, check_names
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
@@ -56,19 +57,19 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        save_run_files(output_dir, config, world_size())
-        earlier = rewind_jsonl(output_dir / "metrics.jsonl", start_step)
+        folder.save_run_files(output_dir, config, world_size())
+        earlier = rewind_jsonl(output_dir / folder.METRICS, start_step)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
-        rewind_jsonl(output_dir / "samples.jsonl", start_step)
+        rewind_jsonl(output_dir / folder.SAMPLES, start_step)
         self._files = {
             name: (output_dir / name).open("a+", encoding="utf-8")
-            for name in ("metrics.jsonl", "samples.jsonl")
+            for name in (folder.METRICS, folder.SAMPLES)
         }
         self._wandb: Any = None
         if config.report_to == "wandb":
             name = config.run_name or output_dir.name
-            self._wandb = start_wandb(output_dir, name, config_dict(config), start_step)
+            self._wandb = start_wandb(output_dir, name, asdict(config), start_step)
         self._bar = progress_bar(description, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -97,7 +98,7 @@ class RunLogger:
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
-        self._append(self._open("metrics.jsonl"), {"step": step, **values})
+        self._append(self._open(folder.METRICS), {"step": step, **values})
         self._to_wandb(lambda run: run.log({"step": step, **values}))
         labels = {"tokens_per_second": "completion_tokens_per_second"}
         shown = [
@@ -147,7 +148,7 @@ class RunLogger:
         if not self._active or not rows:
             return
         for row in rows:
-            self._append(self._open("samples.jsonl"), {"step": step, **row})
+            self._append(self._open(folder.SAMPLES), {"step": step, **row})
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"

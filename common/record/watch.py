@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-import yaml
-
+from common.record.folder import CONFIG, METRICS, read_config
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import (
@@ -81,8 +80,8 @@ class Run:
                     setattr(self, name, read_jsonl(path))
                     self._seen[name] = now
                     self.changed = max(self.changed, state.st_mtime)
-        with suppress(FileNotFoundError, yaml.YAMLError):  # not there, or half written
-            self.config = yaml.safe_load((self.folder / "config.yaml").read_text()) or {}
+        with suppress(ValueError):  # half written
+            self.config = read_config(self.folder) or self.config
 
     @property
     def step(self) -> int:
@@ -97,12 +96,12 @@ def find_runs(places: Sequence[Path]) -> list[tuple[Path, str]]:
     """
     found: dict[Path, str] = {}
     for place in places:
-        levels = [place.glob("*/" * n + "config.yaml") for n in range(LEVELS + 1)]
+        levels = [place.glob("*/" * n + CONFIG) for n in range(LEVELS + 1)]
         below = [file.parent for level in levels for file in level]
-        stages = {run for run in below if (run / "metrics.jsonl").exists()}
+        stages = {run for run in below if (run / METRICS).exists()}
         drivers = {folder for run in below for folder in run.parents} - stages  # of many runs
         below = [run for run in below if run not in drivers and not stages & set(run.parents)]
-        below.sort(key=lambda run: ((run / "config.yaml").stat().st_mtime, str(run)))
+        below.sort(key=lambda run: ((run / CONFIG).stat().st_mtime, str(run)))
         for run in below or [place]:
             shown = run.relative_to(place) if run != place else Path(place.resolve().name)
             found[run] = format_cell(shown.as_posix())

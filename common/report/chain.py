@@ -7,12 +7,13 @@ completions by system).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.config import config_dict
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
+from common.record.folder import METRICS
 from common.record.terminal import NOT_MEASURED, markdown_table
 from common.record.tracking import log_evaluation
 from common.report import sections, tables
@@ -88,7 +89,7 @@ def send(results: Results, config: Any) -> None:
         return
     table = systems_table(results)
     output_dir = Path(config.output_dir)
-    given = (output_dir, output_dir.name, config_dict(config), table.headers, table.rows)
+    given = (output_dir, output_dir.name, asdict(config), table.headers, table.rows)
     log_evaluation(*given, summary=system_numbers(results))
 
 
@@ -130,7 +131,7 @@ def chain_report(
 def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
     """The runs behind the evaluated folders, for their training curves."""
     folders = {system["name"]: Path(system["path"]).parent for system in systems}
-    return {name: path for name, path in folders.items() if (path / "metrics.jsonl").is_file()}
+    return {name: path for name, path in folders.items() if (path / METRICS).is_file()}
 
 
 def _comparison_section(results: Results, output_dir: Path) -> list[Section]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from common.record.folder import read_metrics
 from common.record.glossary import FUNCTION_PREFIX
-from common.record.jsonl import read_jsonl
 from common.report.blocks import Line, Panel
 from common.report.plots import (
     COLOURS,
@@ -41,7 +41,7 @@ def summary_figure(
     number = f"held-out, {results['num_pairs']:,} preference pairs"
     names = dict.fromkeys([*(system["name"] for system in results["systems"]), *run_dirs])
     colours = dict(zip(names, cycle(COLOURS)))
-    records = {name: read_jsonl(Path(run) / "metrics.jsonl") for name, run in run_dirs.items()}
+    records = {name: read_metrics(Path(run)) for name, run in run_dirs.items()}
     with style():
         figure = titled_figure(f"{dataset_title(results['dataset'])}: {number}", 14, 5)
         grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))

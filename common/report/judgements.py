@@ -20,7 +20,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from common.config import UserError, knob, parse, require_not_negative
+from common.config import UserError, knob, parse
+from common.errors import check_fields
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE, Answers, Verdict, system_names
 from common.evaluation.judges import is_swapped, text_of
@@ -38,7 +39,7 @@ WINNERS = {"first": 1.0, "second": 0.0, "tie": 0.5}
 class JudgementsConfig:
     """With `verdicts` an import, else an export."""
 
-    output_dir: str = knob("", "folder of an evaluation, with its completions.jsonl (required)")
+    output_dir: str = knob("", "folder of an evaluation, with its completions.jsonl", required=True)
     systems: list[str] = knob(
         [], f"names to export every two of, '{REFERENCE}' among them (empty: all)"
     )
@@ -49,14 +50,12 @@ class JudgementsConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no export or import may have."""
-        if not self.output_dir:
-            raise UserError("--output_dir is required: the folder of an evaluation.")
+        check_fields(self)
         if bool(self.verdicts) != bool(self.judge):
             raise UserError(
                 f"--verdicts is {self.verdicts!r} and --judge is {self.judge!r}; give both to "
                 "import verdicts, or neither to export comparisons."
             )
-        require_not_negative(self, "num_prompts")
 
 
 def main(config: JudgementsConfig) -> None:

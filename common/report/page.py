@@ -4,12 +4,11 @@ Whoever has something to show builds blocks and calls `write_page`; how they loo
 `html.py` with `page.html`, and in `markdown.py`. Nothing here computes a result.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from common.distributed import is_rank0
+from common.record.folder import read_config, read_environment
 from common.report import html, markdown
 from common.report.blocks import Block
 
@@ -54,14 +53,7 @@ def run_facts(run_dir: Path) -> dict[str, str]:
     They come from the run's own `config.yaml` and `environment.json`, so a page that is written
     again tomorrow says the same.
     """
-    import yaml
-
-    config: dict[str, Any] = {}
-    environment: dict[str, Any] = {}
-    if (run_dir / "config.yaml").is_file():
-        config = yaml.safe_load((run_dir / "config.yaml").read_text()) or {}
-    if (run_dir / "environment.json").is_file():
-        environment = json.loads((run_dir / "environment.json").read_text())
+    config, environment = read_config(run_dir), read_environment(run_dir)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
     facts = {
         "data set": config.get("dataset_name"),

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from common.distributed import is_rank0
+from common.record.folder import read_metrics
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
-from common.record.jsonl import read_jsonl
 from common.report.blocks import Line, Panel
 
 Records = Sequence[Mapping[str, Any]]
@@ -196,7 +196,7 @@ def plot_run(output_dir: str | Path) -> list[Path]:
         The files written: none if nothing was recorded, or on other ranks than 0.
     """
     output_dir = Path(output_dir)
-    records = read_jsonl(output_dir / "metrics.jsonl") if is_rank0() else []
+    records = read_metrics(output_dir) if is_rank0() else []
     panels = curve_panels(records)
     if not panels:
         return []

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from common.losses import kl_estimate
+from common.record.folder import read_metrics
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
 from common.report.blocks import (
@@ -70,7 +71,7 @@ def curves_section(run_dirs: Mapping[str, Path]) -> list[Section]:
     """What each run logged, under its name; [] if none logged anything."""
     found: dict[str, Block] = {}
     for name, run in run_dirs.items():
-        panels, picture = curve_panels(read_jsonl(run / "metrics.jsonl")), run / "plots/curves.png"
+        panels, picture = curve_panels(read_metrics(run)), run / "plots/curves.png"
         if panels:
             found[name] = Curves(panels, picture=picture if picture.is_file() else None)
     return by_run("Training curves", found)

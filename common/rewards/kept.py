@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common import distributed
-from common.config import TrainConfig, UserError, save_config
+from common.config import TrainConfig, UserError
 from common.data import Example
 from common.exits import failures
+from common.record.folder import CONFIG, save_config
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
 
@@ -56,7 +57,7 @@ def kept(
         told = str(error).removesuffix(".")
         try:
             keep(folder, scorer, examples, rollouts)
-            save_config(folder / "config.yaml", config)
+            save_config(folder / CONFIG, config)
             if error.__cause__ is not None:
                 text = "".join(traceback.format_exception(error.__cause__))
                 (folder / "traceback.txt").write_text(text, "utf-8", "backslashreplace")

@@ -12,6 +12,7 @@ import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version as package_version
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from common import distributed
-from common.config import package_version
 from common.text import checked_file
 from common.text.chat import Conversation
 from common.text.truncate import leading_ids

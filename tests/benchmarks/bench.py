@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.config import cpu_model
+from common.record.folder import cpu_model
 from tests.benchmarks import flops, our_stages, processes
 from tests.benchmarks.fixture import SHAPES
 from tests.benchmarks.rows import REACH_MEMORY, ROWS, BenchRow, num_steps

@@ -27,11 +27,12 @@ from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files
 from common.checkpoint import saver as checkpoint
 from common.checkpoint.saver import Checkpointer
-from common.config import UserError, save_run_files
+from common.config import UserError
 from common.distributed import mesh
 from common.exits import signals
 from common.model import fsdp, optim
 from common.record import output_lock
+from common.record.folder import save_run_files
 from common.record.jsonl import json_line, read_jsonl
 from common.scoring import Policy
 

@@ -259,7 +259,10 @@ def test_one_data_set_takes_the_place_of_one(folder, made, capsys):
 def test_the_whole_chain_is_checked_before_its_first_stage(folder, made):
     arguments = ["--recipe", "demo", "--seeds", "0", "--overrides"]
     for override, told in (
-        ("reward_funcs=[gold]", "stage dpo of --recipe demo: --reward_funcs is for --pairs_from"),
+        (
+            "reward_funcs=[gold]",
+            "stage dpo of --recipe demo: --reward_funcs is .* --pairs_from",
+        ),
         ("grpo.beta=high", "stage grpo of --recipe demo: argument --beta: invalid float"),
     ):
         with pytest.raises(UserError, match=told):

@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from common.checkpoint import files as checkpoint_files
-from common.config import UserError
+from common.config import TrainConfig, UserError
 from common.model import load
-from common.model.lora import LoraTrainConfig
 from common.record.jsonl import read_jsonl
 
 FLAGS: dict[str, Any] = {
@@ -110,7 +109,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder: Path):
 
 def test_an_adapter_to_start_from_is_refused(folder: Path):
     path = str(folder / "one" / "adapter")
-    config = LoraTrainConfig(output_dir="unused", model_name_or_path=path, lora_r=4)
+    config = TrainConfig(output_dir="unused", model_name_or_path=path, lora_r=4)
     nothing: Any = None  # refused before it is looked at
     with pytest.raises(UserError, match="is an adapter; with --lora_r a reward model must start"):
         load.load_trained_reward_model(path, nothing, nothing, config)

@@ -33,7 +33,6 @@ from common.checkpoint import export
 from common.config import TrainConfig, UserError
 from common.model import fsdp, optim
 from common.model import load as models
-from common.model.lora import LoraTrainConfig
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
 
@@ -154,7 +153,7 @@ def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
     path = save_policy(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps(odd))
     lengths = {"max_prompt_length": 40, "max_completion_length": 20}
-    config = LoraTrainConfig(output_dir="unused", model_name_or_path=path, **lengths)
+    config = TrainConfig(output_dir="unused", model_name_or_path=path, **lengths)
     model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
     lm = models.load_trained_policy(path, model_config, config)
     assert "generation_config.json of" in capsys.readouterr().out

@@ -15,10 +15,9 @@ import ranks
 import tiny
 import torch
 
-from common.config import UserError
+from common.config import TrainConfig, UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
-from common.model.lora import LoraTrainConfig
 from common.padding import make_batch
 from common.pairs.config import DPOConfig
 from common.planning import activations, host_memory, memory, plan
@@ -127,7 +126,7 @@ def test_adapters_are_those_that_peft_adds(shapes: Path):
     by_hand = LAYERS * rank * (2 * WIDTH + 4 * WIDTH + 5 * WIDTH + 5 * WIDTH)  # in + out of each
     assert run.policy.numbers(trained=True) == by_hand
     lm = tiny.causal_lm("gpt2")
-    settings = LoraTrainConfig(output_dir="unused", model_name_or_path="unused", lora_r=rank)
+    settings = TrainConfig(output_dir="unused", model_name_or_path="unused", lora_r=rank)
     lora.add_adapters(lm, fsdp.blocks(lm), "unused", settings)
     assert by_hand == sum(p.numel() for p in lm.parameters() if p.requires_grad)
     assert run.policy.numbers() == sum(p.numel() for p in lm.parameters())

@@ -29,25 +29,26 @@ output_dir.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
-from common import distributed, errors
-from common.config import config_dict, save_run_files
+from common import distributed
 from common.experiments import stages
 from common.experiments.overoptimization import page
 from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.experiments.overoptimization.frontier import summarise
 from common.experiments.overoptimization.runs import run_seed
+from common.record import folder
 
 
 def main(config: OveroptimizationConfig) -> None:
     """Make the runs of every seed, measure what they left, write the results and the page."""
-    errors.refuse_unwritable("output_dir", config.output_dir)
+    folder.refuse_unwritable("output_dir", config.output_dir)
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
-    save_run_files(output_dir, config, config.num_processes)
+    folder.save_run_files(output_dir, config, config.num_processes)
     seeds = [run_seed(config, seed) for seed in config.seeds]
-    results = {"settings": config_dict(config), **summarise(seeds, config.best_of)}
+    results = {"settings": asdict(config), **summarise(seeds, config.best_of)}
     text = json.dumps(results, indent=1, allow_nan=False) + "\n"
     (output_dir / "results.json").write_text(text, encoding="utf-8")
     for path in page.write(results, output_dir):

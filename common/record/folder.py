@@ -1,0 +1,169 @@
+"""A run's folder: the names of what is in it, and who writes and reads its records.
+
+config.yaml         resolved values of all flags, usable as a recipe
+environment.json    what ran them: versions, processor, commit, number of processes, start
+metrics.jsonl       a line for each logged step
+samples.jsonl       a line for each completion in a table
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, gist, refuse_forbidden
+from common.record.jsonl import read_jsonl
+
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+MODELS = ("model", "adapter")  # folders; one may be a link to another disk
+FOLDERS = (
+    *(*MODELS, "model.partial", "adapter.partial", "checkpoints", "failed", "plots"),
+    *("profile", "wandb"),
+)
+FILES = (
+    *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),
+    *("completions.jsonl", "report.md", "report.html", ".lock"),
+    *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
+)
+PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
+
+
+def save_config(file: Path, config: Any) -> None:
+    """Write the resolved values, as a recipe."""
+    import yaml
+
+    file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+
+
+def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
+    """Write `config.yaml` and `environment.json`. Rank 0 only.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    import torch
+
+    environment = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise
+        "world_size": world_size,
+        "git_commit": git_commit(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "script": Path(sys.argv[0]).name,
+        "stage": type(config).__name__,
+        "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
+    }
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_config(output_dir / CONFIG, config)
+        (output_dir / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {output_dir} cannot be written: {error.strerror or gist(error)}."
+        ) from None
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """What `config.yaml` holds; empty where there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    import yaml
+
+    return _read(run_dir / CONFIG, yaml.safe_load)
+
+
+def read_environment(run_dir: Path) -> dict[str, Any]:
+    """What `environment.json` holds; empty where there is none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    return _read(run_dir / ENVIRONMENT, json.loads)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`."""
+    return read_jsonl(run_dir / METRICS)
+
+
+def _read(file: Path, parse: Any) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def cpu_model() -> str:
+    """The name of this machine's processor, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def package_version(name: str) -> str | None:
+    """The installed version, None where the package is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, with `-dirty` where files differ; None outside a checkout."""
+    root = Path(__file__).resolve().parent
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def refuse_unwritable(flag: str, path: str) -> None:
+    """Raise a UserError for a folder in which a run could not write. Makes nothing.
+
+    A file where the trained model belongs, or a folder where its curves do, would be noticed after
+    the training.
+    """
+    folder = Path(path).absolute()
+    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise UserError(f"--{flag} {path} needs {nearest} to be a folder, and it is none.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(
+            f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
+            "folder."
+        )
+    for name in (*FOLDERS, *FILES):
+        place = folder / name
+        if name in MODELS and place.is_symlink():
+            target = Path(os.path.realpath(place))
+            if os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"--{flag} {path} holds {name!r}, a link to {target}, which cannot be "
+                    "replaced; let it point to a folder inside one that can be written."
+                )
+            if not place.exists():  # it waits for the model
+                continue
+        kinds = ("folder", "file") if name in FOLDERS else ("file", "folder")
+        if os.path.lexists(place) and place.is_dir() != (name in FOLDERS):
+            raise UserError(
+                f"--{flag} {path} holds a {kinds[1]} {name!r} where a {kinds[0]} is to be written; "
+                "remove it or name another folder."
+            )
+        refuse_forbidden(flag, place, os.R_OK | os.W_OK)
