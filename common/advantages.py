@@ -86,15 +86,12 @@ def step_advantages(
             or as a padded (B, S) tensor.
         step_ends: In the same form, the index in the completion of each step's last token; -1 marks
             padding.
-        completion_mask: (B, C) bool, True = the token counts. A completion without any such token
-            still contributes its rewards to the normalisation.
+        completion_mask: (B, C) bool, True = the token counts; elsewhere the advantage is 0. A
+            completion without any still contributes its rewards to the normalisation.
         num_generations: Completions of a prompt, neighbouring rows.
 
     Returns:
-        (B, C) float32; 0 where the mask is False.
-
-    Raises:
-        ValueError: A step that ends outside of the completion.
+        (B, C) float32.
     """
     num_rows, num_columns = completion_mask.shape
     assert len(step_rewards) == len(step_ends) == num_rows, "one list of steps per completion"
@@ -143,16 +140,11 @@ def rejection_sample(
     Those of `rso` and `gumbel` come in the order in which they were drawn, those of `max_variance`
     from the highest reward to the lowest.
 
-    Args:
-        rewards: (N, K) raw rewards, not normalised: the temperature is in their unit.
-        num_keep: How many to keep of each prompt, at most K.
-        temperature: Above 0; RSO's beta.
-        method: One of `REJECTION_METHODS`.
-        seed: An integer, or (N,) int64 with a seed per prompt, so that the choice does not depend
-            on which rank or batch holds the prompt.
-        texts: (N, K) int64, equal where candidates of a prompt have the same text; for `rso` and
-            `gumbel`. The candidates are then a set of texts, as RSO's are: one is not drawn again
-            before all others are. None counts a text as often as it was sampled.
+    The rewards (N, K) are raw, not normalised: the temperature, above 0, is in their unit. The seed
+    is an integer, or one per prompt (N,), so that the choice does not depend on which rank or batch
+    holds the prompt. `texts` (N, K), equal where candidates of a prompt have the same text, make
+    the candidates of `rso` and `gumbel` a set, as RSO's are: a text is not drawn again before all
+    others are. Without them it counts as often as it was sampled.
     """
     check_choice("method", method, REJECTION_METHODS)
     num_prompts, num_candidates = rewards.shape
@@ -172,10 +164,7 @@ def rejection_sample(
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """Kish's effective sample size (sum w)^2 / sum w^2 over the last dimension, float32.
-
-    Between 1 (one weight holds everything) and the number of weights (all equal).
-    """
+    """Kish's effective sample size (sum w)^2 / sum w^2 over the last dimension, float32."""
     weights = weights.double()
     return (weights.sum(dim=-1) ** 2 / (weights**2).sum(dim=-1)).float()
 

@@ -88,7 +88,7 @@ class DecodingCache:
     def __init__(
         self, prompts: Layout, num_samples: int, max_length: int, device: torch.device
     ) -> None:
-        """Start with no keys; `prompts` says where they stand in the row that is prefilled."""
+        """Start without keys of the prompts, which stand in the row that is prefilled."""
         self.max_length = max_length
         self.length = 0
         self.longest = prompts.longest + max_length
