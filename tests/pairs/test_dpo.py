@@ -451,7 +451,7 @@ ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}
 REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
     ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be one of"),
-    ({"loss_weights": [1.0, 2.0]}, "--loss_weights is .* one number for each --loss_type"),
+    ({"loss_weights": [1.0, 2.0]}, "--loss_weights is [1.0, 2.0]; it must be empty, or one number"),
     ({"loss_weights": [0.0]}, "must be positive"),
     ({"loss_type": ["sigmoid", "ipo"], "label_smoothing": 0.1}, "must be 0 with --loss_type ipo"),
     ({"gamma": 0.5}, "--gamma is 0.5; it must be 0 without --loss_type simpo"),
@@ -460,14 +460,14 @@ REFUSED = [
     ({"ld_alpha": 0.5, "loss_type": ["simpo"]}, "--ld_alpha is 0.5; it must be 1"),
     ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
     ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
-    ({"reward_funcs": ["gold"]}, "--reward_funcs is .* empty without --pairs_from rollouts"),
+    ({"reward_funcs": ["gold"]}, "must be empty without --pairs_from rollouts"),
     (
         {**ROLLOUT_FLAGS, "num_generations": 3},
-        "--num_generations is 3; it must be even, .* at most --num_candidates, 8",
+        "--num_generations is 3; it must be even, at least 2 and at most --num_candidates, 8",
     ),
     (
         {**ROLLOUT_FLAGS, "num_generations": 10},
-        "--num_generations is 10; .* at most --num_candidates, 8",
+        "--num_generations is 10; it must be even, at least 2 and at most --num_candidates, 8",
     ),
     ({**ROLLOUT_FLAGS, "temperature": 0.0}, "--temperature is 0.0"),
     ({**ROLLOUT_FLAGS, "pair_method": "worst"}, "--pair_method is 'worst'"),
