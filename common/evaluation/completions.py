@@ -239,7 +239,7 @@ def judged(
     """The completions with their rewards. Collective if a reward model takes part."""
     by_judge: dict[str, Tensor] = {}
     if judges.functions.functions:
-        _, by_judge = judges(prompts, rollouts)  # (N, 1) each
+        by_judge = judges.score(prompts, rollouts).by_function  # (N, 1) each
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(

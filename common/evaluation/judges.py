@@ -78,8 +78,7 @@ def ask(
     seed: int,
 ) -> list[list[Verdict]]:
     """The verdicts of one judge on two systems, N lists of one or none."""
-    from common.rewards.call import call_by_name, one_for_each
-    from common.rewards.notes import as_number
+    from common.rewards.call import as_number, call_by_name, one_for_each
 
     rows = [i for i, row in enumerate(answers) if row.pair(a, b)]
     swapped = [is_swapped(seed, a, b, answers[i].id) for i in rows]

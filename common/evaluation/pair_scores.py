@@ -26,8 +26,7 @@ from common.evaluation.intervals import Floats, Numbers
 if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
-    from common.rewards.encoders import EncoderFunction
-    from common.rewards.scorer import RewardModelFunction
+    from common.rewards.models import EncoderFunction, RewardModelFunction
 
 IDENTITY = ("dataset", "split", "row")
 RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
@@ -204,7 +203,7 @@ def reward_scores(
     """
     from common import distributed
     from common.evaluation.score import score_examples
-    from common.rewards.scorer import RewardModelFunction
+    from common.rewards.models import RewardModelFunction
     from common.text.chat import as_answers
 
     is_chat = any(example.messages for example in pairs)

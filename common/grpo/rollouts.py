@@ -17,9 +17,13 @@ from common.config import UserError
 from common.data import Example
 from common.grpo.config import GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
-from common.rewards import call
 from common.rewards.call import Rewards, Steps
-from common.rewards.scorer import RewardScorer
+from common.rewards.scorer import (
+    RewardScorer,
+    apply_missing_eos_penalty,
+    eos_penalty,
+    penalise_steps,
+)
 from common.sampling.sampler import Rollouts
 
 
@@ -94,10 +98,7 @@ def reward(
 
     `step` is the number of finished steps of the run's `total_steps`.
     """
-    from common.rewards.kept import kept
-
-    with kept(scorer, examples, rollouts, config, step, total_steps):
-        scored = scorer.score(examples, rollouts, step, total_steps)
+    scored = scorer.score_or_keep(examples, rollouts, config, step, total_steps)
     rewards, steps = scored.total, scored.steps
     ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:
@@ -107,11 +108,11 @@ def reward(
         for own, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
             if penalty != 0:  # a step of 0 would count in the group's mean
                 own[end] = own.get(end, 0.0) + penalty
-    eos = call.eos_penalty(config)
-    rewards = call.apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
+    eos = eos_penalty(config)
+    rewards = apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
     if steps:
         refuse_with_steps(config)
-        steps = call.penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
+        steps = penalise_steps(steps, ends, rollouts.has_stop.tolist(), eos)
     return replace(scored, total=rewards, steps=steps)
 
 

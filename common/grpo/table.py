@@ -14,8 +14,7 @@ from common.grpo.rollouts import Kept, is_flat, of_rejection, reward
 from common.model.lora import AdapterReference
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.record.metrics import Accumulator
-from common.rewards.call import eos_penalty
-from common.rewards.scorer import RewardScorer
+from common.rewards.scorer import RewardScorer, eos_penalty
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 

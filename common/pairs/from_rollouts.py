@@ -11,8 +11,7 @@ from common.model import fsdp, load
 from common.pairs import groups
 from common.pairs.config import DPOConfig
 from common.record.terminal import progress_bar, show_status
-from common.rewards.call import apply_missing_eos_penalty, eos_penalty
-from common.rewards.scorer import RewardScorer
+from common.rewards.scorer import RewardScorer, apply_missing_eos_penalty, eos_penalty
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
@@ -52,7 +51,7 @@ def pairs_from_rollouts(
             step=0,  # every prompt is sampled once, before the first step
             report=lambda text: show_status(bar, f"rollouts: {text}"),
         )
-        rewards, _ = scorer(examples, rollouts)  # (N, K)
+        rewards = scorer.score(examples, rollouts).total  # (N, K)
         has_stop = rollouts.has_stop.view(rewards.shape)
         penalty = eos_penalty(config)
         rewards = apply_missing_eos_penalty(rewards, has_stop, penalty)

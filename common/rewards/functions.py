@@ -5,21 +5,21 @@ A reward function has TRL's signature
     f(prompts, completions, completion_ids, **columns) -> list of rewards
 
 where a prompt and a completion are texts, or lists of messages if the rows are conversations. The
-rewards here are computed from the text of the completion and, some, from a column of its row.
+rewards here are computed from the text of the completion and, some, from a column of its row. A
+built-in raises a ValueError for a column that it cannot use, whatever the completion is.
 """
 
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
 from common.config import UserError, gist
 from common.errors import refuse_forbidden
-from common.text import synthetic
 from common.text.chat import is_messages
 from common.text.overlap import common_subsequence
 
@@ -27,16 +27,23 @@ Step = tuple[int, float]  # index in the completion of the step's last token, re
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
 RewardFunction = Callable[..., Sequence[Reward]]
 
-_WORD = re.compile(r"\w+")
+WORD = re.compile(r"\w+")
 # A number, as people write one, that is not a part of something longer (18th, 1/2, 3 1/2, 1.2.3).
-_NUMBER = (
+NUMBER = (
     r"(?P<sign>[-+\u2212$* \t]*)"
     r"(?P<digits>(\d{1,3}(,\d{3})+|\d+)(\.\d+)?|\.\d+)"
     r"(?![\w/:]|[.,]\d)"
     r"(?![ \t]*(and[ \t]+)?-?[ \t]*((\d+[ \t]*)?[/\u2044][ \t]*\d|[\u00bc-\u00be\u2150-\u215f]))"
 )
-_FINAL_ANSWER = re.compile(r"####" + _NUMBER)
-_ONLY_A_NUMBER = re.compile(_NUMBER + r"[.\s]*")
+FINAL_ANSWER = re.compile(r"####" + NUMBER)
+ONLY_A_NUMBER = re.compile(NUMBER + r"[.\s]*")
+
+
+def gold(completions: Sequence[Any], facts: Sequence[Any], **columns: Any) -> list[float]:
+    """How good a summary of the embedded task is, in [0, 1]; see `synthetic.gold_reward`."""
+    from common.text.synthetic import gold_reward
+
+    return [gold_reward(text_of(text), row) for text, row in zip(completions, facts, strict=True)]
 
 
 def length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
@@ -50,53 +57,32 @@ def gsm8k(
     """1 if the number behind the last `####` is that of the column `answer`, else 0.
 
     The data set's own form of a final answer (Cobbe et al. 2021, section 2). Numbers are compared
-    by value: 1,000 is 1000, $18.00 is 18, and a period at the end is none of the number.
-
-    Args:
-        completions: B texts or lists of messages.
-        answer: B numbers, or texts that are one or end in `#### number`; None: does not apply.
-        columns: Not used.
-
-    Raises:
-        ValueError: An `answer` holds no number.
+    by value: 1,000 is 1000, $18.00 is 18, and a period at the end is none of the number. An
+    `answer` is a number, or a text that is one or ends in `#### number`; None: does not apply.
     """
-    rewards: list[float | None] = []
-    for completion, reference in zip(completions, answer, strict=True):
-        expected = None if reference is None else _expected_number(str(reference))
-        found = final_number(text_of(completion))
-        rewards.append(None if expected is None else float(found == expected))
-    return rewards
-
-
-def _answer_fault(columns: Mapping[str, Any]) -> str:
-    """What is wrong with the `answer` of a row, empty if nothing is."""
-    try:
-        _expected_number("0" if columns["answer"] is None else str(columns["answer"]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-gsm8k.row_fault = _answer_fault  # type: ignore[attr-defined]
+    return [
+        None if right is None else float(final_number(text_of(text)) == expected_number(str(right)))
+        for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 def final_number(text: str) -> Decimal | None:
     """The number behind the last `####` of a text; None where there is none."""
     _, mark, answer = text.rpartition("####")
-    return _value(_FINAL_ANSWER.match(mark + answer))
+    return value_of(FINAL_ANSWER.match(mark + answer))
 
 
-def _expected_number(answer: str) -> Decimal:
+def expected_number(answer: str) -> Decimal:
     """The number that an `answer` of a row is, or ends in."""
-    value = final_number(answer) if "####" in answer else _value(_ONLY_A_NUMBER.fullmatch(answer))
+    value = final_number(answer) if "####" in answer else value_of(ONLY_A_NUMBER.fullmatch(answer))
     if value is None:
         shown = repr(answer if len(answer) <= 60 else f"{answer[:60]}...")
         raise ValueError(f"the column 'answer' holds {shown}, which names no number (18, #### 18)")
     return value
 
 
-def _value(match: re.Match[str] | None) -> Decimal | None:
-    """The value of a matched `_NUMBER`."""
+def value_of(match: re.Match[str] | None) -> Decimal | None:
+    """The value of a matched `NUMBER`."""
     if match is None:
         return None
     value = Decimal(match["digits"].replace(",", ""))
@@ -105,49 +91,46 @@ def _value(match: re.Match[str] | None) -> Decimal | None:
 
 def regex(pattern: str) -> RewardFunction:
     """1 if the pattern is found anywhere in the completion, else 0."""
-    compiled = _compile("regex", pattern)
-
-    def found(completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [float(compiled.search(text_of(c)) is not None) for c in completions]
-
-    return found
+    return matching("regex", pattern, lambda compiled, text: compiled.search(text))
 
 
 def exact_format(pattern: str) -> RewardFunction:
     """1 if the whole completion, white space around it aside, matches the pattern, else 0."""
-    compiled = _compile("format", pattern)
+    return matching("format", pattern, lambda compiled, text: compiled.fullmatch(text.strip()))
 
-    def fits(completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [float(compiled.fullmatch(text_of(c).strip()) is not None) for c in completions]
 
-    return fits
+def matching(
+    name: str, pattern: str, match: Callable[[re.Pattern[str], str], Any]
+) -> RewardFunction:
+    """1 where a pattern of Python's `re` matches in that way; . matches line breaks too."""
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(
+            f"reward_funcs has {name}:{pattern}, which is no pattern: {error}."
+        ) from None
+    return lambda completions, **columns: [
+        float(match(compiled, text_of(text)) is not None) for text in completions
+    ]
 
 
 def count(text: str) -> RewardFunction:
     """How often a character (or a longer text) occurs in the completion."""
-
-    def occurrences(completions: Sequence[Any], **columns: Any) -> list[float]:
-        return [float(text_of(completion).count(text)) for completion in completions]
-
-    return occurrences
+    return lambda completions, **columns: [float(text_of(c).count(text)) for c in completions]
 
 
 def rouge_l(column: str) -> RewardFunction:
     """ROUGE-L F1 against a reference in that column of the row; None where the column is None."""
 
     def overlap(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        for reference in columns[column]:
+            if not (reference is None or isinstance(reference, str) or is_messages(reference)):
+                kind = type(reference).__name__
+                raise ValueError(f"the column {column!r} holds {kind}, it must be text or messages")
         pairs = zip(completions, columns[column], strict=True)
         return [None if r is None else rouge_l_f1(text_of(c), text_of(r)) for c, r in pairs]
 
-    def row_fault(row: Mapping[str, Any]) -> str:
-        reference = row[column]
-        if reference is None or isinstance(reference, str) or is_messages(reference):
-            return ""
-        kind = type(reference).__name__
-        return f"the column {column!r} holds {kind}, it must be text or messages"
-
     overlap.columns = (column,)  # type: ignore[attr-defined]
-    overlap.row_fault = row_fault  # type: ignore[attr-defined]
     return overlap
 
 
@@ -161,7 +144,7 @@ def rouge_l_f1(candidate: str, reference: str) -> float:
     Returns:
         Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
     """
-    words, others = (_WORD.findall(text.lower()) for text in (reference, candidate))
+    words, others = (WORD.findall(text.lower()) for text in (reference, candidate))
     return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
 
 
@@ -170,12 +153,12 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(message["content"] for message in value)
 
 
-BUILT_IN: dict[str, RewardFunction] = {"gold": synthetic.gold, "length": length, "gsm8k": gsm8k}
+BUILT_IN: dict[str, RewardFunction] = {"gold": gold, "length": length, "gsm8k": gsm8k}
 WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
-    "regex": regex,  # a pattern of Python's `re`, in which . matches line breaks too
+    "regex": regex,
     "format": exact_format,
-    "rouge_l": rouge_l,  # a column
-    "count": count,  # a character
+    "rouge_l": rouge_l,
+    "count": count,
 }
 KINDS = (*BUILT_IN, *(f"{name}:..." for name in WITH_ARGUMENT), "path/to/file.py:function")
 
@@ -212,15 +195,6 @@ def find_function(name: str) -> RewardFunction | None:
             "model's folder or hub id."
         )
     return None
-
-
-def _compile(name: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise UserError(
-            f"reward_funcs has {name}:{pattern}, which is no pattern: {error}."
-        ) from None
 
 
 def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:

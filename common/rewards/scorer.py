@@ -1,166 +1,27 @@
-"""Reward models as reward functions, and all reward functions of a run applied to rollouts."""
+"""All reward functions of a run, found by name, applied to rollouts."""
 
-from collections.abc import Collection, Sequence
+import json
+import math
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
-from common import data, distributed, self_checks
-from common.config import CommonConfig, UserError
+from common import distributed
+from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
-from common.model import checks, fsdp
-from common.model import load as models
-from common.rewards.call import (
-    CHOICE_COLUMN,
-    Rewards,
-    RewardSet,
-    equal_for_equal,
-    load_reward_functions,
-)
-from common.rewards.encoders import EncoderFunction
-from common.rewards.functions import RewardFunction, is_built_in
+from common.rewards.call import Rewards, RewardSet, Steps
+from common.rewards.functions import find_function, is_built_in
+from common.rewards.models import EncoderFunction, RewardModelFunction, model_function
 from common.sampling.sampler import Rollouts
-from common.scoring import RewardModel
-from common.text.chat import as_answers, render, turn_end
+from common.text.chat import as_answers
 from common.text.rows import OWN_COLUMNS
-from common.text.truncate import encode, leading_ids, without_leading
-
-
-class RewardModelFunction:
-    """A reward-model folder as a reward function. Collective."""
-
-    is_collective = True
-
-    def __init__(self, path: str, policy_tokenizer: Any, config: CommonConfig) -> None:
-        """Check the folder; `load` reads the weights.
-
-        Raises:
-            UserError: it holds no reward model.
-        """
-        self.path, self.config = path, config
-        self.tokenizer = models.load_tokenizer(path, config)
-        models.add_own_pad_token(self.tokenizer)
-        self.leading = leading_ids(self.tokenizer)
-        self.model_config = models.read_model_config(path, "reward_model", self.tokenizer, config)
-        vocabulary = policy_tokenizer.get_vocab()
-        own = self.tokenizer.get_vocab()
-        self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
-        self.policy_tokenizer = policy_tokenizer
-        templates = (None, policy_tokenizer.chat_template)
-        self.same_template = self.tokenizer.chat_template in templates
-        self.model: nn.Module | None = None
-
-    def load(self, mesh: DeviceMesh) -> None:
-        """Load the frozen, sharded model. Collective."""
-        lm = models.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
-        frozen = RewardModel(lm).requires_grad_(False)
-        self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
-        self_checks.loaded_model(self.model, self.config)
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-        **columns: Any,
-    ) -> list[float]:
-        """Rewards of B completions: of the policy's ids if the vocabulary is the same.
-
-        Otherwise, and for messages that this model's chat template writes differently, the texts
-        are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
-        that stopped gets this model's eos.
-        """
-        assert self.model is not None, "load() comes first"
-        chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
-        if self.reads_ids(is_chat=chat is not None):
-            prompt_ids = [list(row) for row in columns["prompt_ids"]]
-            ids = [list(row) for row in completion_ids]
-            if chat is not None:
-                end = turn_end(chat, self.policy_tokenizer)
-                ids = [
-                    row if isinstance(prompt, str) else end.closed(row, stop)
-                    for prompt, row, stop in zip(prompts, ids, columns["has_stop"], strict=True)
-                ]
-        else:
-            prompt_ids, ids = self.own_ids(prompts, completions, columns["has_stop"])
-        if chat is not None or not self.same_ids:
-            self.refuse_beyond_positions(prompt_ids, ids)
-        rewards, pieces = torch.zeros(len(ids)), []
-        for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
-            places = list(group)  # neighbours with the same prompt
-            pieces += data.cut_group(prompt, [ids[i] for i in places], places, self.config)
-        for part in data.pack(pieces, self.config):
-            batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id)
-            values = self.model(batch.to(distributed.device())).cpu()  # (B,)
-            rewards[batch.places[batch.is_real]] = values[batch.is_real]
-        texts = [(*prompt, -1, *own) for prompt, own in zip(prompt_ids, ids, strict=True)]
-        return equal_for_equal(texts, rewards)
-
-    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Raise a UserError if this model cannot read such messages with an answer to its end."""
-        if not self.reads_ids(is_chat=True):
-            render({"prompt": messages}, [], self.tokenizer)
-            return
-        end = len(turn_end(messages, self.policy_tokenizer).ids)
-        prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
-        limit = checks.max_positions(self.model_config)
-        if limit is not None and prompt + answer + end > limit:
-            raise UserError(
-                f"--max_prompt_length {prompt} plus --max_completion_length {answer} plus the "
-                f"{end} tokens that end a turn is more than the {limit} positions of the reward "
-                f"model {self.path!r}."
-            )
-
-    def reads_ids(self, *, is_chat: bool) -> bool:
-        """Whether the policy's ids of a row, which is a conversation or a text, are its own too."""
-        return self.same_ids and (not is_chat or self.same_template)
-
-    def own_ids(
-        self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and completions, texts or messages, in this model's own tokens."""
-        eos_id = self.tokenizer.eos_token_id
-        rows = [{"prompt": p, "completion": c} for p, c in zip(prompts, completions, strict=True)]
-        # The template ends the turn, whether or not the policy did.
-        has_eos = [stop and isinstance(p, str) for p, stop in zip(prompts, has_stop, strict=True)]
-        rows = [render(row, ["completion"], self.tokenizer) for row in rows]
-        encoded = encode([row["prompt"] for row in rows], self.tokenizer)
-        prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
-        ids = encode([row["completion"] for row in rows], self.tokenizer)
-        return prompt_ids, [
-            [*row, eos_id] if stop else list(row) for row, stop in zip(ids, has_eos, strict=True)
-        ]
-
-    def refuse_beyond_positions(
-        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-    ) -> None:
-        """Raise a UserError for texts that are too long in this model's own tokens."""
-        pairs = zip(prompt_ids, completion_ids, strict=True)
-        longest = max((len(prompt) + len(ids) for prompt, ids in pairs), default=0)
-        limit = checks.max_positions(self.model_config)
-        if limit is not None and longest > limit:
-            raise UserError(
-                f"a prompt with its completion is {longest} tokens of the reward model "
-                f"{self.path!r}, which has {limit} positions; lower --max_prompt_length."
-            )
-
-
-def model_function(path: str, policy_tokenizer: Any, config: CommonConfig) -> RewardFunction:
-    """A model's folder as a reward function, by what kind of model it holds.
-
-    Raises:
-        UserError: it holds no reward model.
-    """
-    if checks.is_encoder(models.find_config(path, policy_tokenizer, config)):
-        return EncoderFunction(path, config)
-    return RewardModelFunction(path, policy_tokenizer, config)
 
 
 class RewardScorer:
@@ -191,20 +52,25 @@ class RewardScorer:
         self.functions = RewardSet({}, [])
         if names:
             self.functions = load_reward_functions(
-                names,
-                weights or None,
-                load_reward_model=lambda path: model_function(path, tokenizer, config),
+                names, weights or None, lambda path: model_function(path, tokenizer, config)
             )
+
+    @property
+    def reward_models(self) -> dict[str, RewardModelFunction | EncoderFunction]:
+        """The functions that are reward models, by folder."""
+        return {
+            name: function
+            for name, function in self.functions.functions.items()
+            if isinstance(function, RewardModelFunction | EncoderFunction)
+        }
 
     def check_rows(self, examples: Sequence[Example]) -> None:
         """Refuse rows that the functions cannot judge, before any model is loaded.
 
         Raises:
-            UserError: a column that a function needs is missing or holds what it cannot use, rows
-                differ in their columns, a row names a function that is not there, or a reward model
+            UserError: rows differ in their columns, as `RewardSet.check_rows`, or a reward model
                 cannot read messages.
         """
-        names = self.functions.functions
         for example in examples:
             if example.columns.keys() != examples[0].columns.keys():
                 raise UserError(
@@ -212,56 +78,19 @@ class RewardScorer:
                     f"{sorted(example.columns)} and row {examples[0].row + 1} has "
                     f"{sorted(examples[0].columns)}; give all rows the same, null where empty."
                 )
-            check_choice(example, names)
-        if not examples:
-            return
-        self.functions.check_columns(examples[0].columns)
-        for example in examples:
-            self.functions.check_row(example.row + 1, example.columns)
+        self.functions.check_rows((e.row + 1, e.columns) for e in examples)
         self.check_messages(examples)
 
     def check_messages(self, examples: Sequence[Example]) -> None:
         """Raise a UserError for rows of messages if a reward model cannot read such."""
-        messages = examples[0].messages
-        for function in self.reward_models.values() if messages else ():
-            if isinstance(function, EncoderFunction):
-                raise UserError(
-                    f"{function.path!r} is an encoder, which reads texts, and the rows are "
-                    "messages."
-                )
-            function.check_conversation(messages)
+        for function in self.reward_models.values():
+            if examples and examples[0].messages:
+                function.check_conversation(examples[0].messages)
 
     def load(self, mesh: DeviceMesh) -> None:
         """Load the reward models. Collective."""
         for function in self.reward_models.values():
             function.load(mesh)
-
-    @property
-    def reward_models(self) -> dict[str, RewardModelFunction | EncoderFunction]:
-        """The functions that are reward models, by folder."""
-        functions = self.functions.functions.items()
-        return {
-            name: function
-            for name, function in functions
-            if isinstance(function, RewardModelFunction | EncoderFunction)
-        }
-
-    @property
-    def models(self) -> dict[str, nn.Module]:
-        """The loaded reward models by folder."""
-        functions = self.functions.functions.items()
-        return {
-            name: function.model
-            for name, function in functions
-            if isinstance(function, RewardModelFunction) and function.model is not None
-        }
-
-    def __call__(
-        self, examples: Sequence[Example], rollouts: Rollouts
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`total` and `by_function` of `score`, whose collectives these are."""
-        rewards = self.score(examples, rollouts)
-        return rewards.total, rewards.by_function
 
     def score(
         self, examples: Sequence[Example], rollouts: Rollouts, step: int = 0, total_steps: int = 0
@@ -297,6 +126,100 @@ class RewardScorer:
         }
         return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
 
+    def score_or_keep(
+        self,
+        examples: Sequence[Example],
+        rollouts: Rollouts,
+        config: TrainConfig,
+        step: int,
+        total_steps: int,
+    ) -> Rewards:
+        """`score`; if that fails, keep what the functions were given.
+
+            output_dir/failed/step_00000012/rewards_rank_1/
+                config.yaml       of the run
+                rollouts.jsonl    a line for each prompt of this rank: its columns and completions
+                traceback.txt     of a function that raised
+
+        Only the rank whose function failed knows of it, so it writes alone.
+
+        Raises:
+            UserError: a function failed, as `RewardSet` says it, and where the completions are.
+            RuntimeError: the same of a reward model.
+        """
+        from common.exits.failures import lost_peers
+        from common.record.folder import CONFIG, save_config
+
+        try:
+            return self.score(examples, rollouts, step, total_steps)
+        except (UserError, RuntimeError) as error:
+            if lost_peers(error):
+                raise
+            made = min(step + 1, total_steps)  # behind the last step are samples to be judged
+            place = f"failed/step_{made:08d}/rewards_rank_{distributed.rank()}"
+            folder = Path(config.output_dir) / place
+            told = str(error).removesuffix(".")
+            try:
+                self.keep(folder, examples, rollouts)
+                save_config(folder / CONFIG, config)
+                if error.__cause__ is not None:
+                    text = "".join(traceback.format_exception(error.__cause__))
+                    (folder / "traceback.txt").write_text(text, "utf-8", "backslashreplace")
+            except OSError as refusal:
+                told += f"; its completions were not kept: {refusal}"
+                raise type(error)(told) from error
+            raise type(error)(f"{told}; its completions are in {folder}.") from error
+
+    def keep(self, folder: Path, examples: Sequence[Example], rollouts: Rollouts) -> None:
+        """Write a line for each prompt; an `OSError` if the disk refuses."""
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = rollouts.texts(self.tokenizer)
+        num_samples = len(texts) // len(examples)
+        with (folder / "rollouts.jsonl").open("w", encoding="utf-8") as file:
+            for n, example in enumerate(examples):
+                own = slice(n * num_samples, (n + 1) * num_samples)
+                line = vars(example) | {
+                    "completions": texts[own],
+                    "completion_ids": rollouts.completion_ids[own],
+                    "has_stop": rollouts.has_stop[own].tolist(),
+                }
+                file.write(json.dumps(line, default=str) + "\n")  # a column may hold a date
+
+
+def load_reward_functions(
+    names: Sequence[str],
+    weights: Sequence[float] | None = None,
+    load_reward_model: Callable[[str], Any] = lambda path: None,
+) -> RewardSet:
+    """Find reward functions by name; all names are checked before the first model is read.
+
+    `path/to/file.py:function` runs the user's own file as Python code.
+
+    Args:
+        names: Built-ins of `functions`, `path/to/file.py:function`, or the folder or hub id of a
+            reward model, of which `load_reward_model` makes a function.
+        weights: One for each name; None weighs all with 1.
+        load_reward_model: See `names`.
+
+    Raises:
+        UserError: No names, a name twice or that is nothing of the above, weights that do not fit.
+    """
+    if not names:
+        raise UserError(
+            "reward_funcs is empty; give a built-in, `path/to/file.py:function` or a reward model."
+        )
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
+    weights = [1.0] * len(names) if weights is None else list(weights)
+    if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+        raise UserError(
+            f"reward_weights is {weights}; it must hold one finite number for each of "
+            f"reward_funcs ({', '.join(names)})."
+        )
+    found = [(name, find_function(name)) for name in names]
+    return RewardSet({name: f or load_reward_model(name) for name, f in found}, weights)
+
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
     """What a table calls each function or folder: as many of its last folders as tell all apart."""
@@ -319,18 +242,33 @@ def short_name(path: str, depth: int = 1) -> str:
     return "/".join(parts[-depth:])
 
 
-def check_choice(example: Example, names: Collection[str]) -> None:
-    """Raise a UserError if a row names functions that are not there."""
-    chosen = example.columns.get(CHOICE_COLUMN) or []
-    names_it = isinstance(chosen, list) and all(isinstance(name, str) for name in chosen)
-    if not isinstance(chosen, str) and not names_it:
-        raise UserError(
-            f"row {example.row + 1} of the prompts has {chosen!r} in its column {CHOICE_COLUMN!r}; "
-            "it must be a name or a list of names."
-        )
-    for name in [chosen] if isinstance(chosen, str) else chosen:
-        if name not in names:
-            raise UserError(
-                f"row {example.row + 1} of the prompts names {name!r} in its column "
-                f"{CHOICE_COLUMN!r}, and --reward_funcs has: {', '.join(names)}."
-            )
+# ---- completions that did not stop ---------------------------------------------------------------
+
+
+def eos_penalty(config: Any) -> float | None:
+    """The penalty that a config with `missing_eos_penalty` asks for, None for none."""
+    return config.missing_eos_penalty if config.penalize_missing_eos else None
+
+
+def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
+    """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
+
+    It is replaced, not lowered: a reward model was never trained on texts that break off.
+
+    Args:
+        rewards: Any shape, usually (B,).
+        has_stop: The same shape, bool, True where the completion has a stop token.
+        penalty: The reward of a completion without one, in units of the reward; None changes
+            nothing.
+    """
+    assert rewards.shape == has_stop.shape
+    assert has_stop.dtype == torch.bool
+    return rewards if penalty is None else torch.where(has_stop, rewards, penalty)
+
+
+def penalise_steps(
+    steps: Sequence[Steps], ends: Sequence[int], has_stop: Sequence[bool], penalty: float | None
+) -> list[Steps]:
+    """The same for the steps of B completions that end at `ends`: the penalty is the only step."""
+    rows = zip(steps, ends, has_stop, strict=True)
+    return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]

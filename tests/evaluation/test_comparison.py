@@ -30,7 +30,7 @@ from common.data import Example
 from common.evaluation import comparison, pair_scores
 from common.evaluation.pair_scores import BASELINES, PairScores
 from common.report import tables
-from common.rewards.scorer import model_function
+from common.rewards.models import model_function
 from common.text import synthetic
 
 NUM_PAIRS = 30

@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from common import distributed
 from common.checkpoint import export
 from common.config import UserError
-from common.data import Example
+from common.data import Example, Piece
 from common.evaluation import score as evaluation
 from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
-from common.rewards.scorer import RewardModelFunction, RewardScorer, short_names
+from common.rewards.models import RewardModelFunction
+from common.rewards.scorer import RewardScorer, short_names
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
@@ -319,10 +320,10 @@ def test_a_text_beyond_the_positions_of_the_judge_is_refused(reward_folder):
     """What was cut to fit the policy may be more tokens of another vocabulary."""
     function = loaded_function(reward_folder, synthetic.train_tokenizer(400))
     limit = function.model_config.max_position_embeddings
-    rows = [[], [1] * (limit - 2)]
-    function.refuse_beyond_positions(rows, [[1], [1, 2]])
+    prompt = [1] * (limit - 2)
+    assert len(function.rewards([Piece(prompt, [[1, 2]], [0])])) == 1
     with pytest.raises(UserError, match=f"is {limit + 1} tokens .* has {limit} positions"):
-        function.refuse_beyond_positions(rows, [[1], [1, 2, 3]])
+        function.rewards([Piece(prompt, [[1], [1, 2, 3]], [0, 1])])
     too_long = [" ?" * limit]
     with pytest.raises(UserError, match="positions"):
         function(too_long, [" a"], [[1]], prompt_ids=[[1]], has_stop=[True])
@@ -349,14 +350,14 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
     names = [str(reward_folder), judge]
     scorer = RewardScorer(names, [2.0, -0.5], tiny.tokenizer(), config)
-    assert scorer.models == {}
+    assert list(scorer.reward_models) == [str(reward_folder)]
     scorer.load(distributed.mesh())
-    assert list(scorer.models) == [str(reward_folder)]
     examples = [
         text_example(0, PROMPTS[0].prompt, bonus=0.25),
         text_example(1, PROMPTS[1].prompt, bonus=None),
     ]
-    total, by_function = scorer(examples, ROLLOUTS)
+    scored = scorer.score(examples, ROLLOUTS)
+    total, by_function = scored.total, scored.by_function
 
     model_name = reward_folder.parent.name
     assert list(scorer.short.values()) == list(by_function) == [model_name, "judge"]

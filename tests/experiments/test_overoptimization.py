@@ -97,7 +97,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
     measured = found.measure("other/model", examples, 3)
     rollouts = found.draw(found.load("other/model"), examples, 3)
     texts = rollouts.texts(found.tokenizer)
-    judge = found.proxy.models["judge/model"]
+    judge = found.proxy.reward_models["judge/model"].model
     for i, ids in enumerate(rollouts.completion_ids):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]

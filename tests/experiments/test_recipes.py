@@ -31,7 +31,7 @@ from transformers import (
 
 from common.config import parse
 from common.report import plots
-from common.rewards.call import load_reward_functions
+from common.rewards.scorer import load_reward_functions
 from common.text import synthetic
 from common.text.rows import load_rows
 

@@ -24,8 +24,8 @@ from common import distributed
 from common.config import UserError
 from common.data import Example
 from common.model import load
-from common.rewards.encoders import EncoderFunction
-from common.rewards.scorer import RewardScorer, model_function
+from common.rewards.models import EncoderFunction, model_function
+from common.rewards.scorer import RewardScorer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "slept", "all", "day"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -115,7 +115,9 @@ def test_equal_texts_have_equal_rewards(folder: Path):
 
 @pytest.mark.usefixtures("process_group")
 def test_a_text_that_is_too_long_is_refused(folder: Path):
-    with pytest.raises(UserError, match="is 23 tokens of the encoder .*, which reads 20; lower"):
+    with pytest.raises(
+        UserError, match="is 23 tokens of the encoder .*, which has 20 positions; lower"
+    ):
         loaded(str(folder))(["the cat " * 10], ["sat"])
 
 

@@ -15,8 +15,7 @@ from ranks import launch, run_stages
 
 from common.config import UserError
 from common.record.jsonl import read_jsonl
-from common.rewards.call import RewardSet
-from common.rewards.notes import Notes
+from common.rewards.call import Notes, RewardSet
 
 
 def scored(functions: dict[str, Any], **columns: Any) -> Notes:

@@ -23,9 +23,13 @@ from transformers import AutoModelForSequenceClassification, TrainerState
 from common import distributed
 from common.config import UserError
 from common.data import Example
-from common.rewards.call import RewardSet, apply_missing_eos_penalty, load_reward_functions
+from common.rewards.call import RewardSet
 from common.rewards.functions import is_reward_model, rouge_l_f1
-from common.rewards.scorer import RewardScorer
+from common.rewards.scorer import (
+    RewardScorer,
+    apply_missing_eos_penalty,
+    load_reward_functions,
+)
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 
@@ -149,7 +153,7 @@ def test_a_row_may_name_its_own_functions():
     )
     assert total.tolist() == [5, 6]
     assert as_list(per_function["b"]) == [None, None]
-    with pytest.raises(UserError, match=r"row 1 of the batch names .* 'c' .* there are: a, b"):
+    with pytest.raises(UserError, match="row 1 of the batch has 'c' in .* has: a, b"):
         call({"a": spy, "b": spy}, [1, 1], n=[5, 6], reward_funcs=["a", "c"])
 
 
@@ -215,7 +219,7 @@ def test_a_function_sees_the_state_of_the_run_and_may_log():
 
     state = TrainerState(global_step=3, max_steps=12)
     rewards = RewardSet({"late": late}, [1.0])
-    rewards.check_columns({})
+    rewards.check_rows([(1, {})])
     found = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
     assert found.total.tolist() == [3, 3]
     assert found.notes.metrics == {"progress": [0.25]}
@@ -313,7 +317,7 @@ def test_gold_scores_the_embedded_task():
     facts = synthetic.make_rows("sft", "train", 1)[0]["facts"]
     whole = " my {who} {event} my {thing} at the {place} and I want {wish}.".format(**facts)
     rewards = load_reward_functions(["gold"])
-    rewards.check_columns({"facts": facts})
+    rewards.check_rows([(1, {"facts": facts})])
     completions = [whole, " nothing", whole]
     found = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
     assert found.total.tolist() == [1.0, 0.0, 1.0]
@@ -345,7 +349,6 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
 def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | None]:
     """What the function of that name says of completions, as texts and as messages."""
     rewards = load_reward_functions([name])
-    rewards.check_columns(columns)
     rest = ([[1]] * len(completions), columns)
     found = rewards(["p"] * len(completions), completions, *rest)
     messages = [[{"role": "assistant", "content": text}] for text in completions]
@@ -426,7 +429,7 @@ def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
 def test_final_answers_are_compared_as_numbers(completion, answer, expected):
     columns = {"answer": [answer, "#### 7"]}
     rewards = load_reward_functions(["gsm8k"])
-    rewards.check_columns(columns)
+    rewards.check_rows([(1, {"answer": answer})])
     found = rewards.functions["gsm8k"](completions=[completion, "#### 7"], **columns)
     assert list(found) == [expected, 1.0]
 
@@ -436,14 +439,14 @@ def test_an_answer_that_is_no_number_is_named():
         judged("gsm8k", "#### 1", "#### 2", answer=["1", "a half"])
     rewards = load_reward_functions(["gsm8k", "length"])
     for answer in ("#### 18", 18, 1.5, None):
-        rewards.check_row(1, {"answer": answer})
+        rewards.check_rows([(1, {"answer": answer})])
     for answer in ("a half", "#### 3 1/2", math.nan, True, "x" * 1000):
         with pytest.raises(
             UserError, match="row 7 of the prompts: .* names no number .* 'gsm8k'"
         ) as caught:
-            rewards.check_row(7, {"answer": answer})
+            rewards.check_rows([(7, {"answer": answer})])
         assert len(str(caught.value)) < 200
-    rewards.check_row(7, {"answer": "a half", "reward_funcs": ["length"]})  # not asked for
+    rewards.check_rows([(7, {"answer": "a half", "reward_funcs": ["length"]})])  # not asked for
 
 
 @pytest.mark.parametrize(
@@ -484,7 +487,7 @@ def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():
     rewards = load_reward_functions(["rouge_l:summary"])
     assert rewards.functions["rouge_l:summary"](completions=["a"], summary=[None]) == [None]
     with pytest.raises(UserError, match="'rouge_l:summary' needs the column 'summary'"):
-        rewards.check_columns({"answer": "x"})
+        rewards.check_rows([(1, {"answer": "x"})])
 
 
 def test_functions_of_a_file_are_found(file):
@@ -534,7 +537,6 @@ def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monk
         (["gold", "gold"], None, "names 'gold' twice"),
         (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold one finite"),
         (["gold"], [math.nan], "reward_weights is [nan]"),
-        (["hub/model"], None, "path/to/file.py:function can be used here"),
         (["count"], None, "say of what: count:<argument>"),
         (["regex:"], None, "say of what: regex:<argument>"),
         (["regex:(a"], None, "no pattern: missing )"),
@@ -576,11 +578,11 @@ def test_a_file_that_fails_is_named_with_its_cause(tmp_path):
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):
     rewards = load_reward_functions([f"{file}:length", f"{file}:scaled"])
-    rewards.check_columns({"n": 1, "other": 2})
+    rewards.check_rows([(1, {"n": 1, "other": 2})])
     with pytest.raises(UserError, match="scaled' needs the column 'n', .* rows have 'other';"):
-        rewards.check_columns({"other": 2})
+        rewards.check_rows([(1, {"other": 2})])
     with pytest.raises(UserError, match="needs the column 'facts'.* have no further columns"):
-        load_reward_functions(["gold"]).check_columns({})
+        load_reward_functions(["gold"]).check_rows([(1, {})])
 
 
 # --- missing stop token ---------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from common import distributed, noise
 from common.config import CommonConfig
 from common.record.jsonl import read_jsonl
 from common.record.metrics import SPANS
-from common.rewards.scorer import RewardModelFunction
+from common.rewards.models import RewardModelFunction
 from common.sampling.decode import draw, draw_token
 
 SHORT, LONG = 5, 50  # steps
@@ -242,7 +242,8 @@ def test_equal_completions_get_equal_rewards() -> None:
     distributed.start()
     function = RewardModelFunction.__new__(RewardModelFunction)  # without a folder
     function.config = CommonConfig(output_dir="unused", micro_batch_size=2)
-    function.same_ids, function.tokenizer = True, SimpleNamespace(pad_token_id=1)
+    function.tokenizer = SimpleNamespace(pad_token_id=1)
+    function.same_ids, function.limit = True, None
     function.model = lambda batch: batch.places.float()  # 0, 1, 2, ...: another in every place
     prompt_ids = [[5], [5], [5], [5], [6], [6]]
     completion_ids = [[7, 0], [8, 0], [7, 0], [7, 0], [7, 0], [7, 0]]

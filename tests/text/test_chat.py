@@ -15,7 +15,8 @@ from tokenizers.processors import TemplateProcessing
 from common import data
 from common.config import UserError
 from common.data import Piece, collate, load_examples
-from common.rewards.scorer import RewardModelFunction, RewardScorer
+from common.rewards.models import RewardModelFunction
+from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import render, turn_end

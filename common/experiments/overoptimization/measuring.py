@@ -25,8 +25,8 @@ from common.evaluation.intervals import PreferenceAccuracy
 from common.model import fsdp
 from common.model import load as models
 from common.record.jsonl import write_atomically
-from common.rewards.call import apply_missing_eos_penalty
-from common.rewards.scorer import RewardScorer
+from common.rewards.models import RewardModelFunction
+from common.rewards.scorer import RewardScorer, apply_missing_eos_penalty
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 
@@ -114,13 +114,13 @@ class Measurer:
 
     def proxy_rewards(self, examples: Sequence[Example], rollouts: Rollouts) -> Tensor:
         """(P, K) float32 of K completions of each prompt, with the penalty for not stopping."""
-        rewards, _ = self.proxy(examples, rollouts)
+        rewards = self.proxy.score(examples, rollouts).total
         has_stop = rollouts.has_stop.view(rewards.shape)
         return apply_missing_eos_penalty(rewards, has_stop, self.missing_eos_penalty)
 
     def judged(self, examples: Sequence[Example], rollouts: Rollouts) -> Measured:
         """What both judges say of K completions of each prompt, at distance 0 so far."""
-        gold, _ = self.gold(examples, rollouts)
+        gold = self.gold.score(examples, rollouts).total
         return Measured(
             gold.double().numpy(),
             self.proxy_rewards(examples, rollouts).double().numpy(),
@@ -149,9 +149,10 @@ class Measurer:
 
     def proxy_accuracy(self, pairs: Sequence[Example]) -> PreferenceAccuracy | None:
         """How often the proxy agrees with the labels of pairs; None of one that is no model."""
-        for model in self.proxy.models.values():
-            pad_id = self.tokenizer.pad_token_id
-            return score.preferences(model, pairs, self.config, pad_id)[0]
+        for function in self.proxy.reward_models.values():
+            if isinstance(function, RewardModelFunction) and function.model is not None:
+                pad_id = self.tokenizer.pad_token_id
+                return score.preferences(function.model, pairs, self.config, pad_id)[0]
         return None
 
 

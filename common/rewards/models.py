@@ -1,0 +1,216 @@
+"""Models as reward functions: a reward model of any vocabulary, and an encoder such as BERT."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForSequenceClassification
+
+from common import data, distributed, self_checks
+from common.config import CommonConfig, UserError
+from common.data import Piece
+from common.model import checks, fsdp, load
+from common.padding import Batch
+from common.scoring import RewardModel
+from common.text.chat import render, turn_end
+from common.text.truncate import encode, leading_ids, without_leading
+
+
+class ModelFunction:
+    """A model's folder as a reward function. Collective."""
+
+    is_collective = True
+    kind: str
+    path: str
+    config: CommonConfig
+    tokenizer: Any
+    model_config: Any
+    limit: int | None  # tokens of the longest text that it can read
+    model: nn.Module | None = None  # once it is loaded
+
+    def rewards(self, pieces: Sequence[Piece]) -> list[float]:
+        """Rewards of B completions by their places; the first one's for all that are equal.
+
+        A score is rounded by what stands beside it in the batch. Equal completions must not differ
+        by that: GRPO would divide the difference by itself and train on it.
+
+        Raises:
+            UserError: a text is too long in this model's own tokens.
+        """
+        assert self.model is not None, "load() comes first"
+        texts = {
+            place: (*piece.prompt_ids, -1, *ids)
+            for piece in pieces
+            for place, ids in zip(piece.places, piece.completions, strict=True)
+        }
+        longest = max(map(len, texts.values()), default=1) - 1
+        if self.limit is not None and longest > self.limit:
+            raise UserError(
+                f"a prompt with its completion is {longest} tokens of the {self.kind} "
+                f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
+            )
+        rewards = torch.zeros(len(texts))
+        for part in data.pack(pieces, self.config):
+            batch = data.collate(part, self.config.layout, self.tokenizer.pad_token_id or 0)
+            values = self.model(batch.to(distributed.device())).cpu()  # (B,)
+            rewards[batch.places[batch.is_real]] = values[batch.is_real]
+        first: dict[tuple[int, ...], float] = {}
+        return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
+
+
+class RewardModelFunction(ModelFunction):
+    """A reward model, which reads a prompt once for all its completions."""
+
+    kind = "reward model"
+
+    def __init__(self, path: str, policy_tokenizer: Any, config: CommonConfig) -> None:
+        """Check the folder; a UserError if it holds no reward model."""
+        self.path, self.config = path, config
+        self.tokenizer = load.load_tokenizer(path, config)
+        load.add_own_pad_token(self.tokenizer)
+        self.leading = leading_ids(self.tokenizer)
+        self.model_config = load.read_model_config(path, "reward_model", self.tokenizer, config)
+        self.limit = checks.max_positions(self.model_config)
+        own, vocabulary = self.tokenizer.get_vocab(), policy_tokenizer.get_vocab()
+        self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
+        self.policy_tokenizer = policy_tokenizer
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Load the frozen, sharded model. Collective."""
+        lm = load.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
+        frozen = RewardModel(lm).requires_grad_(False)
+        self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
+        self_checks.loaded_model(self.model, self.config)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        **columns: Any,
+    ) -> list[float]:
+        """Rewards of B completions: of the policy's ids if the vocabulary is the same.
+
+        Otherwise, and for messages that this model's chat template writes differently, the texts
+        are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
+        that stopped gets this model's eos.
+        """
+        chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
+        if self.reads_ids(is_chat=chat is not None):
+            prompt_ids, ids = columns["prompt_ids"], [list(row) for row in completion_ids]
+            if chat is not None:
+                end = turn_end(chat, self.policy_tokenizer)
+                rows = zip(prompts, ids, columns["has_stop"], strict=True)
+                ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
+        else:
+            prompt_ids, ids = self.own_ids(prompts, completions, columns["has_stop"])
+        pieces: list[Piece] = []
+        for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
+            places = list(group)  # neighbours with the same prompt
+            pieces += data.cut_group(prompt, [ids[i] for i in places], places, self.config)
+        return self.rewards(pieces)
+
+    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise a UserError if this model cannot read such messages with an answer to its end."""
+        if not self.reads_ids(is_chat=True):
+            render({"prompt": messages}, [], self.tokenizer)
+            return
+        end = len(turn_end(messages, self.policy_tokenizer).ids)
+        prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
+        if self.limit is not None and prompt + answer + end > self.limit:
+            raise UserError(
+                f"--max_prompt_length {prompt} plus --max_completion_length {answer} plus the "
+                f"{end} tokens that end a turn is more than the {self.limit} positions of the "
+                f"reward model {self.path!r}."
+            )
+
+    def reads_ids(self, *, is_chat: bool) -> bool:
+        """Whether the policy's ids of a row, which is a conversation or a text, are its own too."""
+        if not is_chat or not self.same_ids:
+            return self.same_ids
+        return self.tokenizer.chat_template in (None, self.policy_tokenizer.chat_template)
+
+    def own_ids(
+        self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Prompts and completions, texts or messages, in this model's own tokens."""
+        pairs = zip(prompts, completions, strict=True)
+        rows = [
+            render({"prompt": p, "completion": c}, ["completion"], self.tokenizer) for p, c in pairs
+        ]
+        encoded = encode([row["prompt"] for row in rows], self.tokenizer)
+        prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
+        ids = encode([row["completion"] for row in rows], self.tokenizer)
+        # The template ends the turn of messages, whether or not the policy did.
+        stopped = zip(prompts, ids, has_stop, strict=True)
+        eos = [self.tokenizer.eos_token_id]
+        return prompt_ids, [r + eos * (stop and isinstance(p, str)) for p, r, stop in stopped]
+
+
+class Encoder(nn.Module):
+    """A Hugging Face encoder with one label, whose forward is the logit of each text."""
+
+    def __init__(self, lm: Any) -> None:
+        """Wrap a sequence classifier."""
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits (B,) of texts padded on the right; the model counts the positions itself."""
+        mask = batch.attention_mask.long()
+        logits: Tensor = self.lm(input_ids=batch.input_ids, attention_mask=mask).logits  # (B, 1)
+        return logits[:, 0]
+
+
+class EncoderFunction(ModelFunction):
+    """An encoder, which reads prompt and completion as one text, in both directions.
+
+    The text is tokenised as the encoder's own tokenizer does it, with [CLS] and [SEP] around it,
+    padded on the right, where such models expect it, and computed in float32.
+    """
+
+    kind = "encoder"
+
+    def __init__(self, path: str, config: CommonConfig) -> None:
+        """Check the folder; a UserError for no classifier with one label, or no tokenizer."""
+        self.path, self.config = path, replace(config, layout="padded", bf16=False)
+        self.tokenizer = load.read_tokenizer(path, config)
+        self.model_config = load.read_model_config(path, "encoder", self.tokenizer, config)
+        positions = self.model_config.max_position_embeddings
+        self.limit = min(self.tokenizer.model_max_length, positions)
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Load the frozen, sharded model. Collective."""
+        automatic = AutoModelForSequenceClassification
+        lm = load.load(automatic, self.path, self.model_config, self.config)
+        self.model = fsdp.shard(Encoder(lm).requires_grad_(False), self.config, mesh)
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> list[float]:
+        """Rewards of B completions."""
+        texts = [p + completion for p, completion in zip(prompts, completions, strict=True)]
+        ids = self.tokenizer(texts)["input_ids"]
+        # As completions of their first tokens, which need no padding on the left.
+        return self.rewards([Piece(row[:1], [row[1:]], [i]) for i, row in enumerate(ids)])
+
+    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Refuse messages."""
+        raise UserError(
+            f"{self.path!r} is an encoder, which reads texts, and the rows are messages."
+        )
+
+
+def model_function(
+    path: str, policy_tokenizer: Any, config: CommonConfig
+) -> RewardModelFunction | EncoderFunction:
+    """A model's folder as a reward function; a UserError if it holds no reward model."""
+    if checks.is_encoder(load.find_config(path, policy_tokenizer, config)):
+        return EncoderFunction(path, config)
+    return RewardModelFunction(path, policy_tokenizer, config)
