@@ -21,18 +21,18 @@ The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import saver as checkpoint
 from common.config import SFTConfig
-from common.evaluation import score
 from common.losses import sft_loss
 from common.model import fsdp, load
-from common.run import Run
-from common.sampling.sampler import Sampler
+from common.run import Run, find_checkpoint
 from common.scoring import Policy
 
 
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
+    from common.evaluation import score
+    from common.sampling.sampler import Sampler  # for the table of samples
+
     distributed.seed_everything(config.seed)
 
     # Data
@@ -40,7 +40,7 @@ def main(config: SFTConfig) -> None:
     pad_id = tokenizer.pad_token_id
     stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     model_config = load.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
-    resume_from = checkpoint.find(config)
+    resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, train_set)

@@ -11,10 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed
-from common.checkpoint import best
 from common.config import CommonConfig, TrainConfig, UserError, parse
-from common.exits import failures, signals
-from common.record import folder, terminal
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
@@ -29,6 +26,10 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     What a run writes is never writable for everybody: who changes a model changes what others run.
     With `--dry_run true` the run is only planned, before any process group.
     """
+    from common.checkpoint import best
+    from common.exits import signals
+    from common.record import folder, terminal
+
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
     try:
@@ -76,6 +77,8 @@ def leave() -> None:
 
 def refuse(error: UserError) -> NoReturn:
     """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
+    from common.exits import failures
+
     number, store = distributed.own_rank(), distributed.store()
     cause = f"rank {number} was refused: {error}"
     first, _ = failures.claim(store, number, distributed.host(), cause)
@@ -94,6 +97,8 @@ def refuse(error: UserError) -> NoReturn:
 
 def fail(error: BaseException) -> NoReturn:
     """Leave after an exception that the user cannot put right, which one rank reports."""
+    from common.exits import failures
+
     if isinstance(error, SystemExit) and not dist.is_initialized():
         raise error  # --help
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
@@ -110,5 +115,7 @@ def close_and_exit(status: int) -> NoReturn:
 
 def a_peer_has_failed() -> bool:
     """Whether another rank has entered the cause of a failure in the store. Not collective."""
+    from common.exits import failures
+
     is_there = dist.is_initialized()
     return is_there and failures.is_claimed_by_peer(distributed.store(), distributed.own_rank())
