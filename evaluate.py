@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common import data, distributed, launch, self_checks
-from common.config import CommonConfig, UserError, dial, knob
+from common.config import CommonConfig, UserError, dial, knob, path_knob
 from common.data import Example
 from common.errors import SMALLEST_TEMPERATURE, refuse_twice
 from common.evaluation import completions, judges, pair_scores, score
@@ -48,13 +48,9 @@ class EvaluateConfig(CommonConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
     _systems: ClassVar = "what is evaluated"
-    policies: list[str] = knob([], "folders or hub ids of causal language models", is_path=True)
-    reward_models: list[str] = knob(
-        [], "folders or hub ids of reward models, encoders too", is_path=True
-    )
-    ref_model_name_or_path: str = knob(
-        "", "reference of implicit rewards (empty: first policy)", is_path=True
-    )
+    policies: list[str] = path_knob([], "folders or hub ids of causal language models")
+    reward_models: list[str] = path_knob([], "folders or hub ids of reward models, encoders too")
+    ref_model_name_or_path: str = path_knob("", "for implicit rewards (empty: first policy)")
     policy_scores: list[str] = knob(
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
@@ -70,25 +66,23 @@ class EvaluateConfig(CommonConfig):
     score_stop_token: bool = knob(
         True, "count the stop token in a policy's scores (false: for one not trained to end so)"
     )
-    scores_from: list[str] = knob(
-        [], "scores.jsonl of other evaluations of the same pairs, to compare with", is_path=True
+    scores_from: list[str] = path_knob(
+        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
     )
     margin_column: str = knob(
         "", "column of rating differences, by which accuracies are split (empty: none)"
     )
 
     _generations: ClassVar = "generations"
-    prompts_dataset_name: str = knob("", "rows to sample from (empty: dataset_name)", is_path=True)
+    prompts_dataset_name: str = path_knob("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
     temperature: float = knob(1.0, "of sampling; 0 takes the most likely token", ge=0)
     max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
-    reward_funcs: list[str] = knob(
-        [],
-        "further judges of generations: gold, file.py:function (your file is run as code)",
-        is_path=True,
+    reward_funcs: list[str] = path_knob(
+        [], "further judges of generations: gold, file.py:function (your file is run as code)"
     )
-    judge_funcs: list[str] = knob(
-        [], "judges of two generations: file.py:function (your file is run as code)", is_path=True
+    judge_funcs: list[str] = path_knob(
+        [], "judges of two generations: file.py:function (your file is run as code)"
     )
     report_to: str = dial("none", "none or wandb", ["none", "wandb"])
 

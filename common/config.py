@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 
-from common.errors import LARGEST_COUNT, check_fields, hint, shown, values_of
 from common.errors import UserError as UserError
+from common.errors import check_fields, hint, shown, values_of
 from common.errors import gist as gist
 
 Config = TypeVar("Config")
-NULL = re.compile(r"(~|null|Null|NULL|)\Z")  # in a recipe
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
@@ -65,6 +64,7 @@ def knob(
 
 # A field that changes how a run is watched, stored and computed, but for rounding not what.
 dial = functools.partial(knob, may_change=True)
+path_knob = functools.partial(knob, is_path=True)
 
 
 @dataclass
@@ -79,21 +79,14 @@ class CommonConfig:
     seed: int = knob(0, "row order, initialisation and sampling noise follow from it", lt=2**63)
 
     _model: ClassVar = "model"
-    model_name_or_path: str = knob(
-        "", "hub id, folder, or a transformers config .json (random weights)", is_path=True
-    )
-    tokenizer_name_or_path: str = knob(
-        "", "hub id, folder or `synthetic`; empty: the one beside the model", is_path=True
-    )
+    model_name_or_path: str = path_knob("", "hub id, folder, or config .json (random weights)")
+    tokenizer_name_or_path: str = path_knob("", "the same or `synthetic` (empty: beside the model)")
     trust_remote_code: bool = dial(False, "run Python code that comes with a model folder")
     stop_token: str = knob("eos", "what ends a completion: `eos` or a text that is one token")
 
     _data: ClassVar = "data"
-    dataset_name: str = knob(
-        "synthetic",
-        "hub id, folder, .jsonl[.gz] / .json / .parquet, or `synthetic`",
-        required=True,
-        is_path=True,
+    dataset_name: str = path_knob(
+        "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic", required=True
     )
     dataset_config: str = knob("", "name of the hub data set's configuration")
     dataset_test_split: str = knob("validation", "split to evaluate on; empty: no evaluation")
@@ -105,9 +98,7 @@ class CommonConfig:
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
-    max_dropped_fraction: float = knob(
-        0.05, "refuse a split that loses more rows than this", ge=0, le=1
-    )
+    max_dropped_fraction: float = knob(0.05, "refuse a split that loses a larger share", ge=0, le=1)
     token_cache_dir: str = dial(
         "output/token_cache",
         "folder where runs keep and find tokenised rows; may be deleted at any time (empty: none)",
@@ -121,13 +112,9 @@ class CommonConfig:
         ["shared_prefix", "padded"],
     )
     micro_batch_tokens: int = dial(4096, "tokens in one forward pass on one process", gt=0)
-    micro_batch_size: int = dial(
-        1024, "rows (GRPO and scoring: completions) in one forward pass, at most", gt=0
-    )
+    micro_batch_size: int = dial(1024, "rows (GRPO, scoring: completions) in such a pass", gt=0)
     generation_batch_size: int = dial(64, "completions decoded at once on one process", gt=0)
-    generation_cache_tokens: int = dial(
-        65536, "tokens whose keys and values sampling holds at once on one process", gt=0
-    )
+    generation_cache_tokens: int = dial(65536, "tokens in sampling's cache on one process", gt=0)
     bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = dial(False, "recompute each block's activations in backward")
     reshard_after_forward: bool = dial(
@@ -136,15 +123,8 @@ class CommonConfig:
     prefetch_blocks: int = dial(0, "gather this many blocks ahead of the one that computes")
     compile: bool = dial(False, "torch.compile every block")
     cpu_offload: bool = dial(False, "keep parameters and optimiser state in host memory")
-    num_replicas: int = dial(
-        1, "HSDP: number of groups of processes, each holding all shards", gt=0
-    )
-    ddp_timeout: int = dial(
-        1800,
-        "seconds a process waits for the others before it ends; raise it if rank 0 takes longer to "
-        "download a model",
-        gt=0,
-    )
+    num_replicas: int = dial(1, "HSDP: groups of processes, each with all shards", gt=0)
+    ddp_timeout: int = dial(1800, "seconds to wait for other processes, as for a download", gt=0)
 
     _watching: ClassVar = "checks and watching"
     self_check: bool = dial(True, "check every loaded model before it is used")
@@ -182,32 +162,23 @@ class TrainConfig(CommonConfig):
     _optimisation: ClassVar = "optimisation"
     batch_size: int = knob(64, "prompts or pairs per optimiser step, over all processes", gt=0)
     learning_rate: float = knob(1e-5, "peak learning rate", gt=0)
-    lr_scheduler_type: str = knob(
-        "cosine", "shape of the decay after warmup", ["cosine", "linear", "constant"]
-    )
     warmup_steps: int = knob(0, "steps of linear warmup from 0")
-    num_train_epochs: float = knob(
-        1.0, "passes over the rows, if max_steps is 0", ge=0, le=LARGEST_COUNT
-    )
+    lr_scheduler_type: str = knob("cosine", "decay after it", ["cosine", "linear", "constant"])
+    num_train_epochs: float = knob(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
     max_steps: int = knob(0, "steps of this run (0: num_train_epochs)")
     weight_decay: float = knob(0.0, "AdamW weight decay, on matrices only", ge=0)
     adam_beta1: float = knob(0.9, "AdamW beta 1", ge=0, lt=1)
     adam_beta2: float = knob(0.999, "AdamW beta 2", ge=0, lt=1)
     # with 0 a parameter without gradient becomes 0 / 0
     adam_epsilon: float = knob(1e-8, "AdamW epsilon", gt=0)
-    max_grad_norm: float = knob(
-        1.0, "clip the global gradient norm to this (0: measure only)", ge=0
-    )
+    max_grad_norm: float = knob(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
 
     _logging: ClassVar = "logging, evaluation, checkpoints"
     report_to: str = dial("none", "none or wandb", ["none", "wandb"])
     run_name: str = dial("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = dial(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = dial(0, "steps between evaluations (0: at the end only; GRPO: 0)")
-    sample_steps: int = dial(
-        0,
-        "steps between printed samples (0: at the end only; reward models: with evaluations)",
-    )
+    sample_steps: int = dial(0, "steps between printed samples (0: at the end; reward: eval_steps)")
     save_steps: int = dial(0, "steps between checkpoints (0: none)")
     profile: bool = dial(False, "record some steps with torch.profiler, into output_dir/profile")
     profile_steps: int = dial(3, "steps that profile records, after two of warm-up", gt=0)
@@ -226,12 +197,8 @@ class TrainConfig(CommonConfig):
 
     _planning: ClassVar = "planning"
     dry_run: bool = dial(False, "print what the run takes, from the models' configs, and end")
-    dry_run_ranks: list[int] = dial(
-        [], "numbers of processes to plan (empty: those launched)", gt=0
-    )
-    dry_run_device: str = dial(
-        "", "plan for a `cuda` or a `cpu` machine (empty: for this one)", ["", "cpu", "cuda"]
-    )
+    dry_run_ranks: list[int] = dial([], "processes to plan for (empty: those launched)", gt=0)
+    dry_run_device: str = dial("", "plan for such a machine (empty: this)", ["", "cpu", "cuda"])
 
     _lora: ClassVar = "LoRA"
     lora_r: int = knob(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
@@ -256,7 +223,6 @@ class TrainConfig(CommonConfig):
             what = "a model's or adapter's folder, or a hub id, with --lora_r"
             raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
         refuse_own_output(self)
-        refuse_best(self)
 
 
 @dataclass
@@ -270,25 +236,13 @@ def refuse_own_output(config: TrainConfig) -> None:
     """Raise a UserError for an input that this run would replace: resuming reads it again."""
     written = [Path(config.output_dir, name).resolve() for name in ("model", "adapter")]
     for f in dataclasses.fields(config):
-        for path in values_of(config, f):
+        is_input = f.metadata["is_path"] and f.name != "output_dir"
+        for name in values_of(config, f) if is_input else []:
             # `os.path`: a pattern as reward function may be longer than any name of a file
-            if f.metadata["is_path"] and f.name != "output_dir" and path and os.path.exists(path):
-                place = Path(path).resolve()
-                if any(place == own or own in place.parents for own in written):
-                    what = f"--{f.name} is {path}, which this run would write to"
-                    raise UserError(f"{what}; name another --output_dir than {config.output_dir}.")
-
-
-def refuse_best(config: TrainConfig) -> None:
-    """Raise a UserError if no checkpoint can be the best by the metric."""
-    metric, every = config.metric_for_best_model, config.eval_steps
-    if config.load_best_model_at_end and not metric:
-        raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
-    if metric and not config.save_steps:
-        raise config.refused("save_steps", f"positive with --metric_for_best_model {metric}")
-    if metric.startswith("eval_") and (not every or config.save_steps % every):
-        wanted = f"a multiple of --eval_steps {every}, and that positive, with "
-        raise config.refused("save_steps", f"{wanted}--metric_for_best_model {metric}")
+            place = Path(os.path.realpath(name))
+            if os.path.exists(name) and any(own in (place, *place.parents) for own in written):
+                what = f"--{f.name} is {name}, which this run would write to"
+                raise UserError(f"{what}; name another --output_dir than {config.output_dir}.")
 
 
 # ---- flags and recipes ---
@@ -318,8 +272,8 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
     for name, f in fields.items():
         add_flag(groups[titles[name]], f)
-    path = parser.parse_known_args(argv)[0].config
-    recipe = recipe_arguments(path, fields) if path is not None else []
+    file = parser.parse_known_args(argv)[0].config
+    recipe = recipe_arguments(file, fields) if file is not None else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
@@ -376,42 +330,36 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
         group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", help=hidden)
 
 
-def recipe_arguments(path: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
+def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
     """A recipe as `--key value` arguments.
 
     Raises:
         UserError: it cannot be read, or has a key or a value that no command line could have.
     """
     arguments = []
-    for key, value in read_recipe(path).items():
+    for key, value in read_recipe(file).items():
         if key not in fields:
-            raise UserError(f"--config {path} has the unknown key {key!r} ({hint(key, fields)}).")
+            raise UserError(f"--config {file} has the unknown key {key!r} ({hint(key, fields)}).")
         is_list = fields[key].default_factory is not dataclasses.MISSING
         items = value if isinstance(value, list) and is_list else [value]
-        if not all(isinstance(item, str) for item in items):
+        is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
+        if is_flag or not all(isinstance(item, str) for item in items):
+            what = f"--config {file} gives {shown(value)} for {key!r}; it must be "
             raise UserError(
-                f"--config {path} gives {shown(value)} for {key!r}; it must be one value."
+                what + ("values without a dash before" if is_flag else "one value") + "."
             )
-        if not is_list:
-            arguments.append(f"--{key}={value}")  # one argument: it may begin with a dash
-            continue
-        if flags := [item for item in items if re.match(r"-[^\d.]", item)]:
-            raise UserError(
-                f"--config {path} gives {flags[0]!r} in {key!r}; an item of a list must not begin "
-                "with a dash, as flags do."
-            )
-        arguments += [f"--{key}", *items]
+        # A single value may begin with a dash: it is one argument with its flag
+        arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
     return arguments
 
 
-def read_recipe(path: str, *, typed: bool = False) -> dict[Any, Any]:
+def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     """What a recipe holds, by key.
 
     Args:
-        path: Its file.
-        typed: Numbers, dates and the like as YAML 1.1 reads them, for which 010 is 8, 1:30 is 90
-            and `no` is false. Else every value is text but for null, as on a command line: the
-            type of its field says what it is.
+        file: Its path.
+        typed: As YAML 1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false. Else every
+            value is text but for null, as on a command line: its field says what it is.
 
     Raises:
         UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.
@@ -421,26 +369,28 @@ def read_recipe(path: str, *, typed: bool = False) -> dict[Any, Any]:
     class Texts(yaml.SafeLoader):
         yaml_implicit_resolvers = {}  # noqa: RUF012 - as yaml has it
 
-    Texts.add_implicit_resolver("tag:yaml.org,2002:null", NULL, None)
+    Texts.add_implicit_resolver(
+        "tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z"), None
+    )
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(file).read_text(encoding="utf-8-sig")
         loader = yaml.SafeLoader(text) if typed else Texts(text)
         nodes = loader.get_single_node()
         recipe = loader.construct_document(nodes) if nodes else {}
     except OSError as error:
-        raise UserError(f"--config {path} cannot be read: {error.strerror}.") from None
+        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
     # ValueError: no text in UTF-8, a 31st of February; RecursionError: lists in lists in lists
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", "")
         reason = f"line {mark.line + 1}, {problem}" if mark else gist(error)
-        raise UserError(f"--config {path} is not YAML: {reason}.") from None
+        raise UserError(f"--config {file} is not YAML: {reason}.") from None
     if not isinstance(recipe, dict):
-        raise UserError(f"--config {path} must hold `key: value` lines.")
+        raise UserError(f"--config {file} must hold `key: value` lines.")
     seen: set[str] = set()
     for key, _ in getattr(nodes, "value", []):
         if str(key.value) in seen:
             line = key.start_mark.line + 1
-            raise UserError(f"--config {path}, line {line}: the key {key.value!r} is there twice.")
+            raise UserError(f"--config {file}, line {line}: the key {key.value!r} is there twice.")
         seen.add(str(key.value))
     return recipe

@@ -34,7 +34,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     terminal.keep_printing()
     try:
         config = parse(config_class)
-        best.refuse_unknown(config)
+        best.refuse_impossible(config)
         if isinstance(config, TrainConfig):
             if config.dry_run:
                 plan(config)

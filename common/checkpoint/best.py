@@ -4,15 +4,24 @@ import difflib
 from pathlib import Path
 
 from common.checkpoint import files
-from common.config import CommonConfig
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.record.folder import read_metrics
 from common.record.glossary import METRICS, is_defined
 
 
-def refuse_unknown(config: CommonConfig) -> None:
-    """Raise a UserError for a metric of the best checkpoint that no run logs."""
-    metric = getattr(config, "metric_for_best_model", "")
+def refuse_impossible(config: CommonConfig) -> None:
+    """Raise a UserError for a metric that no run logs, or that is not known of any checkpoint."""
+    if not isinstance(config, TrainConfig):
+        return
+    metric, every = config.metric_for_best_model, config.eval_steps
+    if config.load_best_model_at_end and not metric:
+        raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
+    if metric and not config.save_steps:
+        raise config.refused("save_steps", f"positive with --metric_for_best_model {metric}")
+    if metric.startswith("eval_") and (not every or config.save_steps % every):
+        wanted = f"a multiple of --eval_steps {every}, and that positive, with "
+        raise config.refused("save_steps", f"{wanted}--metric_for_best_model {metric}")
     if metric and not is_defined(metric):
         close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
         raise UserError(

@@ -170,7 +170,7 @@ def show_commands(config: ReplicateConfig, chains: Mapping[int, Mapping[str, Sta
     for stages in chains.values():
         for name, stage in stages.items():
             try:
-                best.refuse_unknown(parse(config_class(stage.script), script_arguments(stage)))
+                best.refuse_impossible(parse(config_class(stage.script), script_arguments(stage)))
             except UserError as error:
                 raise UserError(
                     f"stage {name} of --recipe {config.recipe}: {error} "

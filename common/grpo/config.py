@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import TrainConfig, knob
+from common.config import TrainConfig, knob, path_knob
 from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     AGGREGATIONS,
@@ -31,11 +31,10 @@ class GRPOConfig(TrainConfig):
     top_p: float = knob(1.0, "sample from the most likely tokens that hold this share", gt=0, le=1)
 
     _rewards: ClassVar = "rewards"
-    reward_funcs: list[str] = knob(
+    reward_funcs: list[str] = path_knob(
         [],
         "`gold`, file.py:function (your file is run as code), or reward-model folders",
         required=True,
-        is_path=True,
     )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
@@ -110,9 +109,7 @@ class GRPOConfig(TrainConfig):
     kl_correction: bool = knob(
         False, "multiply the estimate by the ratio: its gradient is then that of the KL"
     )
-    ref_model_name_or_path: str = knob(
-        "", "frozen reference (empty: model_name_or_path)", is_path=True
-    )
+    ref_model_name_or_path: str = path_knob("", "frozen reference (empty: model_name_or_path)")
     ref_update_steps: int = knob(0, "steps between updates of the reference (0: none)")
     ref_mixup_alpha: float = knob(
         1.0, "share of the policy in the updated reference (1: a copy)", gt=0, le=1

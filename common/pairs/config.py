@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, UserError, dial, knob
+from common.config import TrainConfig, UserError, dial, knob, path_knob
 from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     PER_TOKEN_LOSSES,
@@ -37,10 +37,8 @@ class RewardConfig(TrainConfig):
     group_comparisons: bool = knob(
         False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
     )
-    sft_dataset_name: str = knob(
-        "",
-        "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)",
-        is_path=True,
+    sft_dataset_name: str = path_knob(
+        "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
     num_sft_rows: int = knob(512, "rows of its training split that are scored for it", gt=0)
 
@@ -70,9 +68,7 @@ class DPOConfig(TrainConfig):
 
     _reference: ClassVar = "reference"
     reference_free: bool = knob(False, "take every completion as equally likely in the reference")
-    ref_model_name_or_path: str = knob(
-        "", "frozen reference (empty: model_name_or_path)", is_path=True
-    )
+    ref_model_name_or_path: str = path_knob("", "frozen reference (empty: model_name_or_path)")
     precompute_ref_log_probs: bool = knob(
         True, "score all pairs with the reference first and free it (false: beside each step)"
     )
@@ -96,10 +92,8 @@ class DPOConfig(TrainConfig):
         0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
     )
     temperature: float = knob(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
-    reward_funcs: list[str] = knob(
-        [],
-        "`gold`, file.py:function (your file is run as code), or reward-model folders",
-        is_path=True,
+    reward_funcs: list[str] = path_knob(
+        [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
     )
     reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")

@@ -362,7 +362,7 @@ FLAGS: list[Case] = [
     ("evaluate", {"temperature": -1}, ["--temperature is -1.0", "0 or more"]),
     # Beyond what can be computed with
     *(
-        (stage, {name: value}, [f"--{name} is ", "at most 2,147,483,647"])
+        (stage, {name: value}, [f"--{name} is ", "at most 2,147,483,64"])
         for stage, name, value in (
             ("train_sft", "ddp_timeout", 10**14),
             ("train_sft", "warmup_steps", 10**400),
@@ -397,6 +397,13 @@ FLAGS: list[Case] = [
     ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
+    ("train_sft", {"metric_for_best_model": "loss"}, ["--save_steps is 0", "positive"]),
+    (
+        "train_sft",
+        {"metric_for_best_model": "eval_loss", "save_steps": 3, "eval_steps": 2},
+        ["--save_steps is 3", "multiple of --eval_steps 2"],
+    ),
+    ("train_sft", {"load_best_model_at_end": True}, ["--load_best_model_at_end is true", "false"]),
     # Contradictions
     ("train_grpo", {"distinct_candidates": "true"}, ["--distinct_candidates is true", "drawn"]),
     ("train_grpo", {"eval_steps": 5}, ["--eval_steps is 5", "must be 0", "--sample_steps"]),
@@ -492,8 +499,11 @@ RECIPES: list[tuple[str, list[str]]] = [
     ("run_name: ~\n", ["r.yaml gives None for 'run_name'", "one value"]),
     ("bf16: off\n", ["--bf16", "expected: got off", "true/false"]),
     ("max_steps: 1:30\n", ["--max_steps", "invalid int value: '1:30'"]),
-    ("dry_run_ranks: ['--output_dir', x]\n", ["gives '--output_dir' in 'dry_run_ranks'", "flag"]),
-    ("lora_target_modules: ['-a']\n", ["gives '-a' in 'lora_target_modules'", "a dash"]),
+    (
+        "dry_run_ranks: ['--output_dir', x]\n",
+        ["gives ['--output_dir', 'x']", "'dry_run_ranks'", "dash"],
+    ),
+    ("lora_target_modules: ['-a']\n", ["gives ['-a'] for 'lora_target_modules'", "a dash"]),
     ("seed: 1\nbatch_size: 2\nseed: 3\n", ["r.yaml, line 3: the key 'seed' is there twice"]),
     ("a: [1\nb: 2\n", ["r.yaml is not YAML: line 2, "]),
     ("max_steps\n", ["r.yaml", "`key: value`"]),

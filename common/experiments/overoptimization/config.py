@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import CommonConfig, UserError, knob
+from common.config import CommonConfig, UserError, knob, path_knob
 
 
 @dataclass
@@ -27,7 +27,7 @@ class OveroptimizationConfig(CommonConfig):
     num_proxy_pairs: int = knob(400, "pairs that the proxy learns from, others per seed", gt=0)
     missing_eos_penalty: float = knob(-1.0, "proxy reward of a completion that did not stop")
     dataset_train_split: str = knob("train", "split of pairs and prompts to train on")
-    prompts_dataset_name: str = knob("", "rows with prompts (empty: dataset_name)", is_path=True)
+    prompts_dataset_name: str = path_knob("", "rows with prompts (empty: dataset_name)")
 
     _far: ClassVar = "how far"
     best_of: list[int] = knob(
