@@ -20,15 +20,17 @@ def tail_tokens(run: Run, batch: MicroBatch) -> float:
 
 
 def block_activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
-    """What the graph of a micro-batch keeps of a block, and of the last one."""
+    """What the graph of a micro-batch keeps of a block, and of the last one.
+
+    Of the last one in the shared layout: queries, keys and values of all tokens, what they are made
+    of, and the rest of the tail.
+    """
     more = attention_bytes(run, model, batch)
     block = batch.tokens * model.block_bytes + more
     if not run.is_shared:
         return block, block
-    # Queries, keys and values of all tokens, and what they are made of.
     keys = model.keys_bytes + 3 * model.attention_width * run.number_bytes
-    last = batch.tokens * keys + tail_tokens(run, batch) * model.block_bytes + more
-    return block, last
+    return block, batch.tokens * keys + tail_tokens(run, batch) * model.block_bytes + more
 
 
 def kept_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
@@ -48,13 +50,17 @@ def backward_activations(run: Run, model: Footprint, batch: MicroBatch) -> float
 
     That is the last block's, or, as it has few tokens, that of the one before, when what the last
     kept is free; with checkpointing what a block keeps is made again.
+
+    A block makes most in its MLP: gradients of the residual stream and of the MLP's output, and of
+    what the activation makes and is given; what that layer kept is free by then.
     """
     kept = kept_activations(run, model, batch)
     block, last = block_activations(run, model, batch)
-    whole = backward_bytes(run, model, batch.tokens)
+    of_token = (2 * model.width + model.num_gates * model.mlp_width) * run.number_bytes
+    whole, tail = batch.tokens * of_token, tail_tokens(run, batch) * of_token
     if run.config.gradient_checkpointing:
         return kept + block + whole
-    return max(kept + backward_bytes(run, model, tail_tokens(run, batch)), kept - last + whole)
+    return max(kept + tail, kept - last + whole)
 
 
 def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
@@ -65,18 +71,15 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     output; per completion copies of the prompt's keys and values; and both masks.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
-    size, width = run.number_bytes, model.attention_width
+    size, width, seen = run.number_bytes, model.attention_width, prompt + own
     if not run.is_shared:
-        return batch.completions * (prompt + own) ** 2 * size
+        return batch.completions * seen**2 * size
     if not run.on_gpu:
         return 0.0
-    has_branches = run.num_completions > 1
-    trunk = prompt if has_branches else prompt + own
-    copies = batch.prompts * (4 * trunk * width + trunk**2)
-    if has_branches:
-        seen = prompt + own
-        copies += batch.completions * (2 * own * width + 2 * seen * width + own * seen)
-    return copies * size
+    if run.num_completions == 1:  # no branches
+        return batch.prompts * (4 * seen * width + seen**2) * size
+    trunks = batch.prompts * (4 * prompt * width + prompt**2)
+    return (trunks + batch.completions * (2 * own * width + 2 * seen * width + own * seen)) * size
 
 
 def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
@@ -89,15 +92,6 @@ def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
     return tokens * numbers * run.number_bytes
 
 
-def backward_bytes(run: Run, model: Footprint, tokens: float) -> float:
-    """Gradients of activations at the widest moment of a block, in its MLP.
-
-    Those of the residual stream and of the MLP's output, and of what the activation makes and is
-    given; what that layer kept is free by then.
-    """
-    return tokens * (2 * model.width + model.num_gates * model.mlp_width) * run.number_bytes
-
-
 def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool) -> float:
     """The projection onto the vocabulary and what is made of it, in float32.
 
@@ -105,20 +99,21 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     their difference, on a GPU the probabilities for the entropy; and the states that are projected.
     Padded: logits of every completion column and copies of them. Forward: the scaled ones and a
     temporary of logsumexp. Backward: those kept, the gradient of the chosen ones, and three
-    temporaries of logsumexp's. The entropy keeps its probabilities, and since the loss does not
-    pass through it, a micro-batch's are freed only when the next one's scores take their name.
+    temporaries of logsumexp's. The entropy (of GRPO) keeps its probabilities, and since the loss
+    does not pass through it, a micro-batch's are freed only when the next one's scores take their
+    name.
     """
     if not model.head_numbers:
         return 0.0
     vocabulary, own = model.vocabulary, run.config.max_completion_length
+    has_entropy = run.stage == "GRPO"
     cast = FLOAT32 * model.head_numbers if run.config.bf16 else 0  # the head in float32
-    rows = batch.completions * own
     if run.is_shared:
+        rows = batch.completions * own
         chunk = min(rows, max(1, CHUNK_NUMBERS // vocabulary)) * vocabulary
-        copies = 1 + 2 * run.has_exact_kl + (run.has_entropy and run.on_gpu)
-        states = rows * model.width * run.number_bytes
-        return FLOAT32 * chunk * copies + states + cast
+        copies = 1 + 2 * run.has_exact_kl + (has_entropy and run.on_gpu)
+        return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast
     copies = 3
     if trains:
-        copies = 5 + 4 * run.has_exact_kl + run.has_entropy * (1 + 2 * (batch.number > 1))
+        copies = 5 + 4 * run.has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
     return FLOAT32 * batch.completions * (own + 1) * vocabulary * copies + cast

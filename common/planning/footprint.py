@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from common.config import TrainConfig, UserError, gist
 from common.model import fsdp, load, lora, shared_prefix
 from common.model.checks import Kind
-from common.planning.flops import Decoder
 
 NUM_TOKENS = 128  # of the counted pass
 
@@ -37,20 +36,36 @@ class Unit:
         )
 
     def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
-        """Numbers on the rank that holds most: each parameter is cut along its first dimension.
+        """Numbers, or trained ones, on the rank that holds most of those that share the unit.
 
-        FSDP fills the last part up to the size of the others, so that 768 rows on 1024 ranks take
-        a row on each.
-
-        Args:
-            ranks: that share the unit.
-            trained: count trained parameters only.
+        Each parameter is cut along its first dimension. FSDP fills the last part up to the size of
+        the others, so that 768 rows on 1024 ranks take a row on each.
         """
         return sum(
             -(-rows // ranks) * (size // max(1, rows))
             for rows, size, is_trained in self.parameters
             if is_trained or not trained
         )
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a forward pass costs follows from these."""
+
+    num_layers: int
+    block_weights: int  # numbers in the matrices of one block
+    key_value_weights: int  # of these, in what makes keys and values
+    attention_width: int  # heads times the width of one
+    head_weights: int  # numbers in the projection onto the vocabulary
+
+    def flops(self, num_tokens: float, num_pairs: float, num_read: float) -> float:
+        """Linear layers of all tokens, attention of (query, key) pairs, the head of what is read.
+
+        Each weight is multiplied and added once per token; scores and weighted values are 2
+        products of 2 width each per pair and layer.
+        """
+        of_layer = 2.0 * self.block_weights * num_tokens + 4.0 * self.attention_width * num_pairs
+        return self.num_layers * of_layer + 2.0 * self.head_weights * num_read
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,6 @@ class Footprint:
     blocks: tuple[Unit, ...]
     root: Unit  # embeddings, final norm, head
     width: int  # D
-    num_heads: int
     attention_width: int  # heads times the width of one
     key_width: int  # the same of keys: fewer heads with grouped queries
     mlp_width: int  # what the widest linear layer reads
@@ -82,20 +96,11 @@ class Footprint:
         return sum(unit.numbers(ranks, trained=trained) for unit in (*self.blocks, self.root))
 
     @property
-    def largest_block(self) -> int:
-        """Numbers of the largest block."""
-        return max(block.numbers() for block in self.blocks)
-
-    @property
     def decoder(self) -> Decoder:
         """The sizes that operations are counted from."""
-        return Decoder(
-            len(self.blocks),
-            self.linear_numbers // len(self.blocks),
-            2 * self.width * self.key_width,
-            self.attention_width,
-            self.head_numbers,
-        )
+        layers, keys_and_values = len(self.blocks), 2 * self.width * self.key_width
+        of_block = self.linear_numbers // layers
+        return Decoder(layers, of_block, keys_and_values, self.attention_width, self.head_numbers)
 
 
 def of_model(
@@ -141,12 +146,8 @@ def add_adapters(lm: Any, path: str, config: TrainConfig) -> None:
     Beside them the head of a reward model is trained.
     """
     is_adapter = lora.is_adapter(path)
-    blocks = fsdp.blocks(lm)
-    settings = (
-        lora.own_settings(path, config)
-        if is_adapter
-        else lora.new_settings(lm, blocks, path, config)
-    )
+    own = (lm, fsdp.blocks(lm), path, config)
+    settings = lora.own_settings(path, config) if is_adapter else lora.new_settings(*own)
     with_copy = is_adapter or getattr(config, "ref_update_steps", 0) > 0
     for adapter in (lora.TRAINED, lora.REFERENCE) if with_copy else (lora.TRAINED,):
         with torch.device("meta"):
@@ -162,23 +163,17 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
     if not blocks:
         raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
     refuse_experts(lm, blocks)
-    inside = {id(p) for block in blocks for p in block.parameters()}
     units = tuple(Unit.of(list(block.parameters())) for block in blocks)
-    root = Unit.of([p for p in lm.parameters() if id(p) not in inside])
-    head = lm.get_output_embeddings()
-    embedding = lm.get_input_embeddings()
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
     linear = [weight_shape(part) for block in blocks for part in base_layers(block)]
     mlp_width = max(inputs for inputs, _ in linear)
     num_makers = sum(outputs == mlp_width for _, outputs in linear) // len(blocks)
-    counted = count_pass(lm, blocks, config, copies=copies)
     return Footprint(
         name=type(lm).__name__,
         blocks=units,
-        root=root,
+        root=Unit.of([p for p in lm.parameters() if id(p) not in inside]),
         width=embedding.weight.shape[1],
-        num_heads=counted.num_heads,
-        attention_width=counted.attention_width,
-        key_width=counted.key_width,
         mlp_width=mlp_width,
         num_gates=min(2, max(1, num_makers)),
         linear_numbers=sum(inputs * outputs for inputs, outputs in linear),
@@ -187,10 +182,7 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
         is_tied=head is not None and head.weight is embedding.weight,
         trains_head=head is not None and head.weight.requires_grad,
         trains_embedding=embedding.weight.requires_grad,
-        block_bytes=counted.block_bytes,
-        keys_bytes=counted.keys_bytes,
-        outer_bytes=counted.outer_bytes,
-        kept_keys_bytes=counted.kept_keys_bytes,
+        **count_pass(lm, blocks, config, copies=copies).sizes(),
     )
 
 
@@ -229,26 +221,15 @@ def weight_shape(layer: Any) -> tuple[int, int]:
 
 @dataclass
 class Count:
-    """The storages that a graph keeps, each once, and what was seen at each layer's attention.
+    """The storages that a graph keeps, each once, and what was seen at each layer's attention."""
 
-    Attributes:
-        parameters: Storages that are not counted.
-        kept: Storages by address, so that none is freed and its address used again.
-        before: Bytes kept before the attention of each layer.
-        num_heads: Of the queries.
-        attention_width: Heads times the width of one.
-        key_width: The same of keys.
-        keys_storage: Bytes of the storages that keys and values of a layer lie in.
-    """
-
-    parameters: set[int]
+    parameters: set[int]  # storages that are not counted
     copies: bool
+    # By address, and held so that none is freed and its address used again.
     kept: dict[int, Any] = field(default_factory=dict)
-    before: list[int] = field(default_factory=list)
-    num_heads: int = 0
-    attention_width: int = 0
-    key_width: int = 0
-    keys_storage: int = 0
+    before: list[int] = field(default_factory=list)  # bytes kept before each layer's attention
+    widths: tuple[int, int] = (0, 0)  # heads times the width of one, of queries and of keys
+    keys_storage: int = 0  # bytes of the storages that keys and values of a layer lie in
 
     longest = 1  # of a `KeyCache`: no window is exceeded
 
@@ -269,9 +250,7 @@ class Count:
     ) -> Tensor:
         """In the place of an attention: keep what it keeps."""
         self.before.append(self.num_bytes)
-        self.num_heads = query.shape[1]
-        self.attention_width = query.shape[1] * query.shape[3]
-        self.key_width = key.shape[1] * key.shape[3]
+        self.widths = (query.shape[1] * query.shape[3], key.shape[1] * key.shape[3])
         storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in (key, value)}
         self.keys_storage = sum(storage.nbytes() for storage in storages.values())
         repeats = query.shape[1] // key.shape[1]
@@ -280,27 +259,21 @@ class Count:
         )
         return output
 
-    @property
-    def block_bytes(self) -> float:
-        """Per token and block: between the attentions of the first and the last layer."""
-        steps = len(self.before) - 1
-        whole = (self.before[-1] - self.before[0]) / steps if steps else self.num_bytes
-        return whole / NUM_TOKENS
+    def sizes(self) -> dict[str, Any]:
+        """Widths, and bytes of a token, by their names in a `Footprint`.
 
-    @property
-    def keys_bytes(self) -> float:
-        """Per token, of the first block before its attention."""
-        return self.before[0] / NUM_TOKENS
-
-    @property
-    def outer_bytes(self) -> float:
-        """Per token, of what is not in a block."""
-        return max(0.0, self.num_bytes / NUM_TOKENS - len(self.before) * self.block_bytes)
-
-    @property
-    def kept_keys_bytes(self) -> float:
-        """Per token and layer."""
-        return self.keys_storage / NUM_TOKENS
+        A block's are those between the attentions of the first and the last layer.
+        """
+        steps, kept = len(self.before) - 1, self.num_bytes / NUM_TOKENS
+        block = (self.before[-1] - self.before[0]) / NUM_TOKENS / steps if steps else kept
+        return {
+            "attention_width": self.widths[0],
+            "key_width": self.widths[1],
+            "block_bytes": block,
+            "keys_bytes": self.before[0] / NUM_TOKENS,
+            "outer_bytes": max(0.0, kept - len(self.before) * block),
+            "kept_keys_bytes": self.keys_storage / NUM_TOKENS,
+        }
 
 
 class KeepsLikeAttention(torch.autograd.Function):

@@ -5,7 +5,7 @@ bf16, else 4. Where a formula stands for code, its docstring says what that code
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,6 @@ from common.planning.activations import (
     logits_bytes,
 )
 from common.planning.footprint import Footprint
-from common.planning.host_memory import copied_bytes, export_bytes, written_bytes
 from common.planning.work import FLOAT32, MOMENTS_OF_ADAM, MicroBatch, Run, micro_batch
 
 COLUMNS = (
@@ -33,14 +32,20 @@ COLUMNS = (
     "checkpoint",
     "process",
 )
+HOST_COLUMNS = ("offloaded", "checkpoint's copy", "writing it", "export on rank 0", "most")
+NUM_UPDATE_MOMENTS = 3  # of `update_moments`
+# Of a shard, while it is written: safetensors makes a buffer of the whole file (`serialize`), of
+# which torch's writer is handed a copy, as Python's bytes (`safetensors.torch.save`).
+WRITER_COPIES = 2
+Parts = dict[str, float]  # bytes by column
 
 
 @dataclass
 class Moment:
-    """What is in memory at once, in bytes by column."""
+    """What is in memory at once."""
 
     name: str
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: Parts
 
     @property
     def total(self) -> float:
@@ -48,23 +53,42 @@ class Moment:
         return sum(self.parts.values())
 
 
-NUM_UPDATE_MOMENTS = 3  # of `update_moments`
+def moments(run: Run, ranks: int) -> list[Moment]:
+    """What a rank holds at each moment at which that may be most, from the second step on."""
+    base = resident(run, ranks, models_of(run))
+    found = update_moments(run, ranks) + sampling_moments(run, ranks, base)
+    if run.reference:  # DPO's scores ahead of the policy
+        is_alone = isinstance(run.config, DPOConfig)
+        beside = resident(run, ranks, [run.reference], trains=False) if is_alone else base
+        found.append(scoring_moment(run, ranks, "reference", run.reference, beside))
+    for moment in found:
+        of_kl = kept_for_kl(run, ranks)
+        moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
+    if run.on_gpu:
+        return found
+    if run.config.save_steps:
+        found.append(save_moment(run, ranks, found))
+    return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
 
 
-# ---- columns -------------------------------------------------------------------------------------
+def peak(run: Run, ranks: int) -> Moment:
+    """The moment at which a rank holds most."""
+    return max(moments(run, ranks), key=lambda moment: moment.total)
 
 
-def resident(
-    run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True
-) -> dict[str, float]:
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+def resident(run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
     """Shards that stay: float32 parameters of these models, two moments of what is trained."""
+    held = 0 if run.is_offloaded else FLOAT32
     shards = run.num_shards(ranks)
-    parameters = FLOAT32 * sum(model.numbers(shards) for model in models)
-    optimiser = MOMENTS_OF_ADAM * FLOAT32 * run.policy.numbers(shards, trained=True)
-    if run.is_offloaded:
-        parameters = optimiser = 0
+    parameters = held * sum(model.numbers(shards) for model in models)
     parts = {"parameters": float(parameters), "process": run.process_bytes}
-    return parts | {"optimiser": float(optimiser)} if trains else parts
+    if trains:
+        optimiser = MOMENTS_OF_ADAM * held * run.policy.numbers(shards, trained=True)
+        parts["optimiser"] = float(optimiser)
+    return parts
 
 
 def models_of(run: Run) -> list[Footprint]:
@@ -88,14 +112,14 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
     """
     if run.is_plain(ranks):
         return 0.0
-    whole = sum(block.numbers() for block in model.blocks)
-    at_once = (2 + run.config.prefetch_blocks) * model.largest_block
+    sizes = [block.numbers() for block in model.blocks]
+    at_once = (2 + run.config.prefetch_blocks) * max(sizes)
     if has_backward and not run.config.reshard_after_forward:
-        at_once = whole
-    return float(run.number_bytes * (model.root.numbers() + min(whole, at_once)))
+        at_once = sum(sizes)
+    return float(run.number_bytes * (model.root.numbers() + min(sum(sizes), at_once)))
 
 
-# ---- moments -------------------------------------------------------------------------------------
+# ---- an update -----------------------------------------------------------------------------------
 
 
 def update_moments(run: Run, ranks: int) -> list[Moment]:
@@ -106,34 +130,31 @@ def update_moments(run: Run, ranks: int) -> list[Moment]:
     """
     policy, batch = run.policy, micro_batch(run, ranks)
     base = resident(run, ranks, models_of(run))
-    trained = policy.numbers(trained=True)
-    added_up = FLOAT32 * trained if batch.number > 1 else 0
+    added_up = FLOAT32 * policy.numbers(trained=True) if batch.number > 1 else 0
     head = FLOAT32 * policy.head_numbers * policy.trains_head
-    whole = gathered(run, policy, ranks, has_backward=True)
-    at_loss = base | {
-        "gathered": whole,
+    whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
+    at_loss = {
         "activations": kept_activations(run, policy, batch),
         "logits": logits_bytes(run, policy, batch, trains=True),
         "gradients": float(added_up + head * run.is_shared),
     }
+    at_loss = base | whole | at_loss
     if isinstance(run.config, DPOConfig) and run.reference in models_of(run)[1:]:
         at_loss = beside_reference(run, ranks, batch, at_loss)
-    block = largest_trained(policy)
+    block = max(block.numbers(trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
-    in_backward = base | {
-        "gathered": whole,
+    in_backward = {
         "activations": backward_activations(run, policy, batch),
         "gradients": added_up + waiting + unit_gradients(run, ranks, block),
     }
     at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
     if not run.is_plain(ranks):
         at_end["gathered"] = float(run.number_bytes * policy.root.numbers())
+    in_backward = base | whole | in_backward
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 
-def beside_reference(
-    run: Run, ranks: int, batch: MicroBatch, at_loss: dict[str, float]
-) -> dict[str, float]:
+def beside_reference(run: Run, ranks: int, batch: MicroBatch, at_loss: Parts) -> Parts:
     """DPO's reference scores a micro-batch while the policy's graph of it is there."""
     assert run.reference is not None
     temporary = logits_bytes(run, run.reference, batch, trains=False)
@@ -142,11 +163,6 @@ def beside_reference(
         "gathered": at_loss["gathered"] + gathered(run, run.reference, ranks, has_backward=False),
         "logits": max(at_loss["logits"], temporary),
     }
-
-
-def largest_trained(model: Footprint) -> int:
-    """Trained numbers of the block that has most."""
-    return max(block.numbers(trained=True) for block in model.blocks)
 
 
 def unit_gradients(run: Run, ranks: int, numbers: int) -> float:
@@ -165,23 +181,20 @@ def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
     Autograd makes the embedding's gradient whole, and adds it to that of the head if they are tied
     and to the sum of earlier micro-batches if there are any: each is a temporary of its size.
     """
-    policy, shards = run.policy, run.num_shards(ranks)
-    is_added = num_micro_batches > 1
+    policy, is_added = run.policy, num_micro_batches > 1
     temporaries = policy.trains_embedding * is_added + policy.trains_head * policy.is_tied
-    embedding = policy.vocabulary * policy.width * temporaries
-    if run.is_plain(ranks):
-        return float(FLOAT32 * (policy.numbers(trained=True) + embedding))
-    if is_added:  # not the last micro-batch: nothing is reduced yet
-        whole = FLOAT32 * policy.numbers(trained=True) + run.number_bytes * embedding
-        return float(whole)
+    embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
+    if run.is_plain(ranks) or is_added:  # before the last micro-batch nothing is reduced
+        return float(FLOAT32 * policy.numbers(trained=True) + embedding)
+    shards = run.num_shards(ranks)
     reduced = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
-    root = policy.root.numbers(trained=True)
-    return float(reduced + run.number_bytes * embedding + unit_gradients(run, ranks, root))
+    return reduced + embedding + unit_gradients(run, ranks, policy.root.numbers(trained=True))
 
 
-def scoring_moment(
-    run: Run, ranks: int, name: str, model: Footprint, base: dict[str, float]
-) -> Moment:
+# ---- scoring and sampling ------------------------------------------------------------------------
+
+
+def scoring_moment(run: Run, ranks: int, name: str, model: Footprint, base: Parts) -> Moment:
     """A frozen model scores a micro-batch; nothing is kept for backward."""
     batch = micro_batch(run, ranks)
     parts = {
@@ -190,6 +203,37 @@ def scoring_moment(
         "logits": logits_bytes(run, model, batch, trains=False),
     }
     return Moment(name, base | parts)
+
+
+def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
+    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples."""
+    config = run.config
+    if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
+        base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
+    elif not isinstance(config, GRPOConfig):
+        if run.stage == "reward model" or not config.num_sample_prompts:
+            return []
+        return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
+    rows = config.batch_size // ranks
+    return [
+        rollout_moment(run, ranks, base, rows, config.num_candidates),
+        *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),
+    ]
+
+
+def rollout_moment(run: Run, ranks: int, base: Parts, num_prompts: int, num_samples: int) -> Moment:
+    """Sampling: the copy, the cache, and a token's logits.
+
+    Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
+    temporary, and what is drawn from.
+    """
+    prompts, samples = decoded_at_once(run, num_prompts, num_samples)
+    parts = {
+        "copy": copy_bytes(run, ranks),
+        "cache": cache_bytes(run, prompts, samples),
+        "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
+    }
+    return Moment("rollout", base | parts)
 
 
 def kept_for_kl(run: Run, ranks: int) -> float:
@@ -244,9 +288,8 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     """
     policy, config = run.policy, run.config
     layers, own = len(policy.blocks), config.max_completion_length
-    tokens = num_prompts * config.max_prompt_length
+    tokens, samples = num_prompts * config.max_prompt_length, num_prompts * num_samples
     per_token = 2 * layers * policy.key_width * run.number_bytes
-    samples = num_prompts * num_samples
     if not run.is_shared:
         whole = samples * (config.max_prompt_length + own) * per_token
         return whole * (1 + 1 / layers)
@@ -256,58 +299,9 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     return max(tokens * per_token + both, kept + forward_bytes(run, policy, tokens))
 
 
-def rollout_moment(
-    run: Run, ranks: int, base: dict[str, float], num_prompts: int, num_samples: int
-) -> Moment:
-    """Sampling: the copy, the cache, and a token's logits.
-
-    Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
-    temporary, and what is drawn from.
-    """
-    prompts, samples = decoded_at_once(run, num_prompts, num_samples)
-    parts = {
-        "copy": copy_bytes(run, ranks),
-        "cache": cache_bytes(run, prompts, samples),
-        "logits": 5.0 * FLOAT32 * prompts * samples * run.policy.vocabulary,
-    }
-    return Moment("rollout", base | parts)
-
-
-def sampling_moments(run: Run, ranks: int, base: dict[str, float]) -> list[Moment]:
-    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples."""
-    config = run.config
-    if not isinstance(config, GRPOConfig | DPOConfig) or not run.has_rollouts:
-        if run.stage == "reward model" or not config.num_sample_prompts:
-            return []
-        return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
-    if isinstance(config, DPOConfig):
-        base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
-    rows = config.batch_size // ranks
-    return [
-        rollout_moment(run, ranks, base, rows, config.num_candidates),
-        *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),
-    ]
-
-
-def moments(run: Run, ranks: int) -> list[Moment]:
-    """What a rank holds at each moment at which that may be most, from the second step on."""
-    base = resident(run, ranks, models_of(run))
-    found = update_moments(run, ranks) + sampling_moments(run, ranks, base)
-    if run.reference:
-        if isinstance(run.config, DPOConfig):  # ahead of the policy
-            alone = resident(run, ranks, [run.reference], trains=False)
-        else:
-            alone = base
-        found.append(scoring_moment(run, ranks, "reference", run.reference, alone))
-    for moment in found:
-        of_kl = kept_for_kl(run, ranks)
-        moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
-    if run.on_gpu:
-        return found
-    if run.config.save_steps:
-        found.append(save_moment(run, ranks, found))
-    found.append(Moment("export", base | {"copy": export_bytes(run, ranks)}))
-    return found
+# ---- saving --------------------------------------------------------------------------------------
+# Of a GPU run that is on its host, of a CPU run in the memory that computes as well. Counted are
+# the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
 
 
 def save_moment(run: Run, ranks: int, found: Sequence[Moment]) -> Moment:
@@ -322,11 +316,54 @@ def save_moment(run: Run, ranks: int, found: Sequence[Moment]) -> Moment:
     beside = max(in_step, key=lambda moment: moment.total).parts
     if not run.config.async_save:
         beside = resident(run, ranks, models_of(run)) | {"activations": kept_for_kl(run, ranks)}
-    return Moment(
-        "save", beside | {"checkpoint": copied_bytes(run, ranks) + written_bytes(run, ranks)}
-    )
+    return Moment("save", beside | {"checkpoint": sum(saved_bytes(run, ranks))})
 
 
-def peak(run: Run, ranks: int) -> Moment:
-    """The moment at which a rank holds most."""
-    return max(moments(run, ranks), key=lambda moment: moment.total)
+def state_bytes(run: Run, ranks: int) -> float:
+    """A rank's part of a checkpoint (`state.trained_state`).
+
+    Float32 shards of what is trained and both its moments, and of a reference that is updated:
+    inside a policy with adapters that is a frozen copy of them.
+    """
+    shards = run.num_shards(ranks)
+    trained = run.policy.numbers(shards, trained=True)
+    numbers = (1 + MOMENTS_OF_ADAM) * trained
+    if getattr(run.config, "ref_update_steps", 0) > 0:
+        numbers += run.reference.numbers(shards) if run.reference else trained
+    return float(FLOAT32 * numbers)
+
+
+def saved_bytes(run: Run, ranks: int) -> tuple[float, float]:
+    """The copy of its state that a rank writes from, and what the writing takes beside.
+
+    There is a copy if training goes on, and of what a GPU holds. It stays for a while after it was
+    written, until Python collects what refers to itself.
+    """
+    if not run.config.save_steps:
+        return 0.0, 0.0
+    is_elsewhere = run.on_gpu and not run.is_offloaded
+    state = state_bytes(run, ranks)
+    return state * (run.config.async_save or is_elsewhere), WRITER_COPIES * state
+
+
+def export_bytes(run: Run, ranks: int) -> float:
+    """On rank 0 the whole model that is written, and a copy of its bytes by safetensors.
+
+    In one plain process on a CPU the first is the model itself.
+    """
+    is_there = run.is_plain(ranks) and not run.on_gpu
+    return float(FLOAT32 * run.policy.numbers() * (1 if is_there else 2))
+
+
+def host_bytes(run: Run, ranks: int) -> list[float]:
+    """What a GPU's process holds on its host, in the order of `HOST_COLUMNS`.
+
+    At once there is what is offloaded (shards of all models, of moments and of gradients), and a
+    save or, once that has ended, the export.
+    """
+    held, shards = 0, run.num_shards(ranks)
+    if run.is_offloaded:
+        held = FLOAT32 * sum(model.numbers(shards) for model in models_of(run))
+        held += FLOAT32 * (MOMENTS_OF_ADAM + 1) * run.policy.numbers(shards, trained=True)
+    saved, export = saved_bytes(run, ranks), export_bytes(run, ranks)
+    return [float(held), *saved, export, held + max(sum(saved), export)]

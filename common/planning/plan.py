@@ -11,7 +11,7 @@ of the config: shorter rows take less. The models are counted in `footprint.py`;
 are in `work.py`, `activations.py` and `memory.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -22,8 +22,7 @@ from common.model.checks import Kind
 from common.pairs.config import DPOConfig
 from common.planning import footprint
 from common.planning.footprint import Footprint
-from common.planning.host_memory import HOST_COLUMNS, host_bytes
-from common.planning.memory import COLUMNS, models_of, moments, peak
+from common.planning.memory import COLUMNS, HOST_COLUMNS, host_bytes, moments, peak
 from common.planning.work import (
     Run,
     check_ranks,
@@ -46,7 +45,7 @@ def make_run(config: TrainConfig) -> Run:
     if not config.dry_run_device:
         on_gpu = torch.cuda.is_available()
     copies = on_gpu and config.layout == "shared_prefix"
-    path = config.model_name_or_path
+    path, names = config.model_name_or_path, getattr(config, "reward_funcs", [])
     kind: Kind = "trunk" if config.stage == "reward model" else "policy"
     policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
     reference = None
@@ -54,7 +53,6 @@ def make_run(config: TrainConfig) -> Run:
         other = config.ref_model_name_or_path
         if not (config.lora_r and other == path):  # else it is inside the policy
             reference = footprint.of_model(other, "policy", config, copies=copies, trains=False)
-    names = config.reward_funcs if isinstance(config, DPOConfig | GRPOConfig) else []
     reward_models = tuple(
         footprint.of_model(name, "reward_model", config, copies=copies, trains=False)
         for name in names
@@ -74,42 +72,27 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
     config = run.config
     for ranks in all_ranks:
         check_ranks(config, ranks)
-    sizes = [described("trained model", run.policy)]
-    sizes += [described("reference", run.reference)] if run.reference else []
-    sizes += [described("reward model", model) for model in run.reward_models]
-    rows = config.batch_size
-    own = run.num_completions * config.max_completion_length
-    tokens = rows * (config.max_prompt_length + own)
-    if not run.is_shared:
-        tokens = rows * piece_tokens(run, run.num_completions)
+    roles = [("trained model", run.policy)]
+    roles += [("reference", run.reference)] if run.reference else []
+    roles += [("reward model", model) for model in run.reward_models]
+    tokens = config.batch_size * piece_tokens(run, run.num_completions)
     work = step_flops(run)
     operations = ", ".join(f"{name} {format_number(n / 1e12)}" for name, n in work.items())
-    device = "a GPU" if run.on_gpu else "a CPU"
     lines = [
         f"plan of {run.stage}, prompts of {config.max_prompt_length} tokens with "
         f"{run.num_completions} x {config.max_completion_length}",
-        *sizes,
-        f"a step: {rows:,} rows, {tokens:,} tokens; TFLOP: {operations}; "
+        *(described(role, model) for role, model in roles),
+        f"a step: {config.batch_size:,} rows, {tokens:,} tokens; TFLOP: {operations}; "
         f"all {format_number(sum(work.values()) / 1e12)}",
-        f"GB of a rank on {device} when it holds most (1 GB = 10^9 bytes):",
-        memory_table(run, all_ranks),
-        "GB at each moment:",
-        moment_table(run, all_ranks),
+        f"GB of a rank on {'a GPU' if run.on_gpu else 'a CPU'} when it holds most "
+        "(1 GB = 10^9 bytes):",
+        *tables(run, all_ranks),
     ]
-    if run.on_gpu:
-        lines += [
-            "CUDA and NCCL themselves, and gaps between allocations, are not counted",
-            "GB of a rank on its host, beside Python and its libraries:",
-            host_table(run, all_ranks),
-        ]
-    return "\n".join([*lines, *left_out(config)])
-
-
-def left_out(config: TrainConfig) -> list[str]:
-    """What of a config is not in the plan."""
-    if not getattr(config, "group_comparisons", False):
-        return []
-    return ["--group_comparisons true: a prompt is counted with one pair, and may have more"]
+    if getattr(config, "group_comparisons", False):
+        lines.append(
+            "--group_comparisons true: a prompt is counted with one pair, and may have more"
+        )
+    return "\n".join(lines)
 
 
 def described(role: str, model: Footprint) -> str:
@@ -118,35 +101,31 @@ def described(role: str, model: Footprint) -> str:
     return f"{role}: {model.name}, {numbers:,.1f} M parameters, {trained:,.1f} M trained"
 
 
-def memory_table(run: Run, all_ranks: Sequence[int]) -> str:
-    """By number of ranks: what is held at the worst moment, by column."""
-    rows = []
-    for ranks in all_ranks:
-        most = peak(run, ranks)
-        cells = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
-        batch = micro_batch(run, ranks)
-        rows.append([f"{ranks}", f"{batch.number}", *cells, gigabytes(most.total), most.name])
-    return markdown_table(["ranks", "micro-batches", *COLUMNS, "peak", "when"], rows)
+def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
+    """By number of ranks: what is held at the worst moment, at each one, and on a GPU's host."""
 
+    def table(headers: Sequence[str], cells: Callable[[int], Iterable[str]]) -> str:
+        rows = [[f"{ranks}", *cells(ranks)] for ranks in all_ranks]
+        return markdown_table(["ranks", *headers], rows)
 
-def moment_table(run: Run, all_ranks: Sequence[int]) -> str:
-    """By number of ranks: how much is held at each moment."""
-    by_ranks = {ranks: moments(run, ranks) for ranks in all_ranks}
-    names = [moment.name for moment in by_ranks[all_ranks[0]]]
-    rows = [
-        [f"{ranks}", *(gigabytes(moment.total) for moment in found)]
-        for ranks, found in by_ranks.items()
+    def at_peak(ranks: int) -> list[str]:
+        most, batch = peak(run, ranks), micro_batch(run, ranks)
+        parts = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
+        return [f"{batch.number}", *parts, gigabytes(most.total), most.name]
+
+    names = [moment.name for moment in moments(run, all_ranks[0])]
+    found = [
+        table(["micro-batches", *COLUMNS, "peak", "when"], at_peak),
+        "GB at each moment:",
+        table(names, lambda ranks: [gigabytes(moment.total) for moment in moments(run, ranks)]),
     ]
-    return markdown_table(["ranks", *names], rows)
-
-
-def host_table(run: Run, all_ranks: Sequence[int]) -> str:
-    """By number of ranks: what the process of a GPU holds on its host."""
-    rows = []
-    for ranks in all_ranks:
-        parts = host_bytes(run, ranks, models_of(run))
-        rows.append([f"{ranks}", *(gigabytes(parts[column]) for column in HOST_COLUMNS)])
-    return markdown_table(["ranks", *HOST_COLUMNS], rows)
+    if run.on_gpu:
+        found += [
+            "CUDA and NCCL themselves, and gaps between allocations, are not counted",
+            "GB of a rank on its host, beside Python and its libraries:",
+            table(HOST_COLUMNS, lambda ranks: map(gigabytes, host_bytes(run, ranks))),
+        ]
+    return found
 
 
 def gigabytes(number: float) -> str:

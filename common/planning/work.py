@@ -1,15 +1,17 @@
 """What a run does in a step, at the limits of its config: its models, tokens and operations.
 
-R ranks hold S = R / num_replicas shards of a model.
+R ranks hold S = R / num_replicas shards of a model. A product of (m, k) and (k, n) costs 2 m k n
+operations; norms, softmax, activations, embeddings and the optimiser are left out (under 2 % at the
+sizes of GPT-2).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.config import TrainConfig, UserError
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
-from common.planning import flops
-from common.planning.footprint import Footprint
+from common.planning.footprint import Decoder, Footprint
 
 FLOAT32 = 4  # bytes
 MOMENTS_OF_ADAM = 2
@@ -39,18 +41,6 @@ class Run:
         return 1 if self.stage == "SFT" else 2
 
     @property
-    def num_sampled(self) -> int:
-        """Of a prompt, in a rollout."""
-        return getattr(self.config, "num_candidates", 1)
-
-    @property
-    def has_rollouts(self) -> bool:
-        """Whether it trains on what it samples."""
-        if isinstance(self.config, DPOConfig):
-            return self.config.pairs_from == "rollouts"
-        return self.stage == "GRPO"
-
-    @property
     def is_shared(self) -> bool:
         """Whether a prompt is computed once for all its completions."""
         return self.config.layout == "shared_prefix"
@@ -61,14 +51,14 @@ class Run:
         return 2 if self.config.bf16 else FLOAT32
 
     @property
-    def has_entropy(self) -> bool:
-        """Whether the loss asks for the entropy of each token."""
-        return self.stage == "GRPO"
-
-    @property
     def has_exact_kl(self) -> bool:
         """Whether the KL is computed over the vocabulary."""
         return isinstance(self.config, GRPOConfig) and self.config.has_exact_kl
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards lie in another memory than what computes."""
+        return self.config.cpu_offload and self.on_gpu
 
     def num_shards(self, ranks: int) -> int:
         """Ranks that share a model."""
@@ -78,27 +68,22 @@ class Run:
         """Whether `fsdp.shard` leaves the model as it is."""
         return ranks == 1 and not self.config.bf16 and not self.config.cpu_offload
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether shards lie in another memory than what computes."""
-        return self.config.cpu_offload and self.on_gpu
-
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest forward and backward pass of a rank.
+    """The largest forward and backward pass of a rank."""
 
-    Attributes:
-        number: Of them in an update.
-        tokens: Computed in one, padding included.
-        prompts: In one, each with its completions; in the padded layout, copies of prompts.
-        completions: In one.
-    """
+    number: int  # of them in an update
+    tokens: float  # computed in one, padding included
+    prompts: float  # in one, each with its completions; padded, copies of prompts
+    completions: float  # in one
 
-    number: int
-    tokens: float
-    prompts: float
-    completions: float
+
+def has_reference(config: TrainConfig) -> bool:
+    """Whether a reference takes part, be it the policy without its adapters."""
+    if isinstance(config, DPOConfig):
+        return config.needs_reference
+    return isinstance(config, GRPOConfig) and config.beta > 0
 
 
 def check_ranks(config: TrainConfig, ranks: int) -> None:
@@ -112,6 +97,9 @@ def check_ranks(config: TrainConfig, ranks: int) -> None:
             f"--batch_size is {config.batch_size}, which {ranks} processes cannot share evenly; "
             f"make it a multiple of {ranks}."
         )
+
+
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def piece_tokens(run: Run, num_completions: int) -> int:
@@ -130,8 +118,7 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
     (`rollouts.minibatch_of`): an update's may all be on one rank.
     """
     config = run.config
-    rows, size, weight = config.batch_size // ranks, run.num_completions, 1
-    num_pieces = 1
+    rows, size, num_pieces, weight = config.batch_size // ranks, run.num_completions, 1, 1
     if isinstance(config, GRPOConfig):
         rows = min(rows, -(-config.batch_size // config.num_minibatches))
         while size > 1 and (
@@ -150,6 +137,9 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
     return MicroBatch(-(-total // fit), most, prompts, pieces * size)
 
 
+# ---- operations ----------------------------------------------------------------------------------
+
+
 def step_flops(run: Run) -> dict[str, float]:
     """Operations of a step on all ranks, at the limits of lengths, padding left out.
 
@@ -157,37 +147,65 @@ def step_flops(run: Run) -> dict[str, float]:
     if it is frozen. With gradient checkpointing it makes the forward's again.
     """
     config, policy = run.config, run.policy
-    forward = config.batch_size * pass_flops(run, policy, run.num_completions)
+    prompt, own = config.max_prompt_length, config.max_completion_length
+
+    def forward(model: Footprint, num_completions: int) -> float:
+        count = group_flops if run.is_shared else copied_flops
+        has_head = model.head_numbers > 0
+        one = count(model.decoder, prompt, [own] * num_completions, head=has_head)
+        return config.batch_size * one
+
+    scored = forward(policy, run.num_completions)
     num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
     is_frozen = policy.numbers(trained=True) < policy.numbers()
     backward = (1 if is_frozen else 2) + config.gradient_checkpointing
-    found = {"forward": num_passes * forward, "backward": num_passes * backward * forward}
+    found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
-        completions = [config.max_completion_length] * config.num_candidates
-        prompt = config.max_prompt_length
-        sampling = flops.group_flops(policy.decoder, prompt, completions, head=True)
+        completions = [own] * config.num_candidates
+        sampling = group_flops(policy.decoder, prompt, completions, head=True)
         found["sampling"] = config.batch_size * sampling
         if config.num_updates > 1:
-            found["old log-probabilities"] = forward
+            found["old log-probabilities"] = scored
     if has_reference(config):
-        reference = run.reference or policy
-        found["reference"] = config.batch_size * pass_flops(run, reference, run.num_completions)
-    for model in run.reward_models if run.stage == "GRPO" else ():  # DPO has them before its steps
-        more = config.batch_size * pass_flops(run, model, run.num_sampled)
-        found["rewards"] = found.get("rewards", 0.0) + more
+        found["reference"] = forward(run.reference or policy, run.num_completions)
+    if isinstance(config, GRPOConfig) and run.reward_models:  # DPO has them before its steps
+        found["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
     return found
 
 
-def pass_flops(run: Run, model: Footprint, num_completions: int) -> float:
-    """A forward pass of one prompt with its completions, in the layout of the run."""
-    completions = [run.config.max_completion_length] * num_completions
-    count = flops.group_flops if run.is_shared else flops.copied_flops
-    head = model.head_numbers > 0
-    return count(model.decoder, run.config.max_prompt_length, completions, head=head)
+def causal_pairs(num_queries: float, num_before: float = 0) -> float:
+    """(query, key) pairs of a run of tokens.
+
+    Each sees itself, those before it in the run, and `num_before` tokens before the run.
+    """
+    return num_queries * num_before + num_queries * (num_queries + 1) / 2
 
 
-def has_reference(config: TrainConfig) -> bool:
-    """Whether a reference takes part, be it the policy without its adapters."""
-    if isinstance(config, DPOConfig):
-        return config.needs_reference
-    return isinstance(config, GRPOConfig) and config.beta > 0
+def group_flops(
+    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool
+) -> float:
+    """One forward pass of a prompt, computed once, and its completions.
+
+    The last block computes of a prompt's tokens but the last their keys and values only.
+
+    Args:
+        decoder: The model.
+        prompt: Tokens of the prompt.
+        completions: Tokens of each completion.
+        head: Whether completion tokens go through the vocabulary head (a policy's do).
+    """
+    pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
+    whole = decoder.flops(prompt + sum(completions), pairs, head * sum(completions))
+    rest = decoder.block_weights - decoder.key_value_weights
+    unread = 2.0 * rest * (prompt - 1)
+    unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)
+    return whole - unread
+
+
+def copied_flops(
+    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool
+) -> float:
+    """As `group_flops`, of every completion with a copy of its prompt, without padding."""
+    lengths = [prompt + length for length in completions]
+    read = head * sum(length + 1 for length in completions)
+    return decoder.flops(sum(lengths), sum(map(causal_pairs, lengths)), read)

@@ -3,13 +3,13 @@
 The prompt is computed once for all its completions, the vocabulary head on completion tokens only,
 attention looks back only, and of a prompt's tokens but the last the last block computes keys and
 values alone, since nobody reads more. The backward pass costs twice the forward pass. The formulas
-of a forward pass are in `common/planning/flops.py`.
+of a forward pass are in `common/planning/work.py`.
 """
 
 from collections.abc import Sequence
 
-from common.planning import flops
-from common.planning.flops import Decoder
+from common.planning import work
+from common.planning.footprint import Decoder
 from tests.benchmarks.fixture import Shape
 from tests.benchmarks.rows import BenchRow
 
@@ -24,17 +24,17 @@ def decoder(shape: Shape) -> Decoder:
 
 def block_flops(shape: Shape, num_tokens: int) -> float:
     """Linear layers of all blocks."""
-    return flops.block_flops(decoder(shape), num_tokens)
+    return decoder(shape).flops(num_tokens, 0, 0)
 
 
 def head_flops(shape: Shape, num_tokens: float) -> float:
     """The vocabulary head on so many positions."""
-    return flops.head_flops(decoder(shape), num_tokens)
+    return decoder(shape).flops(0, 0, num_tokens)
 
 
 def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
-    """One forward pass of a prompt and its completions; see `common.planning.flops.group_flops`."""
-    return flops.group_flops(decoder(shape), prompt, completions, head=head)
+    """One forward pass of a prompt and its completions; see `common.planning.work.group_flops`."""
+    return work.group_flops(decoder(shape), prompt, completions, head=head)
 
 
 def step_flops(

@@ -20,7 +20,7 @@ from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
 from common.padding import make_batch
 from common.pairs.config import DPOConfig
-from common.planning import activations, host_memory, memory, plan
+from common.planning import activations, memory, plan
 from common.planning import work as workload
 from common.planning.footprint import Unit
 from common.sampling.shared import SharedDecoder
@@ -332,11 +332,11 @@ def test_a_save_holds_a_copy_of_the_state_and_two_of_its_bytes_beside_the_step(s
 def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
     flags = {"save_steps": 5, "batch_size": 2}
     adapters = run_of(shapes, **flags, lora_r=4)
-    assert host_memory.state_bytes(adapters, 1) == 12 * adapters.policy.numbers(trained=True)
+    assert memory.state_bytes(adapters, 1) == 12 * adapters.policy.numbers(trained=True)
     grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
-    assert host_memory.state_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
+    assert memory.state_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
     inside = run_of(shapes, **flags, **grpo, lora_r=4)
-    assert host_memory.state_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
+    assert memory.state_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
 
 
 def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
@@ -354,7 +354,7 @@ def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
 
     def host(**more: Any) -> list[float]:
         run = run_of(shapes, **(flags | more))
-        return list(host_memory.host_bytes(run, 2, memory.models_of(run)).values())
+        return memory.host_bytes(run, 2)
 
     export = 8 * NUMBERS
     assert host() == [0, 12 * shard, 24 * shard, export, 36 * shard]
