@@ -1,7 +1,7 @@
 """The table and the report of a chain of runs, from what evaluation recorded.
 
 `results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known),
-`systems` (one mapping each: name, accuracy, accuracy_by_source, gold_reward, reward, kl, length,
+`systems` (one mapping each: name, accuracy, gold_reward, reward, kl, length,
 stop_rate, minutes, peak_memory_gb; None where not measured) and `samples` (prompt, reference,
 completions by system).
 """
@@ -117,7 +117,7 @@ def chain_report(
     ]
     blocks = [
         Section("Systems", systems),
-        *(_comparison_section(results, output_dir) or _source_section(results["systems"])),
+        *_comparison_section(results, output_dir),
         *_generation_section(results),
         *sections.completions_section(results, output_dir),
         *sections.curves_section(run_dirs),
@@ -151,19 +151,6 @@ def _generation_section(results: Results) -> list[Section]:
     found = tables.generation_tables(results)
     notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
     return [Section("Generations", [*found, *map(Text, notes)])] if found else []
-
-
-def _source_section(systems: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Accuracy by the source of the rows, where there is more than one source."""
-    by_source = {system["name"]: system.get("accuracy_by_source") or {} for system in systems}
-    sources = sorted({source for parts in by_source.values() for source in parts})
-    if len(sources) < 2:
-        return []
-    rows = [
-        [name, *(interval_cell(parts.get(source), 100, 1, "accuracy") for source in sources)]
-        for name, parts in by_source.items()
-    ]
-    return [Section("Accuracy by source", [Table(["stage", *sources], rows)])]
 
 
 def _reading_section(results: Results) -> Section:

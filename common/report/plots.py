@@ -5,8 +5,8 @@ display, no global state.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,7 @@ Records = Sequence[Mapping[str, Any]]
 # Okabe and Ito (2008): told apart with any colour vision. Dark enough on white, so no yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 GREY = "#666666"
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.7,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-}
+STYLE = Path(__file__).with_name("figures.mplstyle")
 DPI = 150
 MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
@@ -76,13 +56,12 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-@contextmanager
-def style() -> Iterator[None]:
+def style() -> AbstractContextManager[None]:
     """Draw in the project's style, and leave matplotlib's settings as they were."""
-    import matplotlib
+    import matplotlib.style
 
-    with matplotlib.rc_context(STYLE):
-        yield
+    context: AbstractContextManager[None] = matplotlib.style.context(STYLE)
+    return context
 
 
 def save(figure: Any, path: Path, dpi: int = DPI) -> Path:

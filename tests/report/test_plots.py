@@ -49,7 +49,6 @@ def system(name: str, **changes: Any) -> dict[str, Any]:
         "kind": "policy",
         "path": "model",
         "accuracy": accuracy(0.5, 0.43, 0.57),
-        "accuracy_by_source": {"tldr": accuracy(0.5, 0.43, 0.57)},
         "gold_reward": {"mean": 0.55, "low": 0.5, "high": 0.6},
         "reward": None,
         "kl": {"mean": 1.25, "low": 1.0, "high": 1.5},
@@ -231,18 +230,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     assert ["| GRPO", "*(empty)* |"] in rows
     assert "Ties: SFT 0, Reward model 3." in text
     assert "84.2%" in text
-    assert "by source" not in text  # there is one source
     assert ink(written[2]) > 0.01
-
-
-def test_sources_have_a_table_of_their_own(tmp_path: Path, results: dict[str, Any]) -> None:
-    results["systems"][0]["accuracy_by_source"]["cnn_dm"] = accuracy(0.6, 0.5, 0.7)
-    text = chain_report(results, {}, tmp_path)[1].read_text()
-    lines = text[text.index("## Accuracy by source") :].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:6]]
-    assert rows[0] == ["stage", "cnn_dm", "tldr"]
-    assert rows[2] == ["SFT", "60.0 [50.0, 70.0]", "50.0 [43.0, 57.0]"]
-    assert rows[3] == ["Reward model", "–", "50.0 [43.0, 57.0]"]
 
 
 def test_a_chain_without_gold_rewards_or_runs_is_reported(
