@@ -15,12 +15,10 @@ def run_here(stage: Stage, num_processes: int = 1) -> None:
     if stages.is_finished(stage):
         return
     module = importlib.import_module(stage.script.removesuffix(".py").replace("/", "."))
-    recipe = ["--config", str(stage.config)] if stage.config else []
-    flags = stages.arguments({**stage.flags, "output_dir": stage.output_dir})
     made_by = stages.description(stage)
     draw, plots.plot_run = plots.plot_run, lambda folder: []
     try:
-        module.main(parse(config_class(stage.script), [*recipe, *flags]))
+        module.main(parse(config_class(stage.script), stages.script_arguments(stage)))
     finally:
         plots.plot_run = draw
     stages.write_mark(stage.output_dir, made_by)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.experiments.seed_statistics import SeedMean
+from common.experiments.outcomes import SeedMean
 from common.report.plots import COLOURS, GREY, save, style
 
 DPI = 110  # of a picture of many rows

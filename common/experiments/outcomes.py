@@ -1,12 +1,18 @@
-"""The numbers that runs are compared by: their names, their units, where they are found."""
+"""The numbers that runs are compared by: units, where they are found, what a few seeds tell.
+
+The interval over seeds is Student's: it takes the seeds' results as a sample from a normal
+distribution. It covers the draw of initialisation, row order and sampling noise, not that of the
+evaluation rows, which all seeds share.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.experiments.seed_statistics import SeedMean
+from common.evaluation.intervals import finite_vector, interval_cell, t_quantile
 from common.record.folder import read_environment, read_metrics
 
 
@@ -17,6 +23,11 @@ class Outcome:
     label: str
     unit: str
     scale: float = 1.0  # from what is recorded to the unit
+
+    @property
+    def heading(self) -> str:
+        """Of its column in a table."""
+        return f"{self.label}, {self.unit}"
 
 
 JUDGED = "judged/"  # and a judge's name: the mean reward that evaluate.py has of that judge
@@ -47,15 +58,15 @@ def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:
 def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]]) -> float | None:
     """An outcome of a run, in its unit; None where it was not measured."""
     system = systems.get(str(run_dir), {})
-    if name in OUTCOMES or name.startswith(JUDGED):
-        rewards = system.get("rewards") or {}
-        is_judged = name.startswith(JUDGED)
-        value = rewards.get(name.removeprefix(JUDGED)) if is_judged else system.get(name)
-        if isinstance(value, dict):  # a mean, or an accuracy, with its interval
-            value = value.get("mean", value.get("accuracy"))
+    if name.startswith(JUDGED):
+        value = (system.get("rewards") or {}).get(name.removeprefix(JUDGED))
+    elif name in OUTCOMES:
+        value = system.get(name)
     else:
         logged = [r[name] for r in read_metrics(run_dir) if name in r]
         value = logged[-1] if logged else None
+    if isinstance(value, dict):  # a mean, or an accuracy, with its interval
+        value = value.get("mean", value.get("accuracy"))
     return None if value is None else float(value) * about(name).scale
 
 
@@ -63,19 +74,68 @@ def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Outcomes of the judges that have no name of their own among `OUTCOMES`."""
     found: dict[str, None] = {}
     for system in systems.values():
-        rewards = system.get("rewards") or {}
         own = (system.get("gold_reward"), system.get("reward"))
+        rewards = system.get("rewards") or {}
         found |= dict.fromkeys(name for name, value in rewards.items() if value not in own)
     return [f"{JUDGED}{name}" for name in found]
 
 
-def spread(mean: SeedMean) -> str:
-    """Mean and standard deviation over seeds."""
-    sd = "" if mean.sd is None else f" \N{PLUS-MINUS SIGN} {mean.sd:.2f}"
-    return f"{mean.mean:.2f}{sd}"
-
-
-def commits(run_dirs: list[Path]) -> list[str]:
+def commits(run_dirs: Iterable[Path]) -> list[str]:
     """The commits that the runs were made with, as they recorded them."""
     found = (read_environment(run_dir) for run_dir in run_dirs)
     return sorted({str(environment["git_commit"]) for environment in found if environment})
+
+
+# ---- over seeds ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeedMean:
+    """A mean over seeds."""
+
+    mean: float
+    sd: float | None  # unbiased; None for one value
+    low: float | None  # of the 95% t interval; None for one value
+    high: float | None
+    n: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of 0; never for one value."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+    @property
+    def spread(self) -> str:
+        """Mean and standard deviation."""
+        sd = "" if self.sd is None else f" \N{PLUS-MINUS SIGN} {self.sd:.2f}"
+        return f"{self.mean:.2f}{sd}"
+
+    @property
+    def interval(self) -> str:
+        """The interval alone, empty without one."""
+        return "" if self.low is None else interval_cell(asdict(self), 1, 2, None)
+
+    @property
+    def difference(self) -> str:
+        """The mean with its sign and its interval; a star where that excludes 0."""
+        return interval_cell(asdict(self), 1, 2, sign="+") + (" *" if self.excludes_zero else "")
+
+
+def over_seeds(values: Iterable[float]) -> SeedMean:
+    """Mean and interval mean +- t sd / sqrt(n) of independent values, at least one (Student 1908).
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    vector = finite_vector(list(values))  # (n,)
+    n, mean = vector.size, float(vector.mean())
+    if n == 1:
+        return SeedMean(mean, None, None, None, 1)
+    sd = float(vector.std(ddof=1))
+    half_width = t_quantile(n - 1) * sd / math.sqrt(n)
+    return SeedMean(mean, sd, mean - half_width, mean + half_width, n)
+
+
+def paired_difference(values: Sequence[float], base: Sequence[float]) -> SeedMean:
+    """Mean over seeds of value minus base of the same seed: what both share cancels."""
+    return over_seeds(value - start for value, start in zip(values, base, strict=True))

@@ -23,11 +23,10 @@ import importlib
 import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-import torch
 import yaml
 
 from common.checkpoint import best
@@ -40,16 +39,9 @@ from common.experiments.outcomes import (
     commits,
     judges,
     outcome_of,
-    spread,
+    over_seeds,
     systems_by_run,
 )
-from common.experiments.published import (
-    Published,
-    read_published,
-    source_lines,
-    source_numbers,
-)
-from common.experiments.seed_statistics import SeedMean, over_seeds
 from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
 from common.record.folder import read_environment
 from common.record.terminal import markdown_table
@@ -97,6 +89,22 @@ class ReplicateConfig:
         self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
 
 
+Chains = Mapping[int, Mapping[str, Stage]]  # by seed, then by the names of their recipes
+Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
+
+
+@dataclass(frozen=True)
+class Published:
+    """A line of `published.yaml`: what somebody reports of a system."""
+
+    system: str  # as the recipe names its stage
+    metric: str
+    source: str
+    value: float | None = None  # accuracies and rates as shares of 1
+    note: str = ""
+    origin: bool = False  # the implementation that this project started from
+
+
 def main(config: ReplicateConfig) -> None:
     """Run every seed's chain, and report."""
     published = read_published(RECIPES / config.recipe / PUBLISHED)
@@ -109,12 +117,14 @@ def main(config: ReplicateConfig) -> None:
             for stage in stages.values():
                 run(stage, config.num_processes)
     found = measured(chains, published)
+    run_dirs = [s.output_dir for c in chains.values() for s in c.values() if is_finished(s)]
+    spent, made_with = cost(run_dirs), commits(run_dirs)
     record: dict[str, Any] = {
         "recipe": config.recipe,
         "seeds": config.seeds,
         "overrides": config.overrides,
-        "git_commits": commits(run_dirs(chains)),
-        "cost": cost(chains),
+        "git_commits": made_with,
+        "cost": spent,
         "published": [asdict(row) for row in published],
         "ours": [
             {
@@ -122,7 +132,7 @@ def main(config: ReplicateConfig) -> None:
                 "metric": metric,
                 "unit": about(metric).unit,
                 "by_seed": by_seed,
-                **asdict(over_seeds(list(by_seed.values()))),
+                **asdict(over_seeds(by_seed.values())),
             }
             for (system, metric), by_seed in found.items()
         ],
@@ -130,12 +140,12 @@ def main(config: ReplicateConfig) -> None:
     output_dir = Path(config.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "replication.json").write_text(json.dumps(record, indent=1) + "\n")
-    blocks = report(config, published, found, record["cost"])
     facts = {
         "recipe": config.recipe,
         "seeds": ", ".join(map(str, config.seeds)),
-        "commits of the runs": ", ".join(commit[:16] for commit in record["git_commits"]) or "none",
+        "commits of the runs": ", ".join(commit[:16] for commit in made_with) or "none",
     }
+    blocks = report(config, published, found, spent)
     write_page(output_dir, f"Replication of {config.recipe}", blocks, facts)
     table = comparison(published, found)
     print(f"\n{markdown_table(table.headers, table.rows)}\n\nreport: {output_dir}/report.html")
@@ -165,18 +175,18 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     return stages
 
 
-def show_commands(config: ReplicateConfig, chains: Mapping[int, Mapping[str, Stage]]) -> None:
+def show_commands(config: ReplicateConfig, chains: Chains) -> None:
     """Print the commands of all chains; raise a UserError for flags that a stage would refuse."""
-    for stages in chains.values():
-        for name, stage in stages.items():
-            try:
-                best.refuse_impossible(parse(config_class(stage.script), script_arguments(stage)))
-            except UserError as error:
-                raise UserError(
-                    f"stage {name} of --recipe {config.recipe}: {error} "
-                    "(--overrides stage.flag=value is for one stage.)"
-                ) from None
-    for stage in (stage for stages in chains.values() for stage in stages.values()):
+    every = [(name, stage) for stages in chains.values() for name, stage in stages.items()]
+    for name, stage in every:
+        try:
+            best.refuse_impossible(parse(config_class(stage.script), script_arguments(stage)))
+        except UserError as error:
+            raise UserError(
+                f"stage {name} of --recipe {config.recipe}: {error} "
+                "(--overrides stage.flag=value is for one stage.)"
+            ) from None
+    for _, stage in every:
         print(shlex.join(command(stage, config.num_processes)), flush=True)
 
 
@@ -267,43 +277,54 @@ def config_class(script: str) -> type[Any]:
     return cast(type[Any], get_type_hints(module.main)["config"])
 
 
-# ---- what was measured ---------------------------------------------------------------------------
+# ---- what was measured, and what others report ---------------------------------------------------
 
 
-Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
-
-
-def measured(chains: Mapping[int, Mapping[str, Stage]], published: Sequence[Published]) -> Measured:
+def measured(chains: Chains, published: Sequence[Published]) -> Measured:
     """Every outcome of every finished run, in its unit."""
     found: Measured = {}
     for seed, stages in chains.items():
-        systems = {}
-        if "evaluate" in stages and is_finished(stages["evaluate"]):
-            systems = systems_by_run(stages["evaluate"].output_dir)
-        for name, stage in stages.items():
-            if name == "evaluate" or not is_finished(stage):
-                continue
+        made = {name: stage.output_dir for name, stage in stages.items() if is_finished(stage)}
+        evaluation = made.pop("evaluate", None)
+        systems = systems_by_run(evaluation) if evaluation else {}
+        for name, run_dir in made.items():
             asked = [row.metric for row in published if row.system == name]
             for metric in dict.fromkeys([*OUTCOMES, *judges(systems), *asked]):
-                value = outcome_of(metric, stage.output_dir, systems)
+                value = outcome_of(metric, run_dir, systems)
                 if value is not None:
                     found.setdefault((name, metric), {})[seed] = value
     return found
 
 
-def run_dirs(chains: Mapping[int, Mapping[str, Stage]]) -> list[Path]:
-    """The folders of the finished runs."""
-    return [s.output_dir for stages in chains.values() for s in stages.values() if is_finished(s)]
+def cost(run_dirs: Sequence[Path]) -> dict[str, Any]:
+    """Hours of training of the runs, from their records, times their processes."""
+    import torch
 
-
-def cost(chains: Mapping[int, Mapping[str, Stage]]) -> dict[str, Any]:
-    """Hours of training of all finished runs, from their records, times their processes."""
     hours = 0.0
-    for run_dir in run_dirs(chains):
+    for run_dir in run_dirs:
         minutes = run_cost(run_dir).get("elapsed_minutes", 0.0)
         hours += minutes / 60 * read_environment(run_dir)["world_size"]
     kind = "GPU" if torch.cuda.is_available() else "CPU process"
-    return {"hours": hours, "unit": f"{kind}-hours of training", "runs": len(run_dirs(chains))}
+    return {"hours": hours, "unit": f"{kind}-hours of training", "runs": len(run_dirs)}
+
+
+def read_published(file: Path) -> list[Published]:
+    """The lines of `published.yaml`; none where there is no such file.
+
+    Raises:
+        UserError: it is not as it should be.
+    """
+    if not file.is_file():
+        return []
+    rows = read_recipe(str(file), typed=True).get("published")
+    try:
+        found = [Published(**row) for row in rows or ()]
+        return [replace(row, value=row.value and float(row.value)) for row in found]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} must hold a list `published` of {', '.join(f.name for f in fields(Published))}"
+            f" ({error})."
+        ) from None
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -313,37 +334,33 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
     """Published values, the origin's and ours, a row for each system and metric."""
     headers = ["system", "metric", "published", "origin", "ours", "95% interval", "n"]
     sources = source_numbers(published)
-
-    def reported(key: tuple[str, str], *, origin: bool) -> str:
-        scale = about(key[1]).scale
-        return "; ".join(
-            f"{scale * row.value:.4g} ({sources[row.source]})"
-            for row in published
-            if (row.system, row.metric) == key and row.origin == origin and row.value is not None
-        )
-
     rows = []
     for key in dict.fromkeys([*((row.system, row.metric) for row in published), *found]):
-        mean = over_seeds(list(found[key].values())) if key in found else None
-        rows.append(
-            [
-                key[0],
-                f"{about(key[1]).label}, {about(key[1]).unit}",
-                reported(key, origin=False),
-                reported(key, origin=True),
-                spread(mean) if mean else "",
-                interval(mean),
-                str(mean.n) if mean else "",
-            ]
-        )
+        outcome, cells = about(key[1]), ["", "", ""]
+        reported: dict[bool, list[str]] = {False: [], True: []}  # by whether it is the origin's
+        for row in published:
+            if (row.system, row.metric) == key and row.value is not None:
+                text = f"{outcome.scale * row.value:.4g} ({sources[row.source]})"
+                reported[row.origin].append(text)
+        if key in found:
+            mean = over_seeds(found[key].values())
+            cells = [mean.spread, mean.interval, str(mean.n)]
+        rows.append([key[0], outcome.heading, *map("; ".join, reported.values()), *cells])
     return Table(headers, rows, "Numbers in brackets are those of the sources below.")
 
 
-def interval(mean: SeedMean | None) -> str:
-    """Student's interval over seeds; empty without one."""
-    if mean is None or mean.low is None or mean.high is None:
-        return ""
-    return f"[{mean.low:.2f}, {mean.high:.2f}]"
+def source_numbers(published: Sequence[Published]) -> dict[str, int]:
+    """Every source with its number."""
+    return {s: i for i, s in enumerate(dict.fromkeys(row.source for row in published), start=1)}
+
+
+def source_lines(published: Sequence[Published]) -> list[str]:
+    """The sources as a list, each with the notes on its values."""
+    lines = []
+    for source, number in source_numbers(published).items():
+        notes = dict.fromkeys(row.note for row in published if row.source == source and row.note)
+        lines.append(f"- ({number}) {source}{': ' if notes else ''}{' '.join(notes)}")
+    return lines
 
 
 def report(

@@ -45,21 +45,13 @@ class StageFailed(RuntimeError):  # noqa: N818 - what has failed is the stage
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage script with its flags.
+    """A stage script with its flags."""
 
-    Attributes:
-        script: of this project, as `train_sft.py`.
-        output_dir: the run's folder; becomes its `--output_dir`.
-        config: its recipe.
-        flags: override the recipe; a list gives several values to a flag.
-        patch: Python file that is run in the same process before the script, which it changes.
-    """
-
-    script: str
-    output_dir: Path
-    config: Path | None = None
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    patch: Path | None = None
+    script: str  # of this project, as `train_sft.py`
+    output_dir: Path  # the run's folder; becomes its `--output_dir`
+    config: Path | None = None  # its recipe
+    flags: Mapping[str, Any] = field(default_factory=dict)  # over the recipe; a list is several
+    patch: Path | None = None  # Python file, run in the same process before the script it changes
 
 
 def run(stage: Stage, num_processes: int = 1) -> None:
@@ -87,18 +79,14 @@ def run(stage: Stage, num_processes: int = 1) -> None:
         words.append("--resume_from_checkpoint=none")
     write_mark(stage.output_dir, made_by, BEGUN)
     status, last_lines = show(words, stage.output_dir / LOG)
+    name = f"{stage.script} for {stage.output_dir}"
     refusals = [line for line in last_lines if line.startswith("error: ")]
     if status != 0 and refusals:
-        raise UserError(f"{stage.script} for {stage.output_dir}: {refusals[0][len('error: ') :]}")
+        raise UserError(f"{name}: {refusals[0].removeprefix('error: ')}")
     if status != 0:
-        raise StageFailed(
-            f"{stage.script} for {stage.output_dir} ended with status {status}:\n"
-            + "\n".join(last_lines)
-        )
+        raise StageFailed("\n".join([f"{name} ended with status {status}:", *last_lines]))
     if written_at(stage) == result_before:  # a signal stops a run with status 0
-        raise StageFailed(
-            f"{stage.script} for {stage.output_dir} was stopped; the same command goes on with it."
-        )
+        raise StageFailed(f"{name} was stopped; the same command goes on with it.")
     write_mark(stage.output_dir, made_by)
 
 
@@ -121,14 +109,8 @@ def command(stage: Stage, num_processes: int) -> list[str]:
 
 def script_arguments(stage: Stage) -> list[str]:
     """What a run's script is given."""
-    recipe = ["--config", str(stage.config)] if stage.config else []
-    return [*recipe, *arguments({**stage.flags, "output_dir": stage.output_dir})]
-
-
-def arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as a command line."""
-    words: list[str] = []
-    for name, value in flags.items():
+    words = ["--config", str(stage.config)] if stage.config else []
+    for name, value in {**stage.flags, "output_dir": stage.output_dir}.items():
         if isinstance(value, list | tuple):
             words += [f"--{name}", *map(as_text, value)]
         else:
@@ -142,20 +124,10 @@ def as_text(value: Any) -> str:
 
 
 def show(words: list[str], log: Path) -> tuple[int, list[str]]:
-    """Run a command, showing its output and adding it to a log file.
-
-    Returns:
-        Exit status and the last lines.
-    """
+    """Run a command, showing its output and adding it to a log file: status and last lines."""
     last_lines: deque[str] = deque(maxlen=TAIL)
-    child = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    child = subprocess.Popen(words, stdout=pipe, stderr=both, encoding="utf-8", errors="replace")
     assert child.stdout is not None
     with log.open("a", encoding="utf-8") as file:
         try:
@@ -189,39 +161,34 @@ def description(stage: Stage) -> dict[str, Any]:
     flags = {
         str(name): list(map(as_text, value)) if isinstance(value, list | tuple) else as_text(value)
         for name, value in {**recipe, **stage.flags}.items()
+        if name != "output_dir"
     }
-    flags.pop("output_dir", None)
     texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
-    return {
-        "script": stage.script,
-        "flags": flags,
-        "patch": digest(stage.patch) if stage.patch else None,
-        "inputs": inputs(texts),
-    }
+    patch = digest(stage.patch) if stage.patch else None
+    return {"script": stage.script, "flags": flags, "patch": patch, "inputs": inputs(texts)}
 
 
 def inputs(texts: Iterable[str]) -> dict[str, str]:
     """A digest of each file and folder, and of what made each earlier run, that the texts name.
 
     `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
-    `output/sft`.
+    `output/sft`. Of a folder that is no run of ours names, sizes and times of rows and weights.
     """
     found = {}
-    for text in filter(None, dict.fromkeys(texts)):
+    for text in dict.fromkeys(texts):
         path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
-        if len(text) < LONGEST_PATH and path.is_file():
-            found[text] = digest(path)
-        elif len(text) < LONGEST_PATH and path.is_dir():
-            marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
-            found[text] = digest(marks[0]) if marks else folder_digest(path)
+        if not 0 < len(text) < LONGEST_PATH or not path.exists():
+            continue
+        marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
+        if path.is_file() or marks:
+            found[text] = digest(path if path.is_file() else marks[0])
+        else:
+            files = sorted(
+                file for file in path.iterdir() if file.suffix in DATA and file.is_file()
+            )
+            about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            found[text] = hashlib.sha256(repr(about).encode()).hexdigest()
     return found
-
-
-def folder_digest(folder: Path) -> str:
-    """Names, sizes and times of the rows or weights in a folder that is no run of ours."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in DATA and path.is_file())
-    about = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:
@@ -231,9 +198,8 @@ def digest(path: Path) -> str:
 
 def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
     """What made the finished (or the begun) run in a folder, None where there is none."""
-    file = output_dir / name
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(json.loads((output_dir / name).read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
 
@@ -246,11 +212,6 @@ def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -
 # ---- drivers -------------------------------------------------------------------------------------
 
 
-def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
-    """Run a driver with the config that the command line gives."""
-    exit_with_status(lambda: main(parse(config_class)))
-
-
 def exit_with_status(main: Callable[[], None]) -> None:
     """Run a driver; it ends with the statuses of a stage, and takes its child along."""
     for asked in (signal.SIGTERM, signal.SIGHUP):
@@ -261,3 +222,8 @@ def exit_with_status(main: Callable[[], None]) -> None:
     except StageFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         sys.exit(1)
+
+
+def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
+    """Run a driver with the config that the command line gives."""
+    exit_with_status(lambda: main(parse(config_class)))

@@ -20,22 +20,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config import UserError
+from common.evaluation.score import run_cost
 from common.experiments import forest
-from common.experiments.outcomes import about, commits, outcome_of, spread, systems_by_run
-from common.experiments.seed_statistics import SeedMean, over_seeds, paired_difference
-from common.experiments.stages import exit_with_status, run
-from common.experiments.sweep_file import Sweep, Variant, read_sweep
-from common.experiments.sweep_runs import (
-    evaluations,
-    finished_part,
-    folders_of,
-    run_dirs,
-    training,
-    training_minutes,
+from common.experiments.outcomes import (
+    SeedMean,
+    about,
+    commits,
+    outcome_of,
+    over_seeds,
+    paired_difference,
+    systems_by_run,
 )
+from common.experiments.stages import exit_with_status, is_finished, run
+from common.experiments.sweep_file import Sweep, Variant, read_sweep
 from common.record.terminal import NOT_MEASURED, markdown_table
 from common.report.blocks import Block, Picture, Section, Table, Text
 from common.report.page import write_page
+
+Outcomes = Mapping[int, Mapping[str, Mapping[str, float]]]  # by seed, folder of the run, name
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Effect:
     """What a variant changes, in one outcome."""
 
     variant: Variant
-    stage: str
     outcome: str
     values: Sequence[float]  # by seed
     base: Sequence[float]  # by seed
@@ -54,32 +55,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, judge, compare, report."""
     arguments = command_line(argv)
     sweep = read_sweep(arguments.config)
-    if arguments.seeds:
-        sweep = replace(sweep, seeds=arguments.seeds)
-    if arguments.output_dir:
-        sweep = replace(sweep, output_dir=arguments.output_dir)
+    sweep = replace(
+        sweep,
+        seeds=arguments.seeds or sweep.seeds,
+        output_dir=arguments.output_dir or sweep.output_dir,
+    )
     if arguments.finished_only:
         sweep = finished_part(sweep)
     # Line by line, each with all seeds: what was made is of use wherever this is stopped.
-    for of_seeds in zip(*(training(sweep, seed) for seed in sweep.seeds), strict=True):
+    for of_seeds in zip(*map(sweep.training, sweep.seeds), strict=True):
         for stage, num_processes in of_seeds:
             run(stage, num_processes)
     for seed in sweep.seeds:
-        for stage in evaluations(sweep, seed):
+        for stage in sweep.evaluations(seed):
             run(stage)
     outcomes = {seed: measured(sweep, seed) for seed in sweep.seeds}
-    sweep = replace(sweep, variants=by_detail(sweep.variants))
-    found = effects(sweep, outcomes)
-    write_results(sweep, outcomes, found)
-    print(f"\n{tables_as_text(sweep, outcomes, found)}\n\nreport: {sweep.output_dir}/report.html")
+    details = list(dict.fromkeys(variant.detail for variant in sweep.variants))
+    in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
+    sweep = replace(sweep, variants=in_order)
+    write_results(sweep, outcomes, effects(sweep, outcomes))
 
 
 def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments.
-
-    Raises:
-        UserError: one is unknown or missing.
-    """
+    """The arguments; a UserError if one is unknown or missing."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -95,6 +93,17 @@ def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def finished_part(sweep: Sweep) -> Sweep:
+    """The sweep without the variants of which a training run is not finished, for any seed."""
+    unfinished = {
+        stage.output_dir.parent.name
+        for seed in sweep.seeds
+        for stage, _ in sweep.training(seed)
+        if not is_finished(stage)
+    }
+    return replace(sweep, variants=[v for v in sweep.variants if v.slug not in unfinished])
+
+
 # ---- outcomes ------------------------------------------------------------------------------------
 
 
@@ -105,78 +114,67 @@ def measured(sweep: Sweep, seed: int) -> dict[str, dict[str, float]]:
         UserError: an outcome was not measured in one of them.
     """
     systems: dict[str, dict[str, Any]] = {}
-    for stage in evaluations(sweep, seed):
+    for stage in sweep.evaluations(seed):
         systems |= systems_by_run(stage.output_dir)
+    runs = list(sweep.folders(seed).items())
+    runs += [(v.judged, sweep.folders(seed, v)[v.judged]) for v in sweep.variants]
     found: dict[str, dict[str, float]] = {}
-    for variant in (None, *sweep.variants):
-        folders = folders_of(sweep, seed, variant)
-        for name in [variant.judged] if variant else list(sweep.base):
-            for outcome in sweep.base[name].outcomes:
-                value = outcome_of(outcome, folders[name], systems)
-                if value is None:
-                    raise UserError(
-                        f"the outcome {outcome!r} was not measured in {folders[name]}; leave it "
-                        "out."
-                    )
-                found.setdefault(str(folders[name]), {})[outcome] = value
+    for name, run_dir in runs:
+        for outcome in sweep.base[name].outcomes:
+            value = outcome_of(outcome, run_dir, systems)
+            if value is None:
+                raise UserError(
+                    f"the outcome {outcome!r} was not measured in {run_dir}; leave it out."
+                )
+            found.setdefault(str(run_dir), {})[outcome] = value
     return found
 
 
-def base_values(sweep: Sweep, outcomes: Any, stage: str, outcome: str) -> list[float]:
-    """An outcome of the base chain, by seed."""
-    return [
-        outcomes[seed][str(folders_of(sweep, seed, None)[stage])][outcome] for seed in sweep.seeds
-    ]
+def by_seed(
+    sweep: Sweep, outcomes: Outcomes, stage: str, outcome: str, variant: Variant | None = None
+) -> list[float]:
+    """An outcome of a stage, of the base chain or of a variant."""
+    return [outcomes[s][str(sweep.folders(s, variant)[stage])][outcome] for s in sweep.seeds]
 
 
-def effects(
-    sweep: Sweep, outcomes: Mapping[int, Mapping[str, Mapping[str, float]]]
-) -> list[Effect]:
+def effects(sweep: Sweep, outcomes: Outcomes) -> list[Effect]:
     """Every variant's difference to the base in every outcome of its stage."""
     found = []
     for variant in sweep.variants:
-        stage = variant.judged
-        for outcome in sweep.base[stage].outcomes:
-            base = base_values(sweep, outcomes, stage, outcome)
-            values = [
-                outcomes[seed][str(folders_of(sweep, seed, variant)[stage])][outcome]
-                for seed in sweep.seeds
-            ]
-            difference = paired_difference(values, base)
-            found.append(Effect(variant, stage, outcome, values, base, difference))
+        for outcome in sweep.base[variant.judged].outcomes:
+            base = by_seed(sweep, outcomes, variant.judged, outcome)
+            values = by_seed(sweep, outcomes, variant.judged, outcome, variant)
+            found.append(Effect(variant, outcome, values, base, paired_difference(values, base)))
     return found
-
-
-def by_detail(variants: Sequence[Variant]) -> list[Variant]:
-    """The variants with those of a detail next to each other."""
-    details = list(dict.fromkeys(variant.detail for variant in variants))
-    return sorted(variants, key=lambda variant: details.index(variant.detail))
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write_results(sweep: Sweep, outcomes: Any, found: Sequence[Effect]) -> None:
-    """Write `sweep.json`, the picture and the report."""
-    output_dir = Path(sweep.output_dir)
+def write_results(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect]) -> None:
+    """Write `sweep.json`, the picture and the report; print the tables."""
+    output_dir, run_dirs = Path(sweep.output_dir), sweep.run_dirs()
+    minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
+    judged = [(name, o) for name, stage in sweep.base.items() for o in stage.outcomes]
+    made_with = commits(run_dirs)
     record = {
         "seeds": list(sweep.seeds),
-        "git_commits": commits(run_dirs(sweep)),
-        "training_minutes": round(training_minutes(sweep), 2),
+        "git_commits": made_with,
+        "training_minutes": round(minutes, 2),
         "base": [
             {
                 "stage": stage,
                 "outcome": outcome,
                 "unit": about(outcome).unit,
-                "by_seed": (values := base_values(sweep, outcomes, stage, outcome)),
+                "by_seed": (values := by_seed(sweep, outcomes, stage, outcome)),
                 **asdict(over_seeds(values)),
             }
-            for stage, outcome in judgements(sweep)
+            for stage, outcome in judged
         ],
         "effects": [
             {
                 **asdict(effect.variant),
-                "judged": effect.stage,
+                "judged": effect.variant.judged,
                 "outcome": effect.outcome,
                 "unit": about(effect.outcome).unit,
                 "by_seed": list(effect.values),
@@ -187,81 +185,52 @@ def write_results(sweep: Sweep, outcomes: Any, found: Sequence[Effect]) -> None:
         ],
     }
     (output_dir / "sweep.json").write_text(json.dumps(record, indent=1) + "\n")
-    picture = forest.draw(panels(sweep, found), output_dir / "plots" / "forest.png")
-    write_page(output_dir, sweep.title, blocks(sweep, outcomes, found, picture), facts(sweep))
-
-
-def judgements(sweep: Sweep) -> list[tuple[str, str]]:
-    """Every stage that is judged with every outcome of it."""
-    return [(name, outcome) for name, stage in sweep.base.items() for outcome in stage.outcomes]
-
-
-def facts(sweep: Sweep) -> dict[str, str]:
-    """What stands below the report's title."""
-    seeds = ", ".join(map(str, sweep.seeds))
-    return {
-        "seeds": seeds,
-        "commits of the runs": ", ".join(commit[:16] for commit in commits(run_dirs(sweep))),
-        "training": f"{training_minutes(sweep):.0f} minutes in all",
+    panels = [panel(stage, outcome, found) for stage, outcome in judged]
+    picture = forest.draw([p for p in panels if p.rows], output_dir / "plots" / "forest.png")
+    varied = [name for name in sweep.base if any(v.judged == name for v in sweep.variants)]
+    tables = {stage: table(sweep, outcomes, found, stage) for stage in varied}
+    facts = {
+        "seeds": ", ".join(map(str, sweep.seeds)),
+        "commits of the runs": ", ".join(commit[:16] for commit in made_with),
+        "training": f"{minutes:.0f} minutes in all",
     }
+    write_page(output_dir, sweep.title, blocks(sweep, found, picture, tables), facts)
+    text = "\n\n".join(markdown_table(t.headers, t.rows) for t in tables.values())
+    print(f"\n{text}\n\nreport: {output_dir}/report.html")
 
 
-def panels(sweep: Sweep, found: Sequence[Effect]) -> list[forest.Panel]:
-    """A panel of the picture for each stage and outcome."""
-    result = []
-    for stage, outcome in judgements(sweep):
-        rows = [
-            forest.Row(
-                f"{effect.variant.detail}: {effect.variant.choice}",
-                [v - b for v, b in zip(effect.values, effect.base, strict=True)],
-                effect.difference,
-                is_patched=bool(effect.variant.patch),
-            )
-            for effect in found
-            if (effect.stage, effect.outcome) == (stage, outcome)
-        ]
-        if rows:
-            title = f"{stage}: {about(outcome).label}"
-            result.append(forest.Panel(stage, title, about(outcome).unit, rows))
-    return result
+def panel(stage: str, outcome: str, found: Sequence[Effect]) -> forest.Panel:
+    """The panel of the picture for an outcome of a stage."""
+    rows = [
+        forest.Row(
+            f"{effect.variant.detail}: {effect.variant.choice}",
+            [v - b for v, b in zip(effect.values, effect.base, strict=True)],
+            effect.difference,
+            is_patched=bool(effect.variant.patch),
+        )
+        for effect in found
+        if (effect.variant.judged, effect.outcome) == (stage, outcome)
+    ]
+    return forest.Panel(stage, f"{stage}: {about(outcome).label}", about(outcome).unit, rows)
 
 
-def table(sweep: Sweep, outcomes: Any, found: Sequence[Effect], stage: str) -> Table:
+def table(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect], stage: str) -> Table:
     """Base values and differences of one stage."""
     names = list(sweep.base[stage].outcomes)
-    headers = ["detail", "choice", *(f"{about(n).label}, {about(n).unit}" for n in names), "n"]
-    base = [over_seeds(base_values(sweep, outcomes, stage, name)) for name in names]
-    rows = [["base", "as in the recipe", *map(spread, base), str(len(sweep.seeds))]]
-    own = [effect for effect in found if effect.stage == stage]
-    for variant in dict.fromkeys(effect.variant.slug for effect in own):
-        mine = {e.outcome: e for e in own if e.variant.slug == variant}
-        first = mine[names[0]]
-        rows.append(
-            [
-                first.variant.detail,
-                first.variant.choice + (" (patch)" if first.variant.patch else ""),
-                *(difference_cell(mine[name].difference) for name in names),
-                str(first.difference.n),
-            ]
-        )
+    headers = ["detail", "choice", *(about(name).heading for name in names), "n"]
+    base = [over_seeds(by_seed(sweep, outcomes, stage, name)).spread for name in names]
+    rows = [["base", "as in the recipe", *base, str(len(sweep.seeds))]]
+    for variant in sweep.variants:
+        if variant.judged == stage:
+            own = [effect.difference for effect in found if effect.variant is variant]
+            choice = variant.choice + (" (patch)" if variant.patch else "")
+            cells = [difference.difference for difference in own]
+            rows.append([variant.detail, choice, *cells, str(own[0].n)])
     return Table(headers, rows)
 
 
-def difference_cell(difference: SeedMean) -> str:
-    """Mean difference with its interval; a star where that excludes 0."""
-    if difference.low is None or difference.high is None:
-        return f"{difference.mean:+.2f}"
-    star = " *" if difference.excludes_zero else ""
-    return f"{difference.mean:+.2f}{star} [{difference.low:+.2f}, {difference.high:+.2f}]"
-
-
-def stages_with_variants(sweep: Sweep) -> list[str]:
-    """In the order of the chain."""
-    return [name for name in sweep.base if any(v.judged == name for v in sweep.variants)]
-
-
 def blocks(
-    sweep: Sweep, outcomes: Any, found: Sequence[Effect], picture: Path | None
+    sweep: Sweep, found: Sequence[Effect], picture: Path | None, tables: Mapping[str, Table]
 ) -> list[Block]:
     """The report."""
     num_clear = sum(effect.difference.excludes_zero for effect in found)
@@ -276,19 +245,9 @@ def blocks(
         f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
         "code, or dropout; the scripts themselves have no flag for it."
     )
-    result: list[Block] = [Text(reading)]
-    if picture:
-        caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
-        result.append(Picture(picture, caption))
-    for stage in stages_with_variants(sweep):
-        result.append(Section(stage, [table(sweep, outcomes, found, stage)]))
-    return result
-
-
-def tables_as_text(sweep: Sweep, outcomes: Any, found: Sequence[Effect]) -> str:
-    """The tables for the terminal."""
-    tables = [table(sweep, outcomes, found, stage) for stage in stages_with_variants(sweep)]
-    return "\n\n".join(markdown_table(t.headers, t.rows) for t in tables)
+    caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
+    pictures: list[Block] = [Picture(picture, caption)] if picture else []
+    return [Text(reading), *pictures, *(Section(stage, [own]) for stage, own in tables.items())]
 
 
 if __name__ == "__main__":

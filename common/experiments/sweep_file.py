@@ -18,13 +18,14 @@ stages that are made again on top of it, and the last of them is judged.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.config import UserError, read_recipe
 from common.errors import hint
+from common.experiments.stages import Stage
 
 Entry = TypeVar("Entry")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -79,7 +80,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A whole file."""
+    """A whole file, and the runs that it asks for."""
 
     seeds: Sequence[int]
     output_dir: str
@@ -88,115 +89,57 @@ class Sweep:
     variants: Sequence[Variant]
     title: str = "Ablations"
 
+    def folders(self, seed: int, variant: Variant | None = None) -> dict[str, Path]:
+        """The folder of each stage as a variant sees it: its own where it makes the stage again."""
+        root = Path(self.output_dir) / f"seed_{seed}"
+        again = (variant.stage, *variant.then) if variant else ()
+        slug = variant.slug if variant else ""
+        return {name: root / (slug if name in again else "base") / name for name in self.base}
 
-def read_sweep(path: str) -> Sweep:
-    """The sweep that a file describes.
+    def training(self, seed: int) -> Iterator[tuple[Stage, int]]:
+        """Every training run of a seed and its number of processes, the base chain first."""
+        folders = self.folders(seed)
+        for name in self.base:
+            yield self._training_stage(seed, name, folders), 1
+        for variant in self.variants:
+            folders = self.folders(seed, variant)
+            stage = self._training_stage(seed, variant.stage, folders)
+            flags = {**stage.flags, **filled_in(variant.flags, folders)}
+            patch = Path(variant.patch) if variant.patch else None
+            yield replace(stage, flags=flags, patch=patch), variant.num_processes
+            for name in variant.then:
+                yield self._training_stage(seed, name, folders), 1
 
-    Raises:
-        UserError: it cannot be read, or says something that cannot be.
-    """
-    top = entry(Sweep, read_recipe(path, typed=True), path, "")
-    for key, kind in (("base", dict), ("variants", list), ("seeds", list), ("evaluation", dict)):
-        if not isinstance(getattr(top, key), kind):
-            raise UserError(f"--config {path} has a {key!r} of the wrong form; see sweep_file.py.")
-    sweep = Sweep(
-        seeds=list(top.seeds),
-        output_dir=str(top.output_dir),
-        base={str(n): entry(Base, v, path, f"base.{n}") for n, v in dict(top.base).items()},
-        evaluation=entry(Evaluation, top.evaluation, path, "evaluation"),
-        variants=[
-            entry(Variant, v, path, f"variants[{i}]") for i, v in enumerate(list(top.variants))
-        ],
-        title=str(top.title),
-    )
-    refuse_seeds(sweep, path)
-    refuse_base(sweep, path)
-    refuse_variants(sweep, path)
-    return sweep
+    def _training_stage(self, seed: int, name: str, folders: Mapping[str, Path]) -> Stage:
+        base = self.base[name]
+        flags = {"seed": seed, **filled_in(base.flags, folders)}
+        return Stage(base.script, folders[name], Path(base.config), flags)
 
+    def run_dirs(self) -> list[Path]:
+        """The folders of all training runs."""
+        return [stage.output_dir for seed in self.seeds for stage, _ in self.training(seed)]
 
-def entry(cls: type[Entry], values: Any, path: str, place: str) -> Entry:
-    """A mapping of the file as one of the classes above.
-
-    Raises:
-        UserError: a key is unknown or missing, or there is no mapping.
-    """
-    where = f"--config {path}" + (f", {place}," if place else "")
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is {values!r}; it must hold `key: value` lines.")
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            otherwise = f"the keys are {', '.join(known)}"
-            raise UserError(f"{where} has the unknown key {key!r} ({hint(key, known, otherwise)}).")
-    for name, f in known.items():
-        is_needed = f.default is MISSING and f.default_factory is MISSING
-        if is_needed and name not in values:
-            raise UserError(f"{where} lacks the key {name!r}.")
-    return cls(**values)
-
-
-def refuse_seeds(sweep: Sweep, path: str) -> None:
-    """Raise a UserError for seeds that are none, or are there twice."""
-    seeds = list(sweep.seeds)
-    if not seeds or len(set(seeds)) < len(seeds) or any(type(seed) is not int for seed in seeds):
-        raise UserError(f"--config {path} has the seeds {seeds}; they must be distinct integers.")
-
-
-def refuse_base(sweep: Sweep, path: str) -> None:
-    """Raise a UserError for a chain that refers to what does not come before."""
-    earlier: list[str] = []
-    for name, stage in sweep.base.items():
-        if stage.script not in SCRIPTS:
-            raise UserError(
-                f"--config {path}, base.{name}, has the script {stage.script!r}; it must be one of "
-                f"{', '.join(SCRIPTS)}."
-            )
-        refuse_placeholders(stage.flags, earlier, f"--config {path}, base.{name},")
-        earlier.append(name)
-    for key in ("reference", "judge"):
-        name = getattr(sweep.evaluation, key)
-        if name not in sweep.base and (key, name) != ("judge", ""):
-            raise UserError(
-                f"--config {path}, evaluation, has the {key} {name!r}; it must be one of "
-                f"{', '.join(sweep.base)}."
-            )
-
-
-def refuse_variants(sweep: Sweep, path: str) -> None:
-    """Raise a UserError for a variant of no stage, without a judgement, or the same as another."""
-    names = list(sweep.base)
-    slugs: dict[str, Variant] = {}
-    for variant in sweep.variants:
-        where = f"--config {path}, variant {variant.choice!r},"
-        for name in (variant.stage, *variant.then):
-            if name not in names:
-                raise UserError(f"{where} names {name!r}; it must be one of {', '.join(names)}.")
-        if not sweep.base[variant.judged].outcomes:
-            raise UserError(
-                f"{where} ends with {variant.judged}, which has no outcomes; give base."
-                f"{variant.judged} some, or the variant a later stage in `then`."
-            )
-        if variant.slug in slugs:
-            raise UserError(f"{where} is there twice; give it another detail or choice.")
-        if variant.patch and not Path(variant.patch).is_file():
-            raise UserError(f"{where} has the patch {variant.patch}, which is no file.")
-        refuse_placeholders(variant.flags, names[: names.index(variant.stage)], where)
-        slugs[variant.slug] = variant
-
-
-def refuse_placeholders(flags: Any, known: Sequence[str], where: str) -> None:
-    """Raise a UserError where the flags name the folder of another stage than the known ones."""
-    if not isinstance(flags, dict):
-        raise UserError(f"{where} has the flags {flags!r}; they must be `flag: value` lines.")
-    for value in flags.values():
-        for text in value if isinstance(value, list) else [value]:
-            for name in PLACEHOLDER.findall(str(text)):
-                if name not in known:
-                    raise UserError(
-                        f"{where} names the folder {{{name}}}; it must be of an earlier stage "
-                        f"({', '.join(known) or 'there is none'})."
-                    )
+    def evaluations(self, seed: int) -> Iterator[Stage]:
+        """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
+        judging, base = self.evaluation, self.folders(seed)
+        judged = [(name, base[name]) for name, stage in self.base.items() if stage.outcomes]
+        judged += [(v.judged, self.folders(seed, v)[v.judged]) for v in self.variants]
+        paths: dict[bool, list[str]] = {True: [], False: []}  # of policies, of reward models
+        for name, run_dir in judged:
+            paths[self.base[name].script in POLICY_SCRIPTS].append(f"{run_dir}/model")
+        flags = {"seed": seed, **filled_in(judging.flags, base)}
+        config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / "evaluation"
+        if paths[True]:
+            own = {
+                **filled_in(judging.policy_flags, base),
+                "policies": paths[True],
+                "ref_model_name_or_path": f"{base[judging.reference]}/model",
+                "reward_models": [f"{base[judging.judge]}/model"] if judging.judge else [],
+            }
+            yield Stage("evaluate.py", root / "policies", config, flags | own)
+        if paths[False]:
+            own = {"policies": [], "reward_models": paths[False], "reward_funcs": []}
+            yield Stage("evaluate.py", root / "reward_models", config, flags | own)
 
 
 def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -210,3 +153,104 @@ def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str
         return value
 
     return {name: fill(value) for name, value in flags.items()}
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_sweep(path: str) -> Sweep:
+    """The sweep that a file describes.
+
+    Raises:
+        UserError: it cannot be read, or says something that cannot be.
+    """
+    where = f"--config {path}"
+    top = entry(Sweep, read_recipe(path, typed=True), where)
+    for key, kind in (("base", dict), ("variants", list), ("seeds", list), ("evaluation", dict)):
+        if not isinstance(getattr(top, key), kind):
+            raise UserError(f"{where} has a {key!r} of the wrong form; see sweep_file.py.")
+    variants: Sequence[Any] = top.variants
+    sweep = replace(
+        top,
+        output_dir=str(top.output_dir),
+        base={str(n): entry(Base, v, f"{where}, base.{n},") for n, v in top.base.items()},
+        evaluation=entry(Evaluation, top.evaluation, f"{where}, evaluation,"),
+        variants=[entry(Variant, v, f"{where}, variants[{i}],") for i, v in enumerate(variants)],
+        title=str(top.title),
+    )
+    seeds = sweep.seeds
+    if {type(seed) for seed in seeds} != {int} or len(set(seeds)) < len(seeds):
+        raise UserError(f"{where} has the seeds {seeds}; they must be distinct integers.")
+    refuse_base(sweep, where)
+    refuse_variants(sweep, where)
+    return sweep
+
+
+def entry(cls: type[Entry], values: Any, where: str) -> Entry:
+    """A mapping of the file as one of the classes above.
+
+    Raises:
+        UserError: a key is unknown or missing, or there is no mapping.
+    """
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is {values!r}; it must hold `key: value` lines.")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            otherwise = f"the keys are {', '.join(known)}"
+            raise UserError(f"{where} has the unknown key {key!r} ({hint(key, known, otherwise)}).")
+    for name, f in known.items():
+        if f.default is MISSING and f.default_factory is MISSING and name not in values:
+            raise UserError(f"{where} lacks the key {name!r}.")
+    return cls(**values)
+
+
+def refuse_base(sweep: Sweep, where: str) -> None:
+    """Raise a UserError for a chain that refers to what does not come before."""
+    names = list(sweep.base)
+    for i, (name, stage) in enumerate(sweep.base.items()):
+        place = f"{where}, base.{name},"
+        refuse_unknown(f"{place} has the script", stage.script, SCRIPTS)
+        refuse_placeholders(stage.flags, names[:i], place)
+    for key in ("reference", "judge"):
+        known = [*names, ""] if key == "judge" else names
+        value = getattr(sweep.evaluation, key)
+        refuse_unknown(f"{where}, evaluation, has the {key}", value, known)
+
+
+def refuse_variants(sweep: Sweep, path: str) -> None:
+    """Raise a UserError for a variant of no stage, without a judgement, or the same as another."""
+    names = list(sweep.base)
+    slugs = [variant.slug for variant in sweep.variants]
+    for variant in sweep.variants:
+        where = f"{path}, variant {variant.choice!r},"
+        for name in (variant.stage, *variant.then):
+            refuse_unknown(f"{where} names", name, names)
+        if not sweep.base[variant.judged].outcomes:
+            raise UserError(
+                f"{where} ends with {variant.judged}, which has no outcomes; give base."
+                f"{variant.judged} some, or the variant a later stage in `then`."
+            )
+        if slugs.count(variant.slug) > 1:
+            raise UserError(f"{where} is there twice; give it another detail or choice.")
+        if variant.patch and not Path(variant.patch).is_file():
+            raise UserError(f"{where} has the patch {variant.patch}, which is no file.")
+        refuse_placeholders(variant.flags, names[: names.index(variant.stage)], where)
+
+
+def refuse_unknown(what: str, name: str, known: Sequence[str]) -> None:
+    """Raise a UserError for a name that is not among those known."""
+    if name not in known:
+        raise UserError(f"{what} {name!r}; it must be one of {', '.join(filter(None, known))}.")
+
+
+def refuse_placeholders(flags: Any, known: Sequence[str], where: str) -> None:
+    """Raise a UserError where the flags name the folder of another stage than the known ones."""
+    if not isinstance(flags, dict):
+        raise UserError(f"{where} has the flags {flags!r}; they must be `flag: value` lines.")
+    for name in PLACEHOLDER.findall(str(list(flags.values()))):
+        if name not in known:
+            raise UserError(
+                f"{where} names the folder {{{name}}}; it must be of an earlier stage "
+                f"({', '.join(known) or 'there is none'})."
+            )

@@ -17,8 +17,12 @@ from stages_here import run_here
 
 from common.config import UserError, parse
 from common.experiments import replicate
-from common.experiments.published import Published, read_published, source_lines
-from common.experiments.replicate import ReplicateConfig
+from common.experiments.replicate import (
+    Published,
+    ReplicateConfig,
+    read_published,
+    source_lines,
+)
 from common.experiments.stages import ROOT, Stage
 
 SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
@@ -272,4 +276,4 @@ def test_the_whole_chain_is_checked_before_its_first_stage(folder, made):
 
 def test_sources_are_numbered_once():
     rows = [Published("a", "m", s, 0.5, note) for s, note in (("X", "n."), ("Y", ""), ("X", "o."))]
-    assert list(source_lines(rows)) == ["- (1) X: n. o.", "- (2) Y"]
+    assert source_lines(rows) == ["- (1) X: n. o.", "- (2) Y"]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from common.experiments.seed_statistics import over_seeds, paired_difference, t_quantile
+from common.evaluation.intervals import t_quantile
+from common.experiments.outcomes import over_seeds, paired_difference
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 49])

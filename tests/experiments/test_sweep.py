@@ -148,15 +148,16 @@ def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
 
 
 def test_a_star_says_that_the_interval_excludes_zero():
-    excludes = sweep.paired_difference([1.02, 2.02, 3.01], [1, 2, 3])
-    assert sweep.difference_cell(excludes).startswith("+0.02 * [+0.00")
-    assert "*" not in sweep.difference_cell(sweep.paired_difference([1.02, 1.9], [1, 2]))
-    assert sweep.difference_cell(sweep.paired_difference([1.5], [1])) == "+0.50"
+    excludes = sweep.paired_difference([1.02, 2.02, 3.01], [1, 2, 3]).difference
+    assert excludes.startswith("+0.02 [+0.00")
+    assert excludes.endswith("] *")
+    assert "*" not in sweep.paired_difference([1.02, 1.9], [1, 2]).difference
+    assert sweep.paired_difference([1.5], [1]).difference == "+0.50"
 
 
 def test_what_a_variant_is_built_on(tmp_path):
     found = read_sweep(write(tmp_path, small()))
-    runs = {str(stage.output_dir): stage.flags for stage, _ in sweep.training(found, 1)}
+    runs = {str(stage.output_dir): stage.flags for stage, _ in found.training(1)}
     base, reward = "sweep/seed_1/base", "sweep/seed_1/reward_head_zeros_then_grpo/reward"
     scope = runs["sweep/seed_1/grpo_scope_none/grpo"]
     assert scope["reward_funcs"] == [f"{base}/reward/model"]
@@ -166,7 +167,7 @@ def test_what_a_variant_is_built_on(tmp_path):
     assert after["model_name_or_path"] == f"{base}/sft/model"
     assert "x" not in after
     assert "sweep/seed_1/reward_head_zeros/grpo" not in runs
-    policies, models = sweep.evaluations(found, 1)
+    policies, models = found.evaluations(1)
     assert policies.flags["policies"] == [
         f"{base}/grpo/model",
         "sweep/seed_1/reward_head_zeros_then_grpo/grpo/model",
@@ -205,7 +206,7 @@ def test_the_shipped_sweep_names_flags_that_there_are(monkeypatch):
     found = read_sweep(str(ABLATIONS / "demo.yaml"))
     assert len(found.seeds) >= 3
     assert len({variant.detail for variant in found.variants}) >= 8
-    for stage, num_processes in sweep.training(found, 0):
+    for stage, num_processes in found.training(0):
         known = run_here.__globals__["CLASSES"][stage.script]
         module = __import__(stage.script.removesuffix(".py"))
         names = getattr(module, known).__dataclass_fields__

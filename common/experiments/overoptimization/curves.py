@@ -6,13 +6,17 @@
 R is what is gained over the reference, so R(0) = 0. alpha is the slope at the start (of R_rl at
 d = 1), beta how fast optimising further stops to pay. Both forms are linear in (alpha, beta): the
 least squares have one solution.
+
+A policy that draws n completions and gives out the one that a proxy reward likes best is never
+run: every n up to N is estimated from the same N samples of a prompt, and its KL is known.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 FORMS = ("bon", "rl")
 NUM_RESAMPLES = 1000
@@ -23,21 +27,71 @@ Values = NDArray[np.float64]
 Interval = tuple[float, float, float]  # value, low, high
 
 
+# ---- best of n -----------------------------------------------------------------------------------
+
+
+def best_of_n(proxy: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> Values:
+    """The expected value of the completion that the proxy likes best among n.
+
+    The mean over all subsets of n of the N samples (Nakano et al. 2021, appendix I; Gao et al.
+    2022, section 2): with the samples in ascending order of the proxy, the i-th of them, counted
+    from 1, is the best of C(i - 1, n - 1) of the C(N, n) subsets. It is unbiased for every n up to
+    N, and varies less than n samples drawn for the purpose. Of equal proxy rewards each is taken as
+    often as the others.
+
+    Args:
+        proxy: (P, N) rewards that choose.
+        values: (P, N) what is wanted of the chosen one; the proxy itself, or a gold reward.
+        sizes: of the groups, each from 1 to N.
+
+    Returns:
+        (S, P) for each size the estimate of each prompt.
+    """
+    proxy, values = np.asarray(proxy, np.float64), np.asarray(values, np.float64)
+    assert proxy.shape == values.shape, f"{proxy.shape} of the proxy, {values.shape} values"
+    assert proxy.ndim == 2, f"shape {proxy.shape}, prompts and samples expected"
+    in_order = np.empty_like(values)  # (P, N), worst first, each the mean of those it ties with
+    for row, judged, wanted in zip(in_order, proxy, values, strict=True):
+        _, places, counts = np.unique(judged, return_inverse=True, return_counts=True)
+        row[:] = np.repeat(np.bincount(places, wanted) / counts, counts)
+    shares = np.stack([share_of_subsets(proxy.shape[1], size) for size in sizes])  # (S, N)
+    result: Values = shares @ in_order.T
+    return result
+
+
+def share_of_subsets(num_samples: int, size: int) -> Values:
+    """In which share of all subsets of `size` each of N samples is the best, (N,) ascending.
+
+    Raises:
+        ValueError: more are wanted than there are, or none.
+    """
+    if not 1 <= size <= num_samples:
+        raise ValueError(f"the best of {size} cannot be estimated from {num_samples} samples")
+    total = math.comb(num_samples, size)
+    return np.array([math.comb(worse, size - 1) / total for worse in range(num_samples)])
+
+
+def best_of_n_kl(size: int) -> float:
+    """KL(best of n || policy) = log n - (n - 1) / n, in nats (Stiennon et al. 2020, appendix G.3).
+
+    Exact where no two completions of a prompt have the same proxy reward and each has a small
+    probability. Completions that come more than once are ties with themselves, so for a policy with
+    finite support this is an upper bound (Beirami et al. 2024, theorem 1).
+    """
+    return math.log(size) - (size - 1) / size
+
+
+# ---- the fitted forms ----------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Fit:
-    """A form fitted to points.
+    """A form fitted to points."""
 
-    Attributes:
-        form: `bon` or `rl`.
-        alpha: in units of reward per sqrt(nat).
-        beta: of `bon` per nat, of `rl` per sqrt(nat).
-        rmse: root of the mean squared residual, in units of reward.
-    """
-
-    form: str
-    alpha: float
-    beta: float
-    rmse: float
+    form: str  # `bon` or `rl`
+    alpha: float  # units of reward per sqrt(nat)
+    beta: float  # of `bon` per nat, of `rl` per sqrt(nat)
+    rmse: float  # root of the mean squared residual, units of reward
 
     def at(self, distances: Values) -> Values:
         """The fitted gain in gold reward at each distance."""
@@ -72,8 +126,7 @@ def fit(form: str, distances: Values, gains: Values) -> Fit:
     """
     matrix = design(form, distances).reshape(-1, 2)
     solution = np.linalg.lstsq(matrix, gains.ravel(), rcond=None)[0]
-    residuals = matrix @ solution - gains.ravel()
-    rmse = float(np.sqrt(np.mean(residuals**2)))
+    rmse = float(np.sqrt(np.mean((matrix @ solution - gains.ravel()) ** 2)))
     return Fit(form, float(solution[0]), float(solution[1]), rmse)
 
 
@@ -108,18 +161,13 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | 
         prompts = generator.integers(0, num_prompts, num_prompts)
         some_kl, some_gains = (values[seeds][:, :, prompts].mean(-1) for values in (kl, gains))
         draws.append(fit(form, distance(some_kl), some_gains))
-    peaks = [math.inf if f.peak is None else f.peak for f in draws]
-    return {
-        "alpha": _interval(whole.alpha, [f.alpha for f in draws]),
-        "beta": _interval(whole.beta, [f.beta for f in draws]),
-        "peak": None if whole.peak is None else _interval(whole.peak, peaks),
-        "rmse": _interval(whole.rmse, [f.rmse for f in draws]),
-    }
-
-
-def _interval(value: float, draws: list[float]) -> Interval:
-    low, high = np.quantile(draws, (0.025, 0.975), method="nearest")  # an end may be infinite
-    return value, float(low), float(high)
+    found: dict[str, Interval | None] = {}
+    for name in ("alpha", "beta", "peak", "rmse"):
+        value = getattr(whole, name)
+        drawn = [math.inf if (v := getattr(f, name)) is None else v for f in draws]
+        low, high = np.quantile(drawn, (0.025, 0.975), method="nearest")  # an end may be infinite
+        found[name] = None if value is None else (value, float(low), float(high))
+    return found
 
 
 def drop(gains: Values) -> tuple[int, Values]:

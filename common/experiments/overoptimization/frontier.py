@@ -13,8 +13,8 @@ import numpy as np
 
 from common.evaluation.intervals import PreferenceAccuracy, mean_interval
 from common.experiments.overoptimization import curves
-from common.experiments.overoptimization.best_of_n import best_of_n, best_of_n_kl
-from common.experiments.overoptimization.measuring import Measured, Values
+from common.experiments.overoptimization.curves import Values, best_of_n, best_of_n_kl
+from common.experiments.overoptimization.measuring import Measured
 
 BEST_OF_N = "best_of_n"
 FORM_OF = {BEST_OF_N: "bon", "rejection": "rl", "dpo": "rl", "grpo": "rl"}  # methods in their order
@@ -30,33 +30,21 @@ class Setting:
 
 @dataclass
 class SeedPoints:
-    """What was measured of a seed's chain.
+    """What was measured of a seed's chain."""
 
-    Attributes:
-        seed: Of all its runs.
-        proxy_accuracy: On held-out pairs; None of a proxy that is no model.
-        pool: Completions of the SFT policy.
-        measured: Completions of the policies, each method's in the order of its settings.
-    """
-
-    seed: int
-    proxy_accuracy: PreferenceAccuracy | None
-    pool: Measured
-    measured: Mapping[Setting, Measured]
+    seed: int  # of all its runs
+    proxy_accuracy: PreferenceAccuracy | None  # on held-out pairs; None of a proxy that is no model
+    pool: Measured  # completions of the SFT policy
+    measured: Mapping[Setting, Measured]  # each method's policies in the order of its settings
 
 
 @dataclass
 class Track:
-    """A method's points of one seed, prompt by prompt: (K, P) each; gains are over the pool."""
+    """A method's points of one seed: kl, gold, proxy and their gains over the pool, (K, P) each."""
 
     settings: list[float]
-    kl: Values
-    gold: Values
-    proxy: Values
-    gold_gain: Values
-    proxy_gain: Values
-    lengths: list[float | None]
-    stop_rates: list[float | None]
+    values: dict[str, Values]
+    policies: list[Measured | None]  # None of best of n, which is never run
 
 
 def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, Any]:
@@ -68,38 +56,35 @@ def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, An
     """
     tracks = {s.seed: tracks_of(s, sizes) for s in seeds}
     methods = [method for method in FORM_OF if method in tracks[seeds[0].seed]]
+    every = [(method, seed, own[method]) for method in methods for seed, own in tracks.items()]
     return {
         "seeds": [start_of(s) for s in seeds],
-        "points": [
-            point
-            for method in methods
-            for seed, own in tracks.items()
-            for point in points_of(method, seed, own[method])
-        ],
+        "points": [point for track in every for point in points_of(*track)],
         "fits": [fit_of(m, [own[m] for own in tracks.values()]) for m in methods],
-        "turns": [turn_of(m, seed, own[m]) for m in methods for seed, own in tracks.items()],
+        "turns": [turn_of(*track) for track in every],
     }
 
 
 def tracks_of(points: SeedPoints, sizes: Sequence[int]) -> dict[str, Track]:
     """A seed's points by method, best of n from the pool first."""
     pool = points.pool
-    best_gold = best_of_n(pool.proxy, pool.gold, sizes)  # (K, P)
-    best_proxy = best_of_n(pool.proxy, pool.proxy, sizes)
-    kl = np.array([best_of_n_kl(size) for size in sizes])[:, None] * np.ones_like(best_gold)
-    nothing: list[float | None] = [None] * len(sizes)
-    base_gold, base_proxy = pool.gold.mean(1), pool.proxy.mean(1)  # (P,)
-    gains = (best_gold - base_gold, best_proxy - base_proxy)
-    tracks = {BEST_OF_N: Track(list(sizes), kl, best_gold, best_proxy, *gains, nothing, nothing)}
+
+    def track(settings: Sequence[float], policies: Any, *values: Values) -> Track:
+        kl, gold, proxy = values
+        gains = (gold - pool.gold.mean(1), proxy - pool.proxy.mean(1))
+        names = ("kl", "gold", "proxy", "gold_gain", "proxy_gain")
+        return Track(list(settings), dict(zip(names, (*values, *gains), strict=True)), policies)
+
+    gold, proxy = (best_of_n(pool.proxy, values, sizes) for values in (pool.gold, pool.proxy))
+    kl = np.array([best_of_n_kl(size) for size in sizes])[:, None] * np.ones_like(gold)
+    tracks = {BEST_OF_N: track(sizes, [None] * len(sizes), kl, gold, proxy)}
     for method in dict.fromkeys(setting.method for setting in points.measured):
         own = {s.value: m for s, m in points.measured.items() if s.method == method}
-        gold = np.stack([m.gold.mean(1) for m in own.values()])  # (K, P)
-        proxy = np.stack([m.proxy.mean(1) for m in own.values()])
-        kl = np.stack([m.log_ratio.mean(1) for m in own.values()])
-        gains = (gold - base_gold, proxy - base_proxy)
-        lengths: list[float | None] = [m.length for m in own.values()]
-        stop_rates: list[float | None] = [m.stop_rate for m in own.values()]
-        tracks[method] = Track(list(own), kl, gold, proxy, *gains, lengths, stop_rates)
+        values = (
+            np.stack([getattr(m, name).mean(1) for m in own.values()])
+            for name in ("log_ratio", "gold", "proxy")
+        )
+        tracks[method] = track(list(own), list(own.values()), *values)
     return tracks
 
 
@@ -120,8 +105,7 @@ def start_of(points: SeedPoints) -> dict[str, Any]:
 
 def correlation(pool: Measured) -> float | None:
     """Of the judges over a prompt's completions, all prompts together; None if one is constant."""
-    gold = pool.gold - pool.gold.mean(1, keepdims=True)
-    proxy = pool.proxy - pool.proxy.mean(1, keepdims=True)
+    gold, proxy = (v - v.mean(1, keepdims=True) for v in (pool.gold, pool.proxy))
     scale = math.sqrt((gold**2).sum() * (proxy**2).sum())
     return float((gold * proxy).sum() / scale) if scale > 0 else None
 
@@ -133,35 +117,27 @@ def points_of(method: str, seed: int, track: Track) -> list[dict[str, Any]]:
             "method": method,
             "seed": seed,
             "setting": setting,
-            "distance": float(curves.distance(track.kl[k].mean())),
-            "kl": interval(track.kl[k]),
-            "gold": interval(track.gold[k]),
-            "proxy": interval(track.proxy[k]),
-            "gold_gain": interval(track.gold_gain[k]),
-            "proxy_gain": interval(track.proxy_gain[k]),
-            "length": track.lengths[k],
-            "stop_rate": track.stop_rates[k],
+            "distance": float(curves.distance(track.values["kl"][k].mean())),
+            **{name: interval(values[k]) for name, values in track.values.items()},
+            "length": policy and policy.length,
+            "stop_rate": policy and policy.stop_rate,
         }
-        for k, setting in enumerate(track.settings)
+        for k, (setting, policy) in enumerate(zip(track.settings, track.policies, strict=True))
     ]
 
 
 def fit_of(method: str, tracks: Sequence[Track]) -> dict[str, Any]:
     """A method's curve over all seeds: the form that is meant for it, and how well each fits."""
-    kl = np.stack([track.kl for track in tracks])  # (S, K, P)
-    gains = np.stack([track.gold_gain for track in tracks])
-    form = FORM_OF[method]
-    distances, means = curves.distance(kl.mean(-1)), gains.mean(-1)
-    fitted = curves.fit_intervals(form, kl, gains)
+    kl, gains = (np.stack([track.values[n] for track in tracks]) for n in ("kl", "gold_gain"))
+    form, distances = FORM_OF[method], curves.distance(kl.mean(-1))  # of (S, K, P)
+    rmse = {other: curves.fit(other, distances, gains.mean(-1)).rmse for other in curves.FORMS}
     return {
         "method": method,
         "form": form,
         "num_points": int(distances.size),
         "longest_distance": float(distances.max()),
-        **{name: finite(values) for name, values in fitted.items()},
-        "rmse_of_forms": {
-            other: curves.fit(other, distances, means).rmse for other in curves.FORMS
-        },
+        **{name: finite(found) for name, found in curves.fit_intervals(form, kl, gains).items()},
+        "rmse_of_forms": rmse,
     }
 
 
@@ -179,16 +155,17 @@ def turn_of(method: str, seed: int, track: Track) -> dict[str, Any]:
     A method has turned if the interval of the drop in gold lies below 0, and has been
     over-optimised if the proxy did not fall with it.
     """
-    peak, gold = curves.drop(track.gold_gain)
-    proxy = (track.proxy_gain[-1] - track.proxy_gain[peak])[1::2]  # of the same prompts
-    gold_change, proxy_change = interval(gold), interval(proxy)
+    peak, gold = curves.drop(track.values["gold_gain"])
+    gains, kl = track.values["proxy_gain"], track.values["kl"]
+    gold_change = interval(gold)
+    proxy_change = interval((gains[-1] - gains[peak])[1::2])  # of the same prompts
     return {
         "method": method,
         "seed": seed,
         "peak": track.settings[peak],
         "last": track.settings[-1],
-        "peak_distance": float(curves.distance(track.kl[peak].mean())),
-        "last_distance": float(curves.distance(track.kl[-1].mean())),
+        "peak_distance": float(curves.distance(kl[peak].mean())),
+        "last_distance": float(curves.distance(kl[-1].mean())),
         "gold_change": gold_change,
         "proxy_change": proxy_change,
         "turned": gold_change["high"] < 0,

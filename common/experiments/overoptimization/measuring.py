@@ -35,23 +35,13 @@ Values = NDArray[np.float64]
 
 @dataclass
 class Measured:
-    """K completions of each of P prompts by one policy.
+    """K completions of each of P prompts by one policy."""
 
-    Attributes:
-        gold: (P, K) of the judge that stands for what is wanted.
-        proxy: (P, K) of the reward that policies were trained on; a completion that did not stop
-            has the penalty for it, as in training.
-        log_ratio: (P, K) log pi - log ref of whole completions, nats: their mean estimates
-            KL(pi || ref) without bias.
-        length: mean number of tokens, stop token included.
-        stop_rate: share of the completions that stopped by themselves.
-    """
-
-    gold: Values
-    proxy: Values
-    log_ratio: Values
-    length: float
-    stop_rate: float
+    gold: Values  # (P, K) of the judge that stands for what is wanted
+    proxy: Values  # (P, K) of the reward trained on, with its penalty for not stopping
+    log_ratio: Values  # (P, K) log pi - log ref, nats: their mean is unbiased for KL(pi || ref)
+    length: float  # mean number of tokens, stop token included
+    stop_rate: float  # share of the completions that stopped by themselves
 
 
 class Measurer:
@@ -76,9 +66,6 @@ class Measurer:
             proxy: reward function or folder of a reward model.
             gold: the same.
             missing_eos_penalty: proxy reward of a completion that did not stop (None: its own).
-
-        Raises:
-            UserError: one of them is nothing that can be loaded.
         """
         self.config, self.tokenizer = config, tokenizer
         self.stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
@@ -92,11 +79,7 @@ class Measurer:
         self.reference = self.load(reference)
 
     def load(self, path: str) -> Policy:
-        """The frozen policy of a model's folder, or of a checkpoint of a run that began with one.
-
-        Raises:
-            UserError: it is neither.
-        """
+        """The frozen policy of a model's folder, or of a checkpoint of a run begun with one."""
         is_checkpoint = Path(path, MANIFEST).is_file()
         base = self.reference_path if is_checkpoint else path
         model_config = models.read_model_config(base, "policy", self.tokenizer, self.config)
@@ -140,10 +123,9 @@ class Measurer:
         del policy
         gc.collect()  # its last block refers to itself: it would stay beside the next one
         measured = self.judged(examples, rollouts)
-        written, pad_id = rollouts.completed(examples), self.tokenizer.pad_token_id
-        ref_logps = score.score_examples(
-            self.reference, written, self.config, pad_id, "reference"
-        )  # (P, K)
+        pad_id = self.tokenizer.pad_token_id
+        arguments = (rollouts.completed(examples), self.config, pad_id, "reference")
+        ref_logps = score.score_examples(self.reference, *arguments)  # (P, K)
         logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
         return replace(measured, log_ratio=(logps - ref_logps).numpy())
 

@@ -9,17 +9,23 @@ from common.evaluation.intervals import interval_cell
 from common.experiments.overoptimization.plots import (
     SETTINGS,
     TITLES,
+    Results,
     draw_curves,
     draw_frontier,
     methods_of,
     series_of,
     settings_of,
 )
-from common.record.terminal import NOT_MEASURED, format_number
+from common.record.terminal import format_cell
 from common.report.blocks import Block, Picture, Section, Table, Text
 from common.report.page import write_page
 
-Results = Mapping[str, Any]
+FIT_NOTE = (
+    "R_bon(d) = d (alpha - beta d) for best of n, R_rl(d) = d (alpha - beta log d) for the others "
+    "(Gao et al. 2022), least squares on the gain in gold of every seed and setting. Intervals: "
+    "bootstrap over seeds and, within each, over prompts. With few seeds they say little about the "
+    "next seed. A peak beyond the longest distance is extrapolated."
+)
 
 
 def write(results: Results, output_dir: Path) -> list[Path]:
@@ -29,29 +35,21 @@ def write(results: Results, output_dir: Path) -> list[Path]:
     settings = results["settings"]
     seeds = ", ".join(str(start["seed"]) for start in results["seeds"])
     facts = {"data set": settings["dataset_name"], "gold": settings["gold"], "seeds": seeds}
-    pages = write_page(output_dir, "Over-optimisation", blocks(results, curves, frontier), facts)
-    return [curves, frontier, *pages]
-
-
-def blocks(results: Results, curves: Path, frontier: Path) -> list[Block]:
-    """What the report shows, in reading order."""
-    settings = results["settings"]
     caption = (
         "Gain over the SFT policy in standard deviations of its own samples. Gold solid, proxy "
         "dashed; seeds thin, their mean thick."
     )
-    return [
+    dots = Picture(frontier, "Dots are single seeds, lines their mean.")
+    blocks: list[Block] = [
         Text(summary(results)),
         Picture(curves, caption),
         Section("Who turned", [turns_table(results)]),
-        Section(
-            "Reward-KL frontier",
-            [Picture(frontier, "Dots are single seeds, lines their mean."), means_table(results)],
-        ),
+        Section("Reward-KL frontier", [dots, means_table(results)]),
         Section("Fitted curves", [fits_table(results), Text(FIT_NOTE)]),
         Section("Where each seed began", [starts_table(results)]),
         Section("How to read this", [Text(notes(settings))]),
     ]
+    return [curves, frontier, *write_page(output_dir, "Over-optimisation", blocks, facts)]
 
 
 def summary(results: Results) -> str:
@@ -60,10 +58,8 @@ def summary(results: Results) -> str:
     for method in methods_of(results):
         turns = [turn for turn in results["turns"] if turn["method"] == method]
         both = sum(turn["turned"] and turn["proxy_rose"] for turn in turns)
-        gold, proxy = (
-            ", ".join(number.format(turn[f"{judge}_change"]["mean"]) for turn in turns)
-            for judge, number in (("gold", "{:+.3f}"), ("proxy", "{:+.2f}"))
-        )
+        gold = ", ".join(f"{turn['gold_change']['mean']:+.3f}" for turn in turns)
+        proxy = ", ".join(f"{turn['proxy_change']['mean']:+.2f}" for turn in turns)
         seeds = f"of {len(turns)} seeds"
         if all(turn["peak"] == turn["last"] for turn in turns):
             line = f"gold was best at the last setting in {len(turns)} {seeds}: nothing turned."
@@ -84,8 +80,8 @@ def turns_table(results: Results) -> Table:
     rows = [
         [
             f"{TITLES[turn['method']]}, {turn['seed']}",
-            setting(turn["method"], turn["peak"]),
-            setting(turn["method"], turn["last"]),
+            f"{SETTINGS[turn['method']]} {turn['peak']:g}",
+            f"{SETTINGS[turn['method']]} {turn['last']:g}",
             f"{turn['peak_distance']:.2f} to {turn['last_distance']:.2f}",
             interval_cell(turn["gold_change"], 1, 3, sign="+"),
             interval_cell(turn["proxy_change"], 1, 2, sign="+"),
@@ -102,24 +98,15 @@ def turns_table(results: Results) -> Table:
 
 def means_table(results: Results) -> Table:
     """Every setting, mean over the seeds."""
+    columns = {"kl": ".2f", "gold": ".3f", "gold_gain": "+.3f", "proxy_gain": "+.2f"}
     headers = ["method", "setting", "KL", "gold", "gold gain", "proxy gain"]
     rows = []
     for method in methods_of(results):
-        values = ("kl", "gold", "gold_gain", "proxy_gain")
-        means = [series_of(results, method, value).mean(0) for value in values]
+        means = {value: series_of(results, method, value).mean(0) for value in columns}
         for k, value in enumerate(settings_of(results, method)):
-            kl, gold, gain, proxy = (float(mean[k]) for mean in means)
-            numbers = [f"{kl:.2f}", f"{gold:.3f}", f"{gain:+.3f}", f"{proxy:+.2f}"]
-            rows.append([TITLES[method], setting(method, value), *numbers])
+            numbers = [f"{means[name][k]:{form}}" for name, form in columns.items()]
+            rows.append([TITLES[method], f"{SETTINGS[method]} {value:g}", *numbers])
     return Table(headers, rows, "Mean over the seeds; each seed is in results.json.")
-
-
-FIT_NOTE = (
-    "R_bon(d) = d (alpha - beta d) for best of n, R_rl(d) = d (alpha - beta log d) for the others "
-    "(Gao et al. 2022), least squares on the gain in gold of every seed and setting. Intervals: "
-    "bootstrap over seeds and, within each, over prompts. With few seeds they say little about the "
-    "next seed. A peak beyond the longest distance is extrapolated."
-)
 
 
 def fits_table(results: Results) -> Table:
@@ -130,16 +117,19 @@ def fits_table(results: Results) -> Table:
         [
             TITLES[fit["method"]],
             fit["form"],
-            format_fitted(fit["alpha"]),
-            format_fitted(fit["beta"]),
-            format_fitted(fit["peak"]),
+            *(fitted_cell(fit[name]) for name in ("alpha", "beta", "peak")),
             f"{fit['longest_distance']:.2f}",
-            f"{fit['rmse_of_forms']['bon']:.3f}",
-            f"{fit['rmse_of_forms']['rl']:.3f}",
+            *(f"{fit['rmse_of_forms'][form]:.3f}" for form in ("bon", "rl")),
         ]
         for fit in results["fits"]
     ]
     return Table(headers, rows, "d = sqrt(KL) in sqrt(nats), rewards in units of the gold judge.")
+
+
+def fitted_cell(found: Mapping[str, float | None] | None) -> str:
+    """A fitted value with its interval; None stands for an end that is infinite."""
+    ends = found and {part: math.inf if end is None else end for part, end in found.items()}
+    return interval_cell(ends, 1, 3, "value")
 
 
 def starts_table(results: Results) -> Table:
@@ -152,9 +142,7 @@ def starts_table(results: Results) -> Table:
             interval_cell(start["gold"], 1, 3),
             f"{start['gold_std']:.3f}",
             f"{start['proxy_std']:.2f}",
-            format_number(start["judges_correlation"])
-            if start["judges_correlation"] is not None
-            else NOT_MEASURED,
+            format_cell(start["judges_correlation"]),
             interval_cell(start["proxy_accuracy"], 100, 1, "accuracy"),
         ]
         for start in results["seeds"]
@@ -164,28 +152,15 @@ def starts_table(results: Results) -> Table:
 
 def notes(settings: Mapping[str, Any]) -> str:
     """What was measured and what its limits are."""
-    return "\n".join(
-        [
-            f"- The proxy saw {settings['num_proxy_pairs']} pairs, others for each seed. All four "
-            "methods optimise it; none sees the gold judge.",
-            f"- Measured on {settings['num_prompts']} held-out prompts: best of n from "
-            f"{max(settings['best_of'])} samples of each, with the mean over all subsets of n; "
-            f"other policies by {settings['num_samples']} completions of each.",
-            "- KL of best of n is log n - (n - 1) / n, an upper bound: completions that come more "
-            "than once make the true one smaller. Of the others it is the mean of log pi - log "
-            "SFT over the policy's own completions.",
-            "- Intervals in tables are bootstrap intervals over the prompts of one seed, those of "
-            "the fits over seeds and prompts. A fall counts if its interval lies below 0.",
-        ]
+    return (
+        f"- The proxy saw {settings['num_proxy_pairs']} pairs, others for each seed. All four "
+        "methods optimise it; none sees the gold judge.\n"
+        f"- Measured on {settings['num_prompts']} held-out prompts: best of n from "
+        f"{max(settings['best_of'])} samples of each, with the mean over all subsets of n; "
+        f"other policies by {settings['num_samples']} completions of each.\n"
+        "- KL of best of n is log n - (n - 1) / n, an upper bound: completions that come more "
+        "than once make the true one smaller. Of the others it is the mean of log pi - log "
+        "SFT over the policy's own completions.\n"
+        "- Intervals in tables are bootstrap intervals over the prompts of one seed, those of "
+        "the fits over seeds and prompts. A fall counts if its interval lies below 0."
     )
-
-
-def setting(method: str, value: float) -> str:
-    """As `n 4`."""
-    return f"{SETTINGS[method]} {value:g}"
-
-
-def format_fitted(found: Mapping[str, float | None] | None) -> str:
-    """A fitted value with its interval; None stands for an end that is infinite."""
-    ends = found and {part: math.inf if end is None else end for part, end in found.items()}
-    return interval_cell(ends, 1, 3, "value")

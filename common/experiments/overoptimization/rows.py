@@ -1,6 +1,5 @@
 """The rows that a proxy reward is learned from, and those in which it is optimised without RL."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from common.config import UserError
 from common.data import Example
+from common.experiments import stages
 from common.noise import derive_seed, permutation
 from common.pairs import groups
 from common.record.jsonl import json_line
@@ -78,13 +78,12 @@ def write_optimised(
     groups.add_rollouts(report, range(len(examples)), rollouts, texts, rewards, neighbours)
     print(report, flush=True)
     groups.write_jsonl(folder / "pairs.jsonl", report.pairs, examples)
-    (folder / MARK).write_text(json.dumps(made_by) + "\n", encoding="utf-8")
+    stages.write_mark(folder, made_by, MARK)
 
 
 def are_written(folder: Path, made_by: Mapping[str, Any]) -> bool:
     """Whether `write_optimised` was here for the same thing, and came to its end."""
-    mark = folder / MARK
-    return mark.is_file() and json.loads(mark.read_text(encoding="utf-8")) == made_by
+    return stages.read_mark(folder, MARK) == made_by
 
 
 def labelled_neighbours(rewards: Tensor) -> Tensor:

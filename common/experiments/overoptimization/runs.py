@@ -41,8 +41,7 @@ LIMITS = (  # what else a measurement depends on
 def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
     """Make the runs of a seed, unless they are there, and measure the policies they left."""
     chain = Chain(config, Path(config.output_dir) / f"seed_{seed}", seed)
-    policies: dict[Setting, Path] = {}
-    policies |= chain.rejection() | chain.dpo() | chain.grpo()
+    policies = chain.rejection() | chain.dpo() | chain.grpo()
     pool = chain.pool()
     measured = {setting: chain.measure(setting, path) for setting, path in policies.items()}
     return SeedPoints(seed, chain.proxy_accuracy(), pool, measured)
@@ -58,19 +57,36 @@ class Chain:
 
     # ---- stages ----
 
-    def make(self, script: str, name: str, recipe: str, **flags: Any) -> Path:
-        """Make a run, unless it is there; returns the folder of its model."""
-        output_dir = self.folder / name
-        flags = {"seed": self.seed, **flags}
-        stages.run(Stage(script, output_dir, Path(recipe), flags), self.config.num_processes)
-        return output_dir / MODEL
+    def make(
+        self, stage: str, name: str, recipe: str, rows: Path | None = None, **flags: Any
+    ) -> Path:
+        """Make a run, unless it is there; returns the folder of its model.
+
+        Args:
+            stage: As `sft`, of whose script it is a run.
+            name: Of its folder.
+            recipe: Its file.
+            rows: It starts from the SFT policy and learns from this file.
+            flags: Over the recipe.
+        """
+        if rows:
+            flags |= {
+                "model_name_or_path": self.sft,
+                "dataset_name": rows,
+                "dataset_test_split": "",
+            }
+        run = Stage(
+            f"train_{stage}.py", self.folder / name, Path(recipe), {"seed": self.seed, **flags}
+        )
+        stages.run(run, self.config.num_processes)
+        return run.output_dir / MODEL
 
     @cached_property
     def sft(self) -> Path:
         """The policy at distance 0."""
         if self.config.model_name_or_path:
             return Path(self.config.model_name_or_path)
-        return self.make("train_sft.py", "sft", self.config.sft_recipe)
+        return self.make("sft", "sft", self.config.sft_recipe)
 
     @cached_property
     def proxy(self) -> Path:
@@ -84,42 +100,34 @@ class Chain:
             self.seed,
             dataset_config=self.config.dataset_config or None,
         )
-        recipe = self.config.reward_recipe
-        return self.make("train_reward.py", "proxy", recipe, **self.starting_on(pairs))
-
-    def starting_on(self, rows: Path) -> dict[str, Any]:
-        """Flags of a stage that starts from the SFT policy and learns from a file of rows."""
-        return {
-            "model_name_or_path": self.sft,
-            "dataset_name": rows,
-            "dataset_test_split": "",
-        }
+        return self.make("reward", "proxy", self.config.reward_recipe, pairs)
 
     def rejection(self) -> dict[Setting, Path]:
         """Supervised fine-tuning on the completions that the proxy likes best of n."""
-        models_of = {}
-        for size in self.config.rejection_sizes:
-            rows = self.optimised / f"best_of_{size}.jsonl"
-            flags = self.starting_on(rows)
-            recipe, name = self.config.rejection_recipe, f"rejection_{size}"
-            models_of[Setting("rejection", size)] = self.make("train_sft.py", name, recipe, **flags)
-        return models_of
+        recipe, sizes = self.config.rejection_recipe, self.config.rejection_sizes
+        return {
+            Setting("rejection", n): self.make(
+                "sft", f"rejection_{n}", recipe, self.optimised / f"best_of_{n}.jsonl"
+            )
+            for n in sizes
+        }
 
     def dpo(self) -> dict[Setting, Path]:
         """DPO on pairs that the proxy labelled."""
-        models_of = {}
-        for beta in self.config.dpo_betas:
-            flags = self.starting_on(self.optimised / "pairs.jsonl") | {"beta": beta}
-            recipe, name = self.config.dpo_recipe, f"dpo_{beta:g}"
-            models_of[Setting("dpo", beta)] = self.make("train_dpo.py", name, recipe, **flags)
-        return models_of
+        recipe, betas = self.config.dpo_recipe, self.config.dpo_betas
+        return {
+            Setting("dpo", beta): self.make(
+                "dpo", f"dpo_{beta:g}", recipe, self.optimised / "pairs.jsonl", beta=beta
+            )
+            for beta in betas
+        }
 
     def grpo(self) -> dict[Setting, Path]:
         """GRPO against the proxy, at each of its checkpoints."""
         if not self.config.grpo_recipe:
             return {}
         run = self.make(
-            "train_grpo.py",
+            "grpo",
             "grpo",
             self.config.grpo_recipe,
             model_name_or_path=self.sft,
@@ -127,9 +135,8 @@ class Chain:
             missing_eos_penalty=self.config.missing_eos_penalty,
             keep_last=0,
         ).parent
-        return {
-            Setting("grpo", files.step_of(path)): path for path in reversed(files.newest_first(run))
-        }
+        checkpoints = reversed(files.newest_first(run))
+        return {Setting("grpo", files.step_of(path)): path for path in checkpoints}
 
     # ---- what rejection and DPO learn from ----
 
@@ -147,26 +154,24 @@ class Chain:
             examples = self.train_prompts()
             rollouts = self.measurer.draw(self.measurer.reference, examples, number)
             rewards = self.measurer.proxy_rewards(examples, rollouts)  # (N, K)
-            texts, sizes = rollouts.texts(self.tokenizer), self.config.rejection_sizes
-            optimised_rows.write_optimised(
-                folder, made_by, examples, rollouts, texts, rewards, sizes
-            )
-            self.release()
+            written = (examples, rollouts, rollouts.texts(self.tokenizer), rewards)
+            sizes = self.config.rejection_sizes
+            optimised_rows.write_optimised(folder, made_by, *written, sizes)
+            # The judges are given up: the stages that come next need the memory.
+            del self.measurer, written
+            gc.collect()
         return folder
 
     def train_prompts(self) -> list[Example]:
         """The training prompts that are sampled from, others for each seed."""
-        examples = self.prompts(self.config.dataset_train_split, 0)
+        examples = self.examples(self.config.dataset_train_split, "prompts", 0)
         number = self.config.num_train_prompts
         chosen = optimised_rows.choose(len(examples), number, self.seed, "num_train_prompts")
         return [examples[i] for i in chosen]
 
-    def prompts(self, split: str, num_rows: int) -> list[Example]:
-        """The first prompts of a split (0: all)."""
-        return self.examples(self.config.prompts_name, split, "prompts", num_rows)
-
-    def examples(self, name: str, split: str, kind: Kind, num_rows: int) -> list[Example]:
-        """Rows of a split as token ids."""
+    def examples(self, split: str, kind: Kind, num_rows: int) -> list[Example]:
+        """The first rows of a split (0: all) as token ids."""
+        name = self.config.prompts_name if kind == "prompts" else self.config.dataset_name
         rest = (self.tokenizer, self.stop_ids, num_rows)
         return data.load_examples(self.local, name, split, kind, *rest)
 
@@ -200,11 +205,6 @@ class Chain:
             missing_eos_penalty=self.config.missing_eos_penalty,
         )
 
-    def release(self) -> None:
-        """Give up the judges: the stages that come next need the memory."""
-        self.__dict__.pop("measurer", None)
-        gc.collect()
-
     @cached_property
     def held_out(self) -> list[Example]:
         """The prompts that policies are measured on, the same for every seed.
@@ -213,7 +213,7 @@ class Chain:
             UserError: there are too few, or a judge cannot read them.
         """
         number = self.config.num_prompts
-        examples = self.prompts(self.config.dataset_test_split, number)
+        examples = self.examples(self.config.dataset_test_split, "prompts", number)
         if len(examples) < number:
             raise UserError(f"--num_prompts is {number}; {len(examples)} held-out ones are usable.")
         for scorer in (self.measurer.proxy, self.measurer.gold):
@@ -223,38 +223,30 @@ class Chain:
     def pool(self) -> Measured:
         """Samples of the SFT policy, from which every best of n is estimated."""
         number = max(self.config.best_of)
-        return self.kept(
-            "pool", self.sft, number, lambda: self.measurer.pool(self.held_out, number)
-        )
+        return self.kept("pool", self.sft, number, lambda m: m.pool(self.held_out, number))
 
     def measure(self, setting: Setting, path: Path) -> Measured:
         """A policy's own completions."""
         number, name = self.config.num_samples, f"{setting.method}_{setting.value:g}"
-        return self.kept(
-            name, path, number, lambda: self.measurer.measure(str(path), self.held_out, number)
-        )
+        return self.kept(name, path, number, lambda m: m.measure(str(path), self.held_out, number))
 
     def proxy_accuracy(self) -> PreferenceAccuracy | None:
         """How often the proxy prefers the chosen one of held-out pairs."""
-        name, split = self.config.dataset_name, self.config.dataset_test_split
-        pairs = self.examples(name, split, "preference", self.config.num_eval_rows)
-        return self.measurer.proxy_accuracy(pairs)
+        split, number = self.config.dataset_test_split, self.config.num_eval_rows
+        return self.measurer.proxy_accuracy(self.examples(split, "preference", number))
 
     def kept(
-        self, name: str, path: Path, num_samples: int, measure: Callable[[], Measured]
+        self, name: str, path: Path, num_samples: int, measure: Callable[[Measurer], Measured]
     ) -> Measured:
         """What was measured before of the same policy by the same judges, else what is now."""
         file = self.folder / "measured" / f"{name}.json"
         made_by = self.made_by(path, prompts=self.config.num_prompts, samples=num_samples)
         found = measuring.read(file, made_by)
         if found is None:
-            found = measure()
+            found = measure(self.measurer)
             measuring.write(file, made_by, found)
-        gold, proxy = found.gold.mean(), found.proxy.mean()
-        kl = found.log_ratio.mean()
-        print(
-            f"{file.parent.parent.name}, {name}: {kl=:.3f}, {gold=:.4f}, {proxy=:.3f}", flush=True
-        )
+        gold, proxy, kl = (v.mean() for v in (found.gold, found.proxy, found.log_ratio))
+        print(f"{self.folder.name}, {name}: {kl=:.3f}, {gold=:.4f}, {proxy=:.3f}", flush=True)
         return found
 
     def made_by(self, path: Path, **settings: Any) -> dict[str, Any]:
