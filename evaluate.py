@@ -283,17 +283,14 @@ def samples(
     prompts: list[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     """The first prompts with every policy's completion, for the report."""
-    shown = []
-    for i, example in enumerate(prompts[: config.num_sample_prompts]):
-        reference = example.columns.get("completion")
-        shown.append(
-            {
-                "prompt": example.prompt,
-                "reference": reference if isinstance(reference, str) else None,
-                "completions": {name: own[i].completion for name, own in generations.items()},
-            }
-        )
-    return shown
+    return [
+        {
+            "prompt": example.prompt,
+            "reference": completions.reference_text(example) or None,
+            "completions": {name: own[i].completion for name, own in generations.items()},
+        }
+        for i, example in enumerate(prompts[: config.num_sample_prompts])
+    ]
 
 
 if __name__ == "__main__":

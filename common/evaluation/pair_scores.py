@@ -144,15 +144,10 @@ def policy_scores(
 def baselines(
     examples: Sequence["Example"], texts: Sequence[Sequence[str]], seed: int
 ) -> dict[str, Floats]:
-    """Scores (N, 2) that need no model.
+    """Scores (N, 2) that need no model, of N pairs and the texts of their completions.
 
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
-
-    Args:
-        examples: N pairs.
-        texts: Their two completions.
-        seed: Of the random numbers.
     """
     from common import noise
     from common.text import overlap
@@ -190,13 +185,6 @@ def reward_scores(
 
     A reward model with the tokenizer of the run reads the ids as they are; another one, and an
     encoder, reads the texts in its own tokens. Conversations are read to the end of their turn.
-
-    Args:
-        function: Loaded.
-        pairs: N pairs.
-        tokenizer: Of the run.
-        stop_ids: What ends a completion.
-        config: Of the run.
 
     Returns:
         (N, 2) float64 on the host, the same on every rank.

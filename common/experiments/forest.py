@@ -1,11 +1,12 @@
-"""The forest plot of a sweep: differences to the base with their intervals, a row per variant."""
+"""The effects of a sweep and their forest plot: differences to the base with their intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.experiments.outcomes import SeedMean
+from common.experiments.outcomes import SeedMean, about
+from common.experiments.sweep_file import Variant
 from common.report.plots import COLOURS, GREY, save, style
 
 DPI = 110  # of a picture of many rows
@@ -20,83 +21,80 @@ KEY = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """A variant: its label, the differences by seed, and their mean."""
+class Effect:
+    """What a variant changes, in one outcome."""
 
-    label: str
-    by_seed: Sequence[float]
+    variant: Variant
+    outcome: str
+    values: Sequence[float]  # by seed
+    base: Sequence[float]  # by seed
     difference: SeedMean
-    is_patched: bool = False
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The differences."""
+        return [value - start for value, start in zip(self.values, self.base, strict=True)]
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One outcome. Panels of a group stand side by side and have the same rows."""
-
-    group: str
-    title: str
-    unit: str
-    rows: Sequence[Row]
-
-
-def draw(panels: Sequence[Panel], path: Path) -> Path | None:
-    """Draw the panels, a line of them for each group; None without any."""
-    if not panels:
-        return None
+def draw(panels: Mapping[tuple[str, str], Sequence[Effect]], path: Path) -> Path | None:
+    """Draw the effects by stage and outcome, the outcomes of a stage side by side; None without."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups = list(dict.fromkeys(panel.group for panel in panels))
-    lines = [[panel for panel in panels if panel.group == group] for group in groups]
-    heights = [PANEL_HEIGHT + ROW_HEIGHT * len(line[0].rows) for line in lines]
-    num_columns = max(map(len, lines))
+    panels = {key: effects for key, effects in panels.items() if effects}
+    if not panels:
+        return None
+    stages = {stage: [key for key in panels if key[0] == stage] for stage, _ in panels}
+    heights = [PANEL_HEIGHT + ROW_HEIGHT * len(panels[keys[0]]) for keys in stages.values()]
+    num_columns = max(map(len, stages.values()))
+    size = (LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights))
     with style():
-        figure = Figure(
-            figsize=(LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights)), layout="constrained"
-        )
+        figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
-        grid = figure.add_gridspec(len(lines), num_columns, height_ratios=heights)
-        for i, line in enumerate(lines):
-            for j, panel in enumerate(line):
-                draw_panel(figure.add_subplot(grid[i, j]), panel, with_labels=j == 0)
+        grid = figure.add_gridspec(len(stages), num_columns, height_ratios=heights)
+        for i, keys in enumerate(stages.values()):
+            for j, (stage, outcome) in enumerate(keys):
+                axes = figure.add_subplot(grid[i, j])
+                draw_panel(axes, panels[stage, outcome], with_labels=j == 0)
+                axes.set_title(f"{stage}: {about(outcome).label}", fontsize=9)
+                axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
         figure.supxlabel(KEY, fontsize=8, color=GREY)
         return save(figure, path, DPI)
 
 
-def draw_panel(axes: Any, panel: Panel, *, with_labels: bool) -> None:
+def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> None:
     """One panel: pale dots for seeds, a line for the interval, its mean full where it excludes 0.
 
     Without an interval (one seed) the mean is a hollow mark alone.
     """
     axes.axvline(0, color=GREY, linewidth=1)
-    for place, row in enumerate(panel.rows):
-        mean, colour = row.difference, COLOURS[1] if row.is_patched else COLOURS[0]
-        axes.plot(row.by_seed, [place] * len(row.by_seed), "o", color=colour, alpha=0.3, ms=3)
-        if mean.low is not None and mean.high is not None:
+    for place, effect in enumerate(effects):
+        mean, colour = effect.difference, COLOURS[1 if effect.variant.patch else 0]
+        seeds = effect.by_seed
+        axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
+        if mean.low is not None:
             axes.plot([mean.low, mean.high], [place, place], color=colour, linewidth=1.4)
         face = colour if mean.excludes_zero else "white"
         axes.plot([mean.mean], [place], "s", color=colour, markerfacecolor=face, ms=4.5)
-    axes.set_ylim(len(panel.rows) - 0.4, -0.6)  # the first row on top
-    axes.set_yticks(range(len(panel.rows)), [row.label for row in panel.rows])
+    axes.set_ylim(len(effects) - 0.4, -0.6)  # the first row on top
+    labels = [f"{effect.variant.detail}: {effect.variant.choice}" for effect in effects]
+    axes.set_yticks(range(len(effects)), labels)
     axes.tick_params(axis="y", length=0, labelleft=with_labels)
     axes.grid(axis="y", visible=False)
-    axes.set_title(panel.title, fontsize=9)
-    axes.set_xlabel(f"difference to the base, {panel.unit}", fontsize=8)
-    axes.set_xlim(*limits(panel.rows))
+    axes.set_xlim(*limits(effects))
 
 
-def limits(rows: Sequence[Row]) -> tuple[float, float]:
+def limits(effects: Sequence[Effect]) -> tuple[float, float]:
     """Left and right end of the x axis: every seed and mean, and intervals up to twice as far.
 
     With two or three seeds an interval can be far wider than all that was seen; it then runs out of
     the picture, and the table has its ends.
     """
-    seen = [value for row in rows for value in (*row.by_seed, row.difference.mean)]
+    means = [effect.difference for effect in effects]
+    seen = [0.0, *(mean.mean for mean in means)]
+    seen += [value for effect in effects for value in effect.by_seed]
     reach = 2 * max(map(abs, seen)) or 1.0
-    ends = [
-        end for row in rows for end in (row.difference.low, row.difference.high) if end is not None
-    ]
-    low = min(0.0, *seen, *(max(end, -reach) for end in ends))
-    high = max(0.0, *seen, *(min(end, reach) for end in ends))
-    margin = 0.05 * (high - low) or 1.0
-    return low - margin, high + margin
+    ends = [end for mean in means for end in (mean.low, mean.high) if end is not None]
+    seen += [max(-reach, min(end, reach)) for end in ends]
+    margin = 0.05 * (max(seen) - min(seen)) or 1.0
+    return min(seen) - margin, max(seen) + margin

@@ -15,15 +15,15 @@ Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sw
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.config import UserError
 from common.evaluation.score import run_cost
 from common.experiments import forest
+from common.experiments.forest import Effect
 from common.experiments.outcomes import (
-    SeedMean,
     about,
     commits,
     outcome_of,
@@ -38,17 +38,6 @@ from common.report.blocks import Block, Picture, Section, Table, Text
 from common.report.page import write_page
 
 Outcomes = Mapping[int, Mapping[str, Mapping[str, float]]]  # by seed, folder of the run, name
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a variant changes, in one outcome."""
-
-    variant: Variant
-    outcome: str
-    values: Sequence[float]  # by seed
-    base: Sequence[float]  # by seed
-    difference: SeedMean
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -185,8 +174,8 @@ def write_results(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect]) -> 
         ],
     }
     (output_dir / "sweep.json").write_text(json.dumps(record, indent=1) + "\n")
-    panels = [panel(stage, outcome, found) for stage, outcome in judged]
-    picture = forest.draw([p for p in panels if p.rows], output_dir / "plots" / "forest.png")
+    panels = {key: [e for e in found if (e.variant.judged, e.outcome) == key] for key in judged}
+    picture = forest.draw(panels, output_dir / "plots" / "forest.png")
     varied = [name for name in sweep.base if any(v.judged == name for v in sweep.variants)]
     tables = {stage: table(sweep, outcomes, found, stage) for stage in varied}
     facts = {
@@ -197,21 +186,6 @@ def write_results(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect]) -> 
     write_page(output_dir, sweep.title, blocks(sweep, found, picture, tables), facts)
     text = "\n\n".join(markdown_table(t.headers, t.rows) for t in tables.values())
     print(f"\n{text}\n\nreport: {output_dir}/report.html")
-
-
-def panel(stage: str, outcome: str, found: Sequence[Effect]) -> forest.Panel:
-    """The panel of the picture for an outcome of a stage."""
-    rows = [
-        forest.Row(
-            f"{effect.variant.detail}: {effect.variant.choice}",
-            [v - b for v, b in zip(effect.values, effect.base, strict=True)],
-            effect.difference,
-            is_patched=bool(effect.variant.patch),
-        )
-        for effect in found
-        if (effect.variant.judged, effect.outcome) == (stage, outcome)
-    ]
-    return forest.Panel(stage, f"{stage}: {about(outcome).label}", about(outcome).unit, rows)
 
 
 def table(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect], stage: str) -> Table:
