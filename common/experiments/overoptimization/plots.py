@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.experiments.overoptimization.curves import Fit
-from common.report.plots import COLOURS, GREY, save, style
+from common.report.plots import COLOURS, GREY, save, style, titled_figure
 
 TITLES = {
     "best_of_n": "Best of n",
@@ -31,19 +31,12 @@ def methods_of(results: Results) -> list[str]:
     return [method for method in TITLES if method in there]
 
 
-def series_of(results: Results, method: str, value: str, part: str = "mean") -> np.ndarray:
-    """A value of a method's points, (S, K): seeds by settings.
-
-    Args:
-        results: what `results.json` holds.
-        method: of the points.
-        value: `distance`, or what has an interval.
-        part: of the interval.
-    """
+def series_of(results: Results, method: str, value: str) -> np.ndarray:
+    """A value of a method's points, (S, K): seeds by settings; of an interval the mean."""
     rows = []
     for start in results["seeds"]:
         own = [p for p in results["points"] if (p["method"], p["seed"]) == (method, start["seed"])]
-        rows.append([p[value] if value == "distance" else p[value][part] for p in own])
+        rows.append([p[value] if value == "distance" else p[value]["mean"] for p in own])
     return np.array(rows)
 
 
@@ -55,15 +48,11 @@ def settings_of(results: Results, method: str) -> list[float]:
 
 def draw_curves(results: Results, path: Path) -> Path:
     """Gains of both judges over the distance, a panel for each method."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     methods = methods_of(results)
     num_rows = -(-len(methods) // 2)
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+    title = "The reward that is optimised, and the one that is wanted"
     with style():
-        figure = Figure(figsize=(8, 0.7 + 2.9 * num_rows), layout=layout)
-        figure.suptitle("The reward that is optimised, and the one that is wanted", weight="bold")
+        figure = titled_figure(title, 8, 0.7 + 2.9 * num_rows)
         grid = figure.subplots(num_rows, 2, squeeze=False).ravel()
         for axes, method in zip(grid, methods, strict=False):
             draw_method(axes, results, method)
@@ -78,10 +67,12 @@ def draw_method(axes: Any, results: Results, method: str) -> None:
     Every line begins at the SFT policy, whose distance and gain are 0.
     """
     colour = COLOUR_OF[method]
-    distances = from_zero(series_of(results, method, "distance"))  # (S, 1 + K)
+    starts = results["seeds"]
+    distances = series_of(results, method, "distance")
+    distances = np.pad(distances, ((0, 0), (1, 0)))  # (S, 1 + K)
     for judge, line in (("gold", "-"), ("proxy", "--")):
-        scale = np.array([[start[f"{judge}_std"] or 1.0] for start in results["seeds"]])  # (S, 1)
-        gains = from_zero(series_of(results, method, f"{judge}_gain") / scale)
+        scale = np.array([[start[f"{judge}_std"] or 1.0] for start in starts])  # (S, 1)
+        gains = np.pad(series_of(results, method, f"{judge}_gain") / scale, ((0, 0), (1, 0)))
         axes.plot([], [], line, color=colour, linewidth=2.2, label=judge)
         for x, y in zip(distances, gains, strict=True):
             axes.plot(x, y, line, color=colour, **SEED)
@@ -92,11 +83,6 @@ def draw_method(axes: Any, results: Results, method: str) -> None:
         title=TITLES[method], xlabel="sqrt(KL to SFT), sqrt(nats)", ylabel="gain, SD of SFT samples"
     )
     axes.legend(loc="best")
-
-
-def from_zero(values: np.ndarray) -> np.ndarray:
-    """A 0 before the values of each seed."""
-    return np.pad(values, ((0, 0), (1, 0)))
 
 
 def draw_fit(axes: Any, results: Results, method: str, longest: float) -> None:
@@ -145,11 +131,8 @@ def draw_points(axes: Any, results: Results, method: str) -> None:
     """Single seeds as dots, their mean as a line."""
     kl, gold = (series_of(results, method, value) for value in ("kl", "gold"))  # (S, K)
     far, colour = kl.mean(0) > NEAREST, COLOUR_OF[method]
-    values = [
-        value for value, there in zip(settings_of(results, method), far, strict=True) if there
-    ]
-    kl, gold = kl[:, far], gold[:, far]
-    ends = f"{SETTINGS[method]} {values[0]:g} to {values[-1]:g}" if values else ""
+    kl, gold, values = kl[:, far], gold[:, far], np.array(settings_of(results, method))[far]
+    ends = f"{SETTINGS[method]} {values[0]:g} to {values[-1]:g}" if values.size else ""
     axes.plot(kl.ravel(), gold.ravel(), ".", color=colour, alpha=0.4, markersize=5)
     label = f"{TITLES[method]} ({ends})"
     axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
