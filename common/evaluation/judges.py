@@ -48,7 +48,7 @@ def with_verdicts(
 
     Args:
         answers: N prompts with their completions.
-        judges: As `load_judges` gives them.
+        judges: The functions by what was given.
         names: What tables call each of them.
         examples: The N prompts, whose columns the judges get.
         seed: Of the order in which completions are given.

@@ -5,7 +5,7 @@ was trained on few pairs, a gold judge that no policy sees, and policies that go
 from the SFT policy, d = sqrt(KL(pi || SFT)):
 
 1. best of n: of n completions the one that the proxy likes best, estimated for every n from one
-   pool of samples; its KL is known in closed form, an upper bound here (`best_of_n.py`);
+   pool of samples; its KL is known in closed form, an upper bound here (`curves.py`);
 2. rejection: supervised fine-tuning on the best of n completions of training prompts;
 3. DPO over beta, on pairs of SFT completions that the proxy has labelled, not on the pairs that it
    was trained on: every method then optimises the same reward, and differs in how;
