@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from common import distributed, padding
 from common.config import UserError
 from common.experiments import sweep
+from common.experiments.replicate import config_class
 from common.experiments.stages import ROOT, Stage, description, write_mark
 from common.experiments.sweep_file import read_sweep
 from common.model import fsdp, optim
@@ -207,9 +208,7 @@ def test_the_shipped_sweep_names_flags_that_there_are(monkeypatch):
     assert len(found.seeds) >= 3
     assert len({variant.detail for variant in found.variants}) >= 8
     for stage, num_processes in found.training(0):
-        known = run_here.__globals__["CLASSES"][stage.script]
-        module = __import__(stage.script.removesuffix(".py"))
-        names = getattr(module, known).__dataclass_fields__
+        names = config_class(stage.script).__dataclass_fields__
         assert set(stage.flags) <= set(names), stage
         assert num_processes in (1, 2)
 
