@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import saver as checkpoint
 from common.data import Example
 from common.evaluation import score
 from common.losses import preference_loss, sequence_logps
@@ -49,7 +48,7 @@ from common.pairs import reference_cache
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.pairs.reference import ReferenceScores, score_reference, shorter_lengths
-from common.run import Run
+from common.run import Run, find_checkpoint
 from common.sampling import token_records
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -66,7 +65,7 @@ def main(config: DPOConfig) -> None:
     stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
-    resume_from = checkpoint.find(config)
+    resume_from = find_checkpoint(config)
     train_set, eval_set = load_pairs(config, tokenizer, stop_ids, configs[0], mesh)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, train_set)

@@ -47,7 +47,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import saver as checkpoint
 from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
@@ -58,7 +57,7 @@ from common.model.lora import AdapterReference
 from common.record.glossary import LOGGED_PREFIX
 from common.record.metrics import Accumulator
 from common.rewards.scorer import RewardScorer
-from common.run import Run
+from common.run import Run, find_checkpoint
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
@@ -74,7 +73,7 @@ def main(config: GRPOConfig) -> None:
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
-    resume_from = checkpoint.find(config)
+    resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows([*train_set, *eval_set])
     order = data.BatchOrder.of_training(config, train_set)

@@ -35,7 +35,6 @@ from typing import Any
 import torch
 
 from common import data, distributed, launch, self_checks
-from common.checkpoint import saver as checkpoint
 from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
@@ -43,7 +42,7 @@ from common.model import fsdp, load
 from common.pairs import comparisons
 from common.pairs import groups as pairs
 from common.pairs.config import RewardConfig
-from common.run import Run
+from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
 
 
@@ -58,7 +57,7 @@ def main(config: RewardConfig) -> None:
     pad_id = tokenizer.pad_token_id
     stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     model_config = load.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
-    resume_from = checkpoint.find(config)
+    resume_from = find_checkpoint(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
     margins = pairs.margins(train_set, config.margin_column).to(device)  # (rows,)

@@ -21,9 +21,9 @@ Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that a run starts from, None at step 0; refuses a folder of another run."""
-    from common.checkpoint import saver
+    from common.checkpoint import resume
 
-    return saver.find(config)
+    return resume.find(config)
 
 
 class Movable(Protocol):
@@ -63,7 +63,7 @@ class Run:
             module: sharded; what is trained.
             order: of the training rows.
             config: of the run.
-            resume_from: a checkpoint (`find_checkpoint`), None to start at step 0.
+            resume_from: from `find_checkpoint`, None to start at step 0.
             updated: a reference that is trained too, by way of the module, and saved with it.
         """
         from common.checkpoint.saver import Checkpointer

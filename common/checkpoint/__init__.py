@@ -1,4 +1,4 @@
 """What a run leaves on disk to go on from, and what it hands over at its end.
 
-Face: saver (find, Checkpointer), export.finish, bad_step; files, state and best behind them.
+Face: resume.find, saver.Checkpointer, export.finish, bad_step; best, files and state behind them.
 """

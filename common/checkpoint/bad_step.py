@@ -49,15 +49,19 @@ def guarded(
         yield
     except NonFiniteError as error:
         completions = scored_again(saver.model, batches, rows)
+        bad = [one["row"] for one in completions if not one["is_finite"]]
+        bad = sorted(set(distributed.from_all_ranks(bad)))
+        told = "Every score of the batch is finite: look at rewards, reference and backward pass."
+        if bad:
+            named = ", ".join(map(str, bad[:MAX_NAMED])) + (", ..." if len(bad) > MAX_NAMED else "")
+            told = f"Scores that are not finite: those of {len(bad)} rows, {named}."
         folder = Path(saver.config.output_dir) / "failed" / f"step_{step + 1:08d}"
-        told = f"{error} {describe(completions)}"
+        kept = f"The completions and the state before the step are in {folder}."
         try:
             keep(saver, completions, folder, step)
         except (UserError, OSError) as refusal:
-            raise RuntimeError(f"{told} They were not kept: {refusal}") from None
-        raise RuntimeError(
-            f"{told} The completions and the state before the step are in {folder}."
-        ) from None
+            kept = f"They were not kept: {refusal}"
+        raise RuntimeError(f"{error} {told} {kept}") from None
 
 
 def scored_again(
@@ -65,10 +69,7 @@ def scored_again(
 ) -> list[dict[str, Any]]:
     """This rank's real completions, with whether the model's scores of them are finite. Collective.
 
-    Args:
-        model: a policy or a reward model.
-        batches: as for `guarded`.
-        rows: as for `guarded`.
+    The model is a policy or a reward model; batches and rows are those of `guarded`.
     """
     model.zero_grad(set_to_none=True)
     completions = []
@@ -86,16 +87,6 @@ def scored_again(
     return completions
 
 
-def describe(completions: Sequence[dict[str, Any]]) -> str:
-    """Which rows of all ranks have scores that are not finite. Collective."""
-    bad = [one["row"] for one in completions if not one["is_finite"]]
-    bad = sorted(set(distributed.from_all_ranks(bad)))
-    if not bad:
-        return "Every score of the batch is finite: look at rewards, reference and backward pass."
-    named = ", ".join(map(str, bad[:MAX_NAMED])) + (", ..." if len(bad) > MAX_NAMED else "")
-    return f"Scores that are not finite: those of {len(bad)} rows, {named}."
-
-
 def keep(
     saver: Checkpointer, completions: Sequence[dict[str, Any]], folder: Path, step: int
 ) -> None:
@@ -103,7 +94,7 @@ def keep(
     if distributed.is_rank0():
         shutil.rmtree(folder, ignore_errors=True)  # of a run that may have had more ranks
     distributed.barrier()
-    saver.keep_before(step, folder / "checkpoint")
+    saver.keep_aside(step, folder / "checkpoint")
     with (folder / f"batch_rank_{distributed.rank()}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json_line(one) for one in completions)
     if distributed.is_rank0():

@@ -30,31 +30,14 @@ def refuse_impossible(config: CommonConfig) -> None:
         )
 
 
-def logged(output_dir: Path, metric: str, step: int) -> float | None:
-    """The metric's last value of a step, None if it was not logged there or none is asked for."""
-    lines = read_metrics(output_dir) if metric else []
-    values = [line[metric] for line in lines if line["step"] == step and metric in line]
-    return values[-1] if values else None
-
-
 def ranking(output_dir: Path, metric: str) -> list[Path]:
-    """The checkpoints that were saved with this metric, the best first; of equal ones the older.
+    """The checkpoints at whose steps a metric was logged, the best first; of equal ones the older.
 
-    Of a loss the lowest is the best, of anything else the highest. A folder that cannot be read is
-    left out.
+    Of a loss the lowest is the best, of anything else the highest.
     """
-    values = {}
+    records = read_metrics(output_dir) if metric else []
+    logged = {line["step"]: line[metric] for line in records if line.get(metric) is not None}
+    folders = [path for path in files.newest_first(output_dir) if files.step_of(path) in logged]
+    whole = [path for path in reversed(folders) if (path / files.MANIFEST).exists()]
     sign = 1 if "loss" in metric else -1
-    for folder in reversed(files.newest_first(output_dir) if metric else []):
-        try:
-            manifest = files.read_manifest(folder)
-        except ValueError:
-            continue
-        if manifest["config"]["metric_for_best_model"] != metric:
-            continue
-        value = manifest["metric"]
-        if value is None:  # the last evaluation comes after the last checkpoint
-            value = logged(output_dir, metric, files.step_of(folder))
-        if value is not None:
-            values[folder] = sign * value
-    return sorted(values, key=values.__getitem__)
+    return sorted(whole, key=lambda path: sign * logged[files.step_of(path)])

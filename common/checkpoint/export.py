@@ -9,10 +9,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
-from common.checkpoint import state as run_state
 from common.checkpoint.files import replacing
 from common.checkpoint.saver import Checkpointer, cause
+from common.checkpoint.state import once_each
 from common.config import UserError, gist
+from common.exits import signals
 from common.model import fsdp, lora
 from common.record.logger import RunLogger
 
@@ -29,11 +30,11 @@ def finish(
     """End a run: export, and only then look at what was made. Collective.
 
     An evaluation, a judge or a user's function that fails cannot take the trained model with it. A
-    run that is killed behind its last checkpoint does all of this again.
+    run that is killed behind its last checkpoint does all of this again. Where the best checkpoint
+    was asked for, and that is not of the last step, the model is exported a second time.
 
     Args:
-        saver: of the run; where it was asked to load the best checkpoint, and that is not the last
-            step, the model is exported a second time.
+        saver: of the run.
         logger: of the run, which it closes.
         tokenizer: as for `save_pretrained`.
         stop_ids: as for `save_pretrained`.
@@ -60,6 +61,7 @@ def finish(
             raise UserError(f"{error}; {kept}") from None
 
     saver.stop_if_asked(step, at_once=True)
+    signals.stop_no_more()
     export()
     saver.wait()
     try:
@@ -99,7 +101,7 @@ def save_pretrained(
     Raises:
         UserError: rank 0 could not write it; on every rank.
     """
-    state = run_state.once_each(module, fsdp.full_state_dict(module))
+    state = once_each(module, fsdp.full_state_dict(module))
     failure = ""
     if distributed.is_rank0():
         try:

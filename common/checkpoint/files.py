@@ -27,8 +27,10 @@ from common.record.glossary import is_defined
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
 SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
-NEEDED = {"step", "stage", "config", "files", "sums", "lines", "metric", "adapters"}
-NEEDED |= {"has_reference"}
+NEEDED: dict[str, Any] = {
+    **{"step": int, "stage": str, "config": dict, "has_reference": bool},
+    **{"files": dict, "lines": dict, "sums": list, "adapters": dict | None},
+}
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
@@ -91,6 +93,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return contents
 
 
+def shared_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest as rank 0 reads it. Collective."""
+    contents = read_manifest(folder) if distributed.is_rank0() else None
+    return dict(distributed.from_rank0(contents))
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -122,7 +130,7 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
         contents = read_manifest(folder)
     except ValueError as error:
         return str(error), {}
-    if missing := NEEDED - contents.keys():
+    if missing := NEEDED.keys() - contents.keys():
         return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
     if odd_value := _odd(contents):
         return f"{MANIFEST} has an entry {odd_value!r} that no run writes", {}
@@ -139,33 +147,25 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def _odd(contents: Mapping[str, Any]) -> str:
     """The first entry of a manifest that would be used and is not what a run writes there."""
+    for name, kind in NEEDED.items():
+        if not isinstance(contents[name], kind):
+            return name
+    # Files are cut to these numbers of lines: none but the run's own may be named.
+    counts = {"step": contents["step"], **contents["lines"]}
+    odd = [name for name, n in counts.items() if not isinstance(n, int) or n < 0]
+    if odd or not counts.keys() <= {"step", *RECORDS}:
+        return "step" if "step" in odd else "lines"
+    if not all(isinstance(entry, dict) for entry in contents["files"].values()):
+        return "files"
+    return "" if all(map(_are_sums, contents["sums"])) else "sums"
 
-    def is_count(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
-    def is_sum(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-
-    lines, sums, metric = contents["lines"], contents["sums"], contents["metric"]
-    is_right = {
-        "step": is_count(contents["step"]),
-        "stage": isinstance(contents["stage"], str),
-        "config": isinstance(contents["config"], dict),
-        "files": isinstance(contents["files"], dict)
-        and all(isinstance(entry, dict) for entry in contents["files"].values()),
-        # Files are cut to these numbers of lines: none but the run's own may be named.
-        "lines": isinstance(lines, dict)
-        and set(lines) <= set(RECORDS)
-        and all(map(is_count, lines.values())),
-        "sums": isinstance(sums, list)
-        and all(isinstance(own, dict) and all(map(is_sum, own.values())) for own in sums)
-        and all(is_defined(name) for own in sums for name in own),
-        "metric": metric is None or is_number(metric),
-    }
-    return next((name for name, right in is_right.items() if not right), "")
+def _are_sums(own: Any) -> bool:
+    """Whether they are a sum and a count by the name of a metric."""
+    return isinstance(own, dict) and all(
+        is_defined(name) and isinstance(pair, list) and [*map(type, pair)] == [float, float]
+        for name, pair in own.items()
+    )
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:

@@ -1,15 +1,15 @@
-"""Saving a run so that it can go on: checkpoints, what to resume from, and stopping when asked.
+"""Saving a run so that it can go on, going on, and stopping when asked.
 
 A checkpoint is sharded (`torch.distributed.checkpoint`, as safetensors) and holds the trained
 parameters (under LoRA: the adapters), optimiser state, the number of finished steps, what was
 summed up for the next line of metrics, and a reference that changes in the course of the run; row
 order and noise are functions of the step, so nothing else is needed. What it is on disk is in
-`common/checkpoint/files.py`.
+`common/checkpoint/files.py`, which one a run goes on from in `resume.py`.
 """
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -25,155 +25,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files
+from common.checkpoint import files, resume
 from common.checkpoint.state import State, reference_state, restore_state, trained_state
 from common.config import TrainConfig, UserError, gist
 from common.exits import signals
 from common.model import fsdp, lora
 from common.record import output_lock
-from common.record.folder import read_config, read_environment
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
-
-
-def find(config: TrainConfig) -> Path | None:
-    """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
-
-    A damaged one is named, and the one before it taken. What is there is rank 0's to say.
-
-    Raises:
-        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
-            `auto` finds one of a run with another config, or there is none and `output_dir` has a
-            model of another config, or of another stage.
-    """
-    if distributed.is_rank0():
-        refuse_other_stage(config)
-    wanted = config.resume_from_checkpoint
-    candidates = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
-    if wanted not in ("auto", "latest"):
-        if distributed.was_restarted() and has_own(candidates, config):
-            wanted = "auto"  # torchrun repeats a command whose run has come further since
-        elif wanted in ("", "none"):
-            return None
-        else:
-            return named(Path(wanted), config, candidates)
-    for folder in candidates:
-        reason = files.damage(folder)
-        if not reason:
-            refuse_other_run(folder, config, any_config=wanted == "latest")
-            return Path(folder)
-        distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
-    if candidates:
-        raise UserError(
-            f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
-            "anew."
-        )
-    if distributed.is_rank0():
-        refuse_other_model(config)
-    if wanted == "latest":
-        distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
-    return None
-
-
-def refuse_other_stage(config: TrainConfig) -> None:
-    """Raise a UserError if the run would replace a model that no run of this stage has written."""
-    output_dir, stage = Path(config.output_dir), type(config).__name__
-    if not has_model(output_dir):
-        return
-    try:
-        environment = read_environment(output_dir)
-    except ValueError:
-        environment = {}
-    written_by = environment.get("stage", stage) if environment else "no run"
-    if written_by != stage:
-        raise UserError(
-            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
-            f"{stage} would replace it; name another folder."
-        )
-
-
-def has_model(output_dir: Path) -> bool:
-    """Whether it has a finished model; a folder that waits for one is empty."""
-    return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
-
-
-def of_other_model(config: TrainConfig) -> list[str]:
-    """How the run of a finished model in `output_dir` differs from this one; empty without it."""
-    output_dir = Path(config.output_dir)
-    if not has_model(output_dir):
-        return []
-    try:
-        saved = read_config(output_dir)
-    except ValueError:
-        return []
-    return files.changed_fields(saved, config) if saved else []
-
-
-def refuse_other_model(config: TrainConfig) -> None:
-    """Raise a UserError if the run would replace a finished model of another config."""
-    if differences := of_other_model(config):
-        raise UserError(
-            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(differences)}; "
-            "give the same values to make it again, another --output_dir, or "
-            "--resume_from_checkpoint none to replace it."
-        )
-
-
-def set_aside(config: TrainConfig) -> None:
-    """Rename a finished model of another config, which would stand beside this run's config."""
-    if not of_other_model(config):
-        return
-    for name in ("model", "adapter"):
-        place = (Path(config.output_dir) / name).resolve()
-        if place.is_dir():
-            files.discard(before := place.with_name(f"{place.name}.before"))
-            place.rename(before)
-            print(f"the {name} of another run is in {before} now", flush=True)
-
-
-def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
-    """Whether a checkpoint is of a run of this stage with this config. Collective."""
-
-    def is_own(folder: Path) -> bool:
-        try:
-            return not files.other_run(files.read_manifest(folder), config)
-        except (ValueError, KeyError):  # it cannot be read, or another version has written it
-            return False
-
-    found = distributed.is_rank0() and any(map(is_own, folders))
-    return bool(distributed.from_rank0(found))
-
-
-def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
-    """The folder of `--resume_from_checkpoint`, checked. Collective.
-
-    Raises:
-        UserError: it is not whole, of another stage, or `output_dir` has checkpoints of another
-            run, which would be mixed up with those of this one.
-    """
-    if reason := files.damage(folder):
-        raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")
-    refuse_other_run(folder, config, any_config=True)
-    if others and folder.parent.resolve() != others[0].parent.resolve():
-        raise UserError(
-            f"--output_dir {config.output_dir} has checkpoints of its own, and "
-            f"--resume_from_checkpoint is {folder}; name a new --output_dir, or auto to go on from "
-            "the newest of its own."
-        )
-    return folder
-
-
-def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> None:
-    """Raise a UserError if a checkpoint is of another stage, or of another config. Collective."""
-    manifest = distributed.from_rank0(
-        files.read_manifest(folder) if distributed.is_rank0() else None
-    )
-    if differences := files.other_run(manifest, config, any_config=any_config):
-        raise UserError(
-            f"{folder} is of another run: {'; '.join(differences)}; give the same values to go on "
-            "with it, another --output_dir, --resume_from_checkpoint latest to go on with the new "
-            "values, or none to start anew."
-        )
 
 
 class Checkpointer:
@@ -226,20 +85,32 @@ class Checkpointer:
             UserError: the disk refuses.
         """
         self._sums = self.metrics.snapshot()
-        self._save(step, files.folder_of(self.output_dir, step))
+        self._save(step)
 
-    def keep_before(self, step: int, folder: Path) -> None:
+    def keep(self, step: int) -> str:
+        """Save the state before the unfinished step `step`, if need be; how to go on. Collective.
+
+        Raises:
+            UserError: the disk refuses.
+        """
+        if self._saved_step != step:
+            self._save(step)
+        self.wait()
+        return self.how_to_go_on(step)
+
+    def keep_aside(self, step: int, folder: Path) -> None:
         """Save the state before the unfinished step `step` to a folder of its own. Collective."""
         self._save(step, folder)
         self.wait()
 
-    def _save(self, step: int, folder: Path) -> None:
+    def _save(self, step: int, folder: Path | None = None) -> None:
         self.wait()
         fsdp.reshard(self.model)
         state = trained_state(self.model, self.optimizer)
         if self.reference is not None:
             fsdp.reshard(self.reference)
             state["reference"] = reference_state(self.reference)
+        own_sums = {name: sums.tolist() for name, sums in self._sums.items()}
         contents: State = {
             "step": step,
             "stage": type(self.config).__name__,
@@ -247,25 +118,17 @@ class Checkpointer:
             "world_size": distributed.world_size(),
             "has_reference": self.reference is not None,
             "adapters": lora.description(self.model),
-            "metric": None,
             "lines": {},
-            # Of each rank: sums in another order would be other sums.
-            "sums": distributed.from_all_ranks(
-                [{name: sums.tolist() for name, sums in self._sums.items()}]
-            ),
+            "sums": distributed.from_all_ranks([own_sums]),  # in another order: other sums
         }
         if distributed.is_rank0():
-            metric = self.config.metric_for_best_model
-            records = [
-                path for path in map(self.output_dir.joinpath, files.RECORDS) if path.exists()
-            ]
-            for path in records:
-                files.flush(path)  # they must not be behind the checkpoint after a power cut
-            contents["lines"] = {path.name: num_lines(path) for path in records}
-            contents["metric"] = best_checkpoint.logged(self.output_dir, metric, step)
+            for path in filter(Path.exists, map(self.output_dir.joinpath, files.RECORDS)):
+                files.flush(path)  # it must not be behind the checkpoint after a power cut
+                contents["lines"][path.name] = num_lines(path)
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
+        folder = folder or files.folder_of(self.output_dir, step)
         self._writing = self._thread.submit(self._write, state, contents, folder)
         if not self.config.async_save:
             self.wait()
@@ -282,48 +145,41 @@ class Checkpointer:
         try:
             writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
-            shards = self._describe_shards(partial)
-            reason = self._finish(partial, folder, {**contents, "files": shards})
+            mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
+            parts = self._all_of(lambda: {file.name: files.describe(file) for file in mine})
+            contents["files"] = {name: entry for part in parts for name, entry in part.items()}
+            self._all_of(lambda: self._name(partial, folder, contents))
+            return
         except (CheckpointException, OSError) as error:
             reason = cause(error)
-        if not reason:
-            return
         if distributed.is_rank0():
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"the checkpoint {folder} could not be written ({reason}); earlier ones are whole."
         )
 
-    def _describe_shards(self, partial: Path) -> dict[str, Any]:
-        """The files of all ranks, as the manifest lists them. Collective."""
-        mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
+    def _all_of(self, action: Callable[[], Any]) -> list[Any]:
+        """What an action gives on each rank; the OSError of one is raised on all. Collective."""
         parts: list[Any] = [None] * distributed.world_size()
         try:
-            described: Any = {file.name: files.describe(file) for file in mine}
+            own = action()
         except OSError as error:
-            described = error
-        dist.all_gather_object(parts, described, group=self._group)
+            own = error
+        dist.all_gather_object(parts, own, group=self._group)
         for part in parts:
             if isinstance(part, OSError):
                 raise part
-        return {name: part[name] for part in parts for name in part}
+        return parts
 
-    def _finish(self, partial: Path, folder: Path, contents: State) -> str:
-        """On rank 0 make a checkpoint of the shards; what went wrong, on every rank. Collective."""
-        verdict = [""]
-        if distributed.is_rank0():
-            try:
-                verdict = [self._name(partial, folder, contents)]
-            except OSError as error:
-                verdict = [cause(error)]
-        dist.broadcast_object_list(verdict, src=0, group=self._group)
-        return verdict[0]
-
-    def _name(self, partial: Path, folder: Path, contents: State) -> str:
-        """Give the shards a manifest and their name; what went wrong."""
+    def _name(self, partial: Path, folder: Path, contents: State) -> None:
+        """On rank 0 give the shards a manifest and their name, and remove what is too old."""
+        if not distributed.is_rank0():
+            return
         unseen = [name for name in sorted(contents["files"]) if not (partial / name).exists()]
         if unseen:
-            return f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
+            raise OSError(
+                f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
+            )
         files.write_manifest(partial, contents)
         files.put_in_place(partial, folder)
         best = best_checkpoint.ranking(self.output_dir, self.config.metric_for_best_model)
@@ -331,7 +187,6 @@ class Checkpointer:
             files.remove_old(self.output_dir, self.config.keep_last, best[0] if best else None)
         except OSError as error:
             print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
-        return ""
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk.
@@ -391,7 +246,7 @@ class Checkpointer:
         are removed, and its records are cut to what had been logged.
 
         Args:
-            folder: from `find`.
+            folder: from `resume.find`.
 
         Raises:
             UserError: the checkpoint has a reference and this run updates none, or the reverse; or
@@ -402,41 +257,35 @@ class Checkpointer:
         if folder is not None:
             manifest = restore_state(folder, self.model, self.optimizer, self.reference)
             self._restore_sums(manifest["sums"])
+            distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
             if folder.parent.resolve() == (self.output_dir / "checkpoints").resolve():
                 self._saved_step = manifest["step"]
             else:
                 manifest["lines"] = {}
-            distributed.print_rank0(f"resuming after step {manifest['step']} from {folder}")
         if distributed.is_rank0():
             output_lock.take(self.output_dir)
-            set_aside(self.config)
+            resume.set_aside_other_model(self.config)
             # In this order: a checkpoint must not outlive the records of its steps.
             if removed := files.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)
                 print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
             for name, number in manifest["lines"].items():
                 if not keep_lines(self.output_dir / name, number):
-                    print(
-                        f"warning: {self.output_dir / name} has fewer than the {number} lines that "
-                        "it had when the checkpoint was made.",
-                        flush=True,
-                    )
+                    had = f"{self.output_dir / name} has fewer than the {number} lines that it had"
+                    print(f"warning: {had} when the checkpoint was made.", flush=True)
         distributed.barrier()
         return int(manifest["step"])
 
     def _restore_sums(self, of_ranks: list[dict[str, list[float]]]) -> None:
         """Give every rank its sums back; rank 0 takes all where the number of ranks differs."""
+        sums: dict[str, list[float]] = {}
         if len(of_ranks) == distributed.world_size():
-            self.metrics.restore(of_ranks[distributed.rank()])
-            return
-        names = {name for sums in of_ranks for name in sums}
-        nothing = [0.0, 0.0]
-        totals = {
-            n: [sum(x) for x in zip(*(s.get(n, nothing) for s in of_ranks), strict=True)]
-            for n in names
-        }
-        mine = totals if distributed.is_rank0() else dict.fromkeys(names, nothing)
-        self.metrics.restore(mine)
+            sums = of_ranks[distributed.rank()]
+        elif distributed.is_rank0():
+            for name in sorted({name for own in of_ranks for name in own}):
+                pairs = [own[name] for own in of_ranks if name in own]
+                sums[name] = [sum(numbers) for numbers in zip(*pairs, strict=True)]
+        self.metrics.restore(sums)
 
     # ---- stopping --------------------------------------------------------------------------------
 
@@ -466,17 +315,6 @@ class Checkpointer:
         self._end()
         raise signals.Stopped(f"stopped after step {step} by {who}; {how_to_go_on}.")
 
-    def keep(self, step: int) -> str:
-        """Save the state after `step` steps unless that was done; how to go on. Collective.
-
-        Raises:
-            UserError: the disk refuses.
-        """
-        if self._saved_step != step:
-            self._save(step, files.folder_of(self.output_dir, step))
-        self.wait()
-        return self.how_to_go_on(step)
-
     def how_to_go_on(self, step: int) -> str:
         """Which command goes on from the checkpoint after `step` steps, "" if there is none."""
         if self._saved_step != step:
@@ -489,15 +327,13 @@ class Checkpointer:
         """Whether any rank had got a signal when it was last asked, or now. Collective."""
         if distributed.world_size() == 1:
             return bool(signals.received())
-        last = self._vote
         num_signals = torch.tensor(float(bool(signals.received())))
-        self._vote = (dist.all_reduce(num_signals, async_op=True), num_signals)
-        if at_once and last is not None:
-            last[0].wait()  # no collective is let go of before its end
-        work, num_signals = (self._vote if at_once else last) or (None, torch.zeros(()))
-        if work is not None:
+        votes = [self._vote, (dist.all_reduce(num_signals, async_op=True), num_signals)]
+        self._vote = votes[1]
+        ended = [vote for vote in votes[: 1 + at_once] if vote is not None]
+        for work, _ in ended:  # no collective is let go of before its end
             work.wait()
-        return bool(num_signals > 0)
+        return bool(ended) and bool(ended[-1][1] > 0)
 
 
 def cause(error: BaseException) -> str:

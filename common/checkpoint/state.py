@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-from common import distributed
 from common.checkpoint import files
 from common.config import UserError, gist
 from common.model import lora
 
 State = dict[str, Any]
+PARTLY = StateDictOptions(strict=False)  # what is not in the state stays: frozen parameters
 
 
 def restore_state(
@@ -42,9 +42,7 @@ def restore_state(
         UserError: the checkpoint has a reference and there is none here, or the reverse; or it has
             other adapters, or does not fit the model.
     """
-    manifest: State = distributed.from_rank0(
-        files.read_manifest(folder) if distributed.is_rank0() else None
-    )
+    manifest = files.shared_manifest(folder)
     if manifest["has_reference"] != (reference is not None):
         has = "no updated" if reference is not None else "an updated"
         raise UserError(
@@ -60,23 +58,17 @@ def restore_state(
     state = trained_state(model, optimizer)
     if reference is not None:
         state["reference"] = reference_state(reference)
-    try:
-        load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except CheckpointException as error:
-        raise UserError(
-            f"the checkpoint {folder} does not fit the model: {first_cause(error)}."
-        ) from None
+    read_shards(folder, state)
     groups = get_state_dict(model, optimizer)[1]["param_groups"]
-    options = StateDictOptions(strict=False)  # frozen parameters are as they were read
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict={"state": state["optimizer"], "param_groups": groups},
-        options=options,
+        options=PARTLY,
     )
     if reference is not None:
-        set_model_state_dict(reference, state["reference"], options=options)
+        set_model_state_dict(reference, state["reference"], options=PARTLY)
     for group, values in zip(optimizer.param_groups, settings, strict=True):
         group.update(values)
     return manifest
@@ -100,18 +92,17 @@ def restore_parameters(folder: Path, model: nn.Module) -> None:
             "be measured by itself."
         )
     state = {"model": once_each(model, get_model_state_dict(model))}
+    read_shards(folder, state)
+    set_model_state_dict(model, state["model"], options=PARTLY)
+
+
+def read_shards(folder: Path, state: State) -> None:
+    """Read a checkpoint into the tensors of a state; a UserError where they differ. Collective."""
     try:
         load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        raise UserError(
-            f"the checkpoint {folder} does not fit the model: {first_cause(error)}."
-        ) from None
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
-
-
-def first_cause(error: CheckpointException) -> str:
-    """Why a checkpoint could not be read, of the first rank that says so."""
-    return gist(next(iter(error.failures.values()))[0])
+        first = next(iter(error.failures.values()))[0]
+        raise UserError(f"the checkpoint {folder} does not fit the model: {gist(first)}.") from None
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

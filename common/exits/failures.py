@@ -45,8 +45,8 @@ def note_step(finished: int, total: int) -> None:
 def report(error: BaseException, store: Any, rank: int, world_size: int, host: int = 0) -> int:
     """Say on stderr what ended this rank, unless an earlier failure explains it. Not collective.
 
-    Printed at once: the process leaves next, and its peers with it. On every other host the first
-    rank to notice repeats the cause in a line, since hosts may have logs of their own.
+    On every other host the first rank to notice repeats the cause in a line, since hosts may have
+    logs of their own.
 
     Args:
         error: as it was caught.
@@ -61,12 +61,12 @@ def report(error: BaseException, store: Any, rank: int, world_size: int, host: i
     what = description(error)
     cause = f"rank {rank} {what}"
     first, is_news = claim(store, rank, host, cause)
-    is_quiet = isinstance(error, KeyboardInterrupt) and rank != 0
-    if first == cause or (not first and not is_quiet):
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if first == cause or (not first and not (is_interrupt and rank != 0)):
         if lost_peers(error):
             cause += missing(error, store, world_size) if first else "; nor does the store answer"
         say(f"{cause}\n{details(error)}".rstrip())
-    elif first and not is_secondary(error) and not first.endswith(f" {what}"):
+    elif first and not (is_interrupt or lost_peers(error)) and not first.endswith(f" {what}"):
         say(f"{cause} (after {' '.join(first.split()[:3])})")
     elif is_news:
         say(f"rank {rank} ends: {first}")
@@ -179,31 +179,26 @@ def aside(rank: int) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """The innermost line of this project that an exception passed through: "(file.py, line 3)"."""
+    """The innermost line of this project that an exception passed through: "(file.py, line 3)".
+
+    Not one of `distributed.py`: who called for a collective says more than what makes it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    frame = ([f for f in frames if is_ours(Path(f.filename).resolve())] or frames)[-1]
-    return f"({Path(frame.filename).name}, line {frame.lineno})"
-
-
-def is_ours(file: Path) -> bool:
-    """Whether a file is of this project, not installed in it, and no wrapper of collectives."""
-    is_installed = "site-packages" in file.parts
-    # Who called for a collective says more than the function that makes it.
-    return file.is_relative_to(PROJECT) and not is_installed and file.name != "distributed.py"
+    ours = [f for f in frames if Path(f.filename).resolve().is_relative_to(PROJECT)]
+    ours = [f for f in ours if not {"site-packages", "distributed.py"} & {*Path(f.filename).parts}]
+    frame = ([*frames, *ours] or [None])[-1]
+    return f"({Path(frame.filename).name}, line {frame.lineno})" if frame else ""
 
 
 def disk_full(error: BaseException) -> str:
     """What a full disk or quota did, "" for any other exception."""
     for cause in chain(error):
-        number = cause.errno if isinstance(cause, OSError) else None
-        # Libraries that are not written in Python pass on the text only.
-        said = [text for n, text in FULL.items() if n == number or text in str(cause).lower()]
-        if said:
-            file = getattr(cause, "filename", None)
-            where = f"while writing {file}" if file else origin(cause) or origin(error)
-            return f"{said[0]} {where}".rstrip()
+        for number, text in FULL.items():
+            # Libraries that are not written in Python pass on the text only.
+            if getattr(cause, "errno", None) == number or text in str(cause).lower():
+                file = getattr(cause, "filename", None)
+                where = f"while writing {file}" if file else origin(cause) or origin(error)
+                return f"{text} {where}".rstrip()
     return ""
 
 
@@ -218,11 +213,6 @@ def gloo_text(error: BaseException) -> str:
         if isinstance(cause, RuntimeError) and "gloo" in str(cause) and ".cc:" in str(cause):
             return " ".join(str(cause).split())
     return ""
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether the failure of another rank explains this one."""
-    return isinstance(error, KeyboardInterrupt) or lost_peers(error)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -20,6 +20,7 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL = 1.0  # seconds
 
 _first: tuple[int, float] | None = None  # which, and when by the monotonic clock
+_is_at_end = False
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
@@ -36,8 +37,8 @@ def listen(is_lost: Callable[[], bool] = lambda: False, *, speaks: bool = True) 
             may wait for that rank, ends at once.
         speaks: whether this process says what it will do.
     """
-    global _first
-    _first = None
+    global _first, _is_at_end
+    _first, _is_at_end = None, False
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in STOPPING:
@@ -52,6 +53,12 @@ def received() -> str:
     return signal.Signals(_first[0]).name if _first else ""
 
 
+def stop_no_more() -> None:
+    """From now on the first signal changes nothing: the run comes to its end by itself."""
+    global _is_at_end
+    _is_at_end = True
+
+
 def _watch(pipe: int, is_lost: Callable[[], bool], speaks: bool) -> None:
     """Note the first signal; end the process at the second, or if there is nothing to wait for."""
     global _first
@@ -64,7 +71,8 @@ def _watch(pipe: int, is_lost: Callable[[], bool], speaks: bool) -> None:
             if is_lost():
                 os._exit(128 + number)  # as a shell reports a process that a signal has ended
             if speaks:
-                sys.stderr.write(f"\n{received()}: saving soon; a second one ends at once\n")
+                what = "all steps are made, ending soon" if _is_at_end else "saving soon"
+                sys.stderr.write(f"\n{received()}: {what}; a second one ends at once\n")
                 sys.stderr.flush()
         elif now - _first[1] > SAME_SIGNAL:
             os._exit(128 + number)

@@ -7,7 +7,7 @@ and evaluations are lines of their own. Every name is defined in `common/record/
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from common.record.glossary import CONSOLE, POSTFIX, check_names
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
-from common.record.tracking import log_table, start_wandb, warn_about_wandb
+from common.record.tracking import Tracker
 
 
 class RunLogger:
@@ -66,10 +66,10 @@ class RunLogger:
             name: (output_dir / name).open("a+", encoding="utf-8")
             for name in (folder.METRICS, folder.SAMPLES)
         }
-        self._wandb: Any = None
+        self._tracker: Tracker | None = None
         if config.report_to == "wandb":
             name = config.run_name or output_dir.name
-            self._wandb = start_wandb(output_dir, name, asdict(config), start_step)
+            self._tracker = Tracker(output_dir, name, asdict(config), start_step)
         self._bar = progress_bar(description, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -99,7 +99,8 @@ class RunLogger:
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(self._open(folder.METRICS), {"step": step, **values})
-        self._to_wandb(lambda run: run.log({"step": step, **values}))
+        if self._tracker:
+            self._tracker.log({"step": step, **values})
         labels = {"tokens_per_second": "completion_tokens_per_second"}
         shown = [
             f"{labels.get(name, name)} {format_number(values[name])}"
@@ -153,9 +154,9 @@ class RunLogger:
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
-        columns = list(table[0])
-        data = [[row.get(column) for column in columns] for row in table]
-        self._to_wandb(lambda run: log_table(run, step, columns, data))
+        if self._tracker:
+            data = [[row.get(column) for column in table[0]] for row in table]
+            self._tracker.log_table("samples", list(table[0]), data, step=step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -166,18 +167,9 @@ class RunLogger:
         self._bar.close()
         for name in self._files:
             self._open(name).close()
-        self._to_wandb(lambda run: run.finish())
+        if self._tracker:
+            self._tracker.finish()
         output_lock.release(self.output_dir)
-
-    def _to_wandb(self, action: Callable[[Any], object]) -> None:
-        """Do something with the wandb run, if there is one; one that fails is given up."""
-        if self._wandb is None:
-            return
-        try:
-            action(self._wandb)
-        except Exception as error:
-            self._wandb = None
-            warn_about_wandb("stopped", error, self.output_dir)
 
     @staticmethod
     def _append(file: TextIO, record: Mapping[str, Any]) -> None:

@@ -31,7 +31,6 @@ from common.record.folder import CONFIG, METRICS, read_config
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import (
-    NOT_MEASURED,
     format_cell,
     format_number,
     rendered,
@@ -184,36 +183,34 @@ def sparkline(
 ) -> str:
     """Values as a row of blocks from the lowest to the highest, over the steps from 0 to the last.
 
-    A column is the mean of its steps, or as high as the one before where it has none. NaN is a gap;
-    values that are all equal are a line in the middle.
+    A column is the mean of its steps, or as high as the one before where it has none. Values that
+    are all equal are a line in the middle.
     """
-    columns: list[list[float]] = [[] for _ in range(width)]
+    columns: dict[int, list[float]] = {}
     for step, value in zip(steps, values, strict=True):
-        columns[min(width - 1, step * width // max(1, steps[-1]))].append(value)
-    heights: list[float] = []
-    for column in columns:
-        known = [value for value in column if not math.isnan(value)]
-        mean = sum(known) / len(known) if known else math.nan
-        heights.append(mean if column or not heights else heights[-1])
-    known = [value for value in heights if not math.isnan(value)]
-    low, extent = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
-    top = len(blocks) - 1
-    return "".join(
-        " " if math.isnan(m) else blocks[round(top * (m - low) / extent) if extent else top // 2]
-        for m in heights
-    )
+        columns.setdefault(min(width - 1, step * width // max(1, steps[-1])), []).append(value)
+    means = {place: sum(column) / len(column) for place, column in columns.items()}
+    low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
+    top, block, line = len(blocks) - 1, " ", ""
+    for place in range(width):
+        if place in means:
+            is_flat = high == low
+            block = blocks[
+                top // 2 if is_flat else round(top * (means[place] - low) / (high - low))
+            ]
+        line += block
+    return line
 
 
 def curve(run: Run, name: str, width: int, plain: bool) -> tuple[str, str, str, str]:
     """Of a metric its name, sparkline, last value, lowest and highest."""
-    steps = [record["step"] for record in run.metrics if name in record]
-    values = [record[name] for record in run.metrics if name in record]  # null: not finite
-    known = [float(value) for value in values if value is not None]
-    drawn = [math.nan if value is None else float(value) for value in values]
-    line = sparkline(steps, drawn, width, PLAIN_BLOCKS if plain else BLOCKS)
-    last = NOT_MEASURED if values[-1] is None else format_number(known[-1])
-    extent = f"from {format_number(min(known))} to {format_number(max(known))}" if known else ""
-    return format_cell(name), line, last, extent  # names of reward functions hold anything
+    logged = [(record["step"], record[name]) for record in run.metrics if name in record]
+    known = [(step, value) for step, value in logged if value is not None]  # null: not finite
+    steps, values = [step for step, _ in known], [float(value) for _, value in known]
+    line = sparkline(steps, values, width, PLAIN_BLOCKS if plain else BLOCKS)
+    extent = f"from {format_number(min(values))} to {format_number(max(values))}" if known else ""
+    # Names of reward functions hold anything.
+    return format_cell(name), line, format_cell(logged[-1][1]), extent
 
 
 def last_samples(run: Run) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.record.folder import METRICS
 from common.record.terminal import NOT_MEASURED, markdown_table
-from common.record.tracking import log_evaluation
+from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table, Text
 from common.report.figures import dataset_title, reward_functions, summary_figure
@@ -89,8 +89,9 @@ def send(results: Results, config: Any) -> None:
         return
     table = systems_table(results)
     output_dir = Path(config.output_dir)
-    given = (output_dir, output_dir.name, asdict(config), table.headers, table.rows)
-    log_evaluation(*given, summary=system_numbers(results))
+    tracker = Tracker(output_dir, output_dir.name, asdict(config))
+    tracker.log_table("systems", table.headers, table.rows)
+    tracker.finish(system_numbers(results))
 
 
 def chain_report(

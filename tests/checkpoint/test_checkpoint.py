@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files
+from common.checkpoint import files, resume
 from common.checkpoint import saver as checkpoint
 from common.checkpoint.saver import Checkpointer
 from common.config import UserError
@@ -70,7 +70,7 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def find(output_dir: Path, wanted: str = "auto", **fields: Any) -> Path | None:
     fields = {"output_dir": str(output_dir), "resume_from_checkpoint": wanted, **fields}
-    return checkpoint.find(tiny.train_config(**fields))
+    return resume.find(tiny.train_config(**fields))
 
 
 @pytest.fixture
@@ -623,6 +623,27 @@ assert signals.received() == "SIGUSR1"
 """
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
+
+
+def test_a_signal_behind_the_last_step_is_told_that_nothing_is_saved_any_more() -> None:
+    program = """
+import os, signal, time
+from common.exits import signals
+for speaks_before in (signals.stop_no_more, lambda: None):
+    signals.listen()
+    speaks_before()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not signals.received():
+        time.sleep(0.01)
+    time.sleep(0.1)
+"""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=root, check=True, timeout=60, capture_output=True, text=True)
+    assert done.stderr.split("\n")[1::2] == [
+        "SIGTERM: all steps are made, ending soon; a second one ends at once",
+        "SIGTERM: saving soon; a second one ends at once",
+    ]
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:

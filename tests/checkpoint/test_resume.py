@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from common import distributed
 from common.checkpoint import files as checkpoint_files
-from common.checkpoint import saver as checkpoint
+from common.checkpoint import resume
 from common.config import UserError
 from common.model import fsdp, load, optim
 from common.record.jsonl import read_jsonl
@@ -183,7 +183,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
 
 def find(output_dir: Path, wanted: str) -> Path | None:
     paths = {"output_dir": str(output_dir), "model_name_or_path": "unused"}
-    return checkpoint.find(SFTConfig(**paths, resume_from_checkpoint=wanted))
+    return resume.find(SFTConfig(**paths, resume_from_checkpoint=wanted))
 
 
 def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:

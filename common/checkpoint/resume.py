@@ -1,0 +1,139 @@
+"""What a run goes on from, and whether what is in its folder is of another run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common import distributed
+from common.checkpoint import files
+from common.config import TrainConfig, UserError
+from common.record.folder import read_config, read_environment
+
+
+def find(config: TrainConfig) -> Path | None:
+    """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
+
+    A damaged one is named, and the one before it taken. What is there is rank 0's to say.
+
+    Raises:
+        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
+            `auto` finds one of a run with another config, or there is none and `output_dir` has a
+            model of another config, or of another stage.
+    """
+    if distributed.is_rank0():
+        refuse_other_stage(config)
+    wanted = config.resume_from_checkpoint
+    own: list[Path] = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
+    if wanted not in ("auto", "latest"):
+        if distributed.was_restarted() and has_own(own, config):
+            wanted = "auto"  # torchrun repeats a command whose run has come further since
+        elif wanted in ("", "none"):
+            return None
+        else:
+            return named(Path(wanted), config, own)
+    for folder in own:
+        if not (reason := files.damage(folder)):
+            refuse_other_run(folder, config, any_config=wanted == "latest")
+            return folder
+        distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
+    if own:
+        raise UserError(
+            f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
+            "anew."
+        )
+    if distributed.is_rank0() and (differences := of_other_model(config)):
+        raise UserError(
+            f"{Path(config.output_dir) / 'model'} is of another run: {'; '.join(differences)}; "
+            "give the same values to make it again, another --output_dir, or "
+            "--resume_from_checkpoint none to replace it."
+        )
+    if wanted == "latest":
+        distributed.print_rank0(f"no checkpoint in {config.output_dir} yet: starting at step 0")
+    return None
+
+
+def refuse_other_stage(config: TrainConfig) -> None:
+    """Raise a UserError if the run would replace a model that no run of this stage has written."""
+    output_dir, stage = Path(config.output_dir), type(config).__name__
+    if not has_model(output_dir):
+        return
+    try:
+        environment = read_environment(output_dir)
+    except ValueError:
+        environment = {}
+    written_by = environment.get("stage", stage) if environment else "no run"
+    if written_by != stage:
+        raise UserError(
+            f"--output_dir {output_dir} has a folder 'model' of {written_by}, and this run of "
+            f"{stage} would replace it; name another folder."
+        )
+
+
+def has_model(output_dir: Path) -> bool:
+    """Whether it has a finished model; a folder that waits for one is empty."""
+    return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
+
+
+def of_other_model(config: TrainConfig) -> list[str]:
+    """How the run of a finished model in `output_dir` differs from this one; empty without it."""
+    output_dir = Path(config.output_dir)
+    if not has_model(output_dir):
+        return []
+    try:
+        saved = read_config(output_dir)
+    except ValueError:
+        return []
+    return files.changed_fields(saved, config) if saved else []
+
+
+def set_aside_other_model(config: TrainConfig) -> None:
+    """Rename a finished model of another config, which would stand beside this run's config."""
+    if not of_other_model(config):
+        return
+    for name in ("model", "adapter"):
+        place = (Path(config.output_dir) / name).resolve()
+        if place.is_dir():
+            files.discard(before := place.with_name(f"{place.name}.before"))
+            place.rename(before)
+            print(f"the {name} of another run is in {before} now", flush=True)
+
+
+def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
+    """Whether a checkpoint is of a run of this stage with this config. Collective."""
+
+    def is_own(folder: Path) -> bool:
+        try:
+            return not files.other_run(files.read_manifest(folder), config)
+        except (ValueError, KeyError):  # it cannot be read, or another version has written it
+            return False
+
+    found = distributed.is_rank0() and any(map(is_own, folders))
+    return bool(distributed.from_rank0(found))
+
+
+def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
+    """The folder of `--resume_from_checkpoint`, checked. Collective.
+
+    Raises:
+        UserError: it is not whole, of another stage, or `output_dir` has checkpoints of another
+            run, which would be mixed up with those of this one.
+    """
+    if reason := files.damage(folder):
+        raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")
+    refuse_other_run(folder, config, any_config=True)
+    if others and folder.parent.resolve() != others[0].parent.resolve():
+        raise UserError(
+            f"--output_dir {config.output_dir} has checkpoints of its own, and "
+            f"--resume_from_checkpoint is {folder}; name a new --output_dir, or auto to go on from "
+            "the newest of its own."
+        )
+    return folder
+
+
+def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> None:
+    """Raise a UserError if a checkpoint is of another stage, or of another config. Collective."""
+    if differences := files.other_run(files.shared_manifest(folder), config, any_config=any_config):
+        raise UserError(
+            f"{folder} is of another run: {'; '.join(differences)}; give the same values to go on "
+            "with it, another --output_dir, --resume_from_checkpoint latest to go on with the new "
+            "values, or none to start anew."
+        )
