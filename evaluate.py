@@ -47,6 +47,8 @@ from common.scoring import Policy
 class EvaluateConfig(CommonConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
+    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
+
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_knob([], "folders or hub ids of causal language models")
     reward_models: list[str] = path_knob([], "folders or hub ids of reward models, encoders too")

@@ -71,8 +71,11 @@ path_knob = functools.partial(knob, is_path=True)
 class CommonConfig:
     """The fields that every stage shares. Batch sizes are global: they do not depend on ranks.
 
-    A class variable with a leading underscore is the heading in `--help` of the fields behind it.
+    A class variable with a leading underscore is the heading in `--help` of the fields behind it;
+    `unused` names headings and fields that have no effect in a stage: they are not in its help.
     """
+
+    unused: ClassVar[Sequence[str]] = ()
 
     _what: ClassVar = "what"
     output_dir: str = dial("", "folder this run writes to", required=True, is_path=True)
@@ -177,8 +180,8 @@ class TrainConfig(CommonConfig):
     report_to: str = dial("none", "none or wandb", ["none", "wandb"])
     run_name: str = dial("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = dial(10, "steps between lines of metrics.jsonl", gt=0)
-    eval_steps: int = dial(0, "steps between evaluations (0: at the end only; GRPO: 0)")
-    sample_steps: int = dial(0, "steps between printed samples (0: at the end; reward: eval_steps)")
+    eval_steps: int = dial(0, "steps between evaluations (0: at the end only)")
+    sample_steps: int = dial(0, "steps between printed samples (0: at the end only)")
     save_steps: int = dial(0, "steps between checkpoints (0: none)")
     profile: bool = dial(False, "record some steps with torch.profiler, into output_dir/profile")
     profile_steps: int = dial(3, "steps that profile records, after two of warm-up", gt=0)
@@ -270,8 +273,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     titles = headings(cls)
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
+    unused = getattr(cls, "unused", ())
     for name, f in fields.items():
-        add_flag(groups[titles[name]], f)
+        add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
     file = parser.parse_known_args(argv)[0].config
     recipe = recipe_arguments(file, fields) if file is not None else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
@@ -306,8 +310,8 @@ def default_of(f: dataclasses.Field) -> Any:
     return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
 
 
-def add_flag(group: Any, f: dataclasses.Field) -> None:
-    """Give a field its flag; that which turns a truth off is not in the help."""
+def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
+    """Give a field its flag, in the help or hidden; that which turns a truth off always is."""
     from transformers.hf_argparser import string_to_bool
 
     is_list, default = get_origin(f.type) is list, default_of(f)
@@ -317,7 +321,7 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
     choices = f.metadata["choices"]
     group.add_argument(
         f"--{f.name}",
-        help=text,
+        help=argparse.SUPPRESS if hidden else text,
         default=default,
         type=string_to_bool if kind is bool else kind,
         nargs="*" if is_list else "?" if kind is bool else None,
@@ -326,8 +330,8 @@ def add_flag(group: Any, f: dataclasses.Field) -> None:
         metavar=None if choices else kind.__name__.upper(),
     )
     if default is True:
-        hidden = argparse.SUPPRESS
-        group.add_argument(f"--no_{f.name}", dest=f.name, action="store_false", help=hidden)
+        negation = {"dest": f.name, "action": "store_false", "help": argparse.SUPPRESS}
+        group.add_argument(f"--no_{f.name}", **negation)
 
 
 def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:

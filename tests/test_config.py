@@ -127,7 +127,20 @@ def test_every_field_has_a_default_and_a_help_text(stage, capsys):
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(cls):
-        assert f"--{field.name}" in text
+        assert (f"--{field.name} " in text) == (field.name not in cls.unused)
+
+
+def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effect_in_it(capsys):
+    module = importlib.import_module("common.experiments.sample_pairs")
+    with pytest.raises(SystemExit):
+        parse(module.PairsConfig, ["--help"])
+    text = capsys.readouterr().out
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert headings[1:4] == ["what", "model", "data"]
+    assert headings[-1] == "pairs"
+    assert text.index("--dataset_name ") < text.index("--dataset_train_split ")
+    assert "optimisation" not in headings
+    assert "--learning_rate" not in text
 
 
 @pytest.mark.parametrize("stage", STAGES)

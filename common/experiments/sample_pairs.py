@@ -10,6 +10,7 @@ score them, and `pair_method` says who is compared: `all` makes six pairs of fou
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from common import distributed, launch
 from common.config import UserError
@@ -22,6 +23,11 @@ from common.record.folder import save_run_files
 @dataclass
 class PairsConfig(DPOConfig):
     """Rows have the column `prompt`."""
+
+    unused: ClassVar = (
+        *("optimisation", "logging, evaluation, checkpoints", "planning", "LoRA", "objective"),
+        *("reference", "pairs_from", "require_stop_token", "gradient_checkpointing"),
+    )
 
     def __post_init__(self) -> None:
         """Refuse values that make no pairs."""

@@ -20,6 +20,7 @@ class GRPOConfig(TrainConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"
+    unused: ClassVar = ("eval_steps", "require_stop_token")
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
     num_generations: int = knob(8, "completions of a prompt that are trained on", ge=2)
@@ -204,8 +205,8 @@ def refuse_kl(config: GRPOConfig) -> None:
         raise config.refused("kl_correction", f"false with --kl_estimator {estimator}: {why}")
     if config.kl_in == "loss":
         if estimator == "k1" and not config.kl_correction:
-            how = "with --kl_correction true or --kl_in reward"
-            raise config.refused("kl_estimator", f"{how}: as a loss its expected gradient is 0")
+            others = "k2, k3 or full, or with --kl_correction true or --kl_in reward"
+            raise config.refused("kl_estimator", f"{others}: as a loss its expected gradient is 0")
         return
     where = "with --kl_in reward"
     if estimator != "k1":

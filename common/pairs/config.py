@@ -20,6 +20,7 @@ class RewardConfig(TrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "reward model"
+    unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
 
     _reward: ClassVar = "reward model"
     head_init: str = knob(

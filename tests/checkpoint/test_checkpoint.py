@@ -297,6 +297,17 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
     assert find(saved, "latest", seed=5) is not None
 
 
+def test_auto_refuses_a_flag_that_was_on_and_is_gone(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = files.read_manifest
+    gone: dict[str, Any] = {"dropout": 0.1, "was_off": False}
+    other = {"config": read(files.folder_of(saved, 3))["config"] | gone}
+    monkeypatch.setattr(files, "read_manifest", lambda folder: read(folder) | other)
+    with pytest.raises(UserError, match="of another run: dropout was 0.1 and is no flag any more;"):
+        find(saved)
+
+
 def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
     fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "run_name": "again"}
     assert find(saved, **fields) == files.folder_of(saved, 3)
