@@ -40,7 +40,7 @@ is learned: watch `reward`, `kl`, `entropy` and the samples instead.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,17 +53,21 @@ from common.grpo.minibatches import MicroBatch
 from common.grpo.rollouts import Groups
 from common.losses import clipped_tokens, kl_loss, policy_loss, sampler_weights
 from common.model import fsdp, load
-from common.model.lora import AdapterReference
 from common.record.glossary import LOGGED_PREFIX
 from common.record.metrics import Accumulator
-from common.rewards.scorer import RewardScorer
 from common.run import Run, find_checkpoint
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
+if TYPE_CHECKING:
+    from common.model.lora import AdapterReference
+    from common.rewards.scorer import RewardScorer
+
 
 def main(config: GRPOConfig) -> None:
     """Train, export, show samples."""
+    from common.rewards.scorer import RewardScorer
+
     distributed.seed_everything(config.seed)
 
     # Data and rewards
@@ -144,7 +148,7 @@ def main(config: GRPOConfig) -> None:
 
 def load_reference(
     policy: Policy, paths: Sequence[str], ref_config: Any, config: GRPOConfig, mesh: DeviceMesh
-) -> Policy | AdapterReference | None:
+) -> "Policy | AdapterReference | None":
     """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective.
 
     `paths` are those of policy and reference, whose model has the `ref_config`.
@@ -152,6 +156,8 @@ def load_reference(
     if config.beta == 0:
         return None
     if config.lora_r and paths[0] == paths[1]:
+        from common.model.lora import AdapterReference
+
         return AdapterReference(policy)
     frozen = Policy(load.load_policy(paths[1], ref_config, config)).requires_grad_(False)
     reference = fsdp.shard(frozen, config, mesh)
@@ -162,7 +168,7 @@ def load_reference(
 def sample_and_reward(
     run: Run,
     sampler: Sampler,
-    scorer: RewardScorer,
+    scorer: "RewardScorer",
     config: GRPOConfig,
     examples: list[data.Example],
     real: Tensor,

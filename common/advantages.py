@@ -6,6 +6,7 @@ choice of both). A group of equal rewards has advantage exactly 0.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4
+
+Steps = dict[int, float]
+"""Rewards of a completion's steps by the index of the step's last token."""
 
 
 def group_advantages(
@@ -262,3 +266,32 @@ def _global_moments(
     mean = total / count.clamp(min=1)
     squares = (total_squares - count * mean**2).clamp(min=0)  # rounding may leave it below 0
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def eos_penalty(config: Any) -> float | None:
+    """The penalty that a config with `missing_eos_penalty` asks for, None for none."""
+    return config.missing_eos_penalty if config.penalize_missing_eos else None
+
+
+def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
+    """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
+
+    It is replaced, not lowered: a reward model was never trained on texts that break off.
+
+    Args:
+        rewards: Any shape, usually (B,).
+        has_stop: The same shape, bool, True where the completion has a stop token.
+        penalty: The reward of a completion without one, in units of the reward; None changes
+            nothing.
+    """
+    assert rewards.shape == has_stop.shape
+    assert has_stop.dtype == torch.bool
+    return rewards if penalty is None else torch.where(has_stop, rewards, penalty)
+
+
+def penalise_steps(
+    steps: Sequence[Steps], ends: Sequence[int], has_stop: Sequence[bool], penalty: float | None
+) -> list[Steps]:
+    """The same for the steps of B completions that end at `ends`: the penalty is the only step."""
+    rows = zip(steps, ends, has_stop, strict=True)
+    return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]

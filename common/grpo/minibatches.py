@@ -8,7 +8,7 @@ by its place n * G + g in between.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,13 @@ from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept
 from common.losses import aggregate
 from common.model import fsdp
-from common.model.lora import AdapterReference
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch
 from common.scoring import Policy, ReferenceStates
+
+if TYPE_CHECKING:
+    from common.model.lora import AdapterReference
 
 
 class Denominators(NamedTuple):
@@ -130,7 +132,7 @@ def cut(kept: Kept, counts: Tensor, config: GRPOConfig) -> list[data.Piece]:
 
 def before_updates(
     policy: Policy,
-    reference: Policy | AdapterReference | None,
+    reference: "Policy | AdapterReference | None",
     updates: Iterable[Update],
     kept: Kept,
     config: GRPOConfig,
@@ -160,7 +162,7 @@ def by_place(kept: Kept, batches: Sequence[AnyBatch], values: Sequence[Tensor]) 
     return found
 
 
-def reference_head(reference: Policy | AdapterReference, config: GRPOConfig) -> Head:
+def reference_head(reference: "Policy | AdapterReference", config: GRPOConfig) -> Head:
     """The reference's projection onto the vocabulary, whole, as it computes. Collective."""
     fsdp.reshard(reference)
     dtype = torch.bfloat16 if config.bf16 else torch.float32

@@ -7,24 +7,28 @@ that its baseline is made of are all equal: its advantages are 0.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from common import data, distributed
-from common.advantages import rejection_sample
+from common.advantages import (
+    Steps,
+    apply_missing_eos_penalty,
+    eos_penalty,
+    penalise_steps,
+    rejection_sample,
+)
 from common.config import UserError
 from common.data import Example
 from common.grpo.config import GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
-from common.rewards.call import Rewards, Steps
-from common.rewards.scorer import (
-    RewardScorer,
-    apply_missing_eos_penalty,
-    eos_penalty,
-    penalise_steps,
-)
 from common.sampling.sampler import Rollouts
+
+if TYPE_CHECKING:
+    from common.rewards.call import Rewards
+    from common.rewards.scorer import RewardScorer
 
 
 @dataclass(frozen=True)
@@ -87,13 +91,13 @@ class Kept:
 
 
 def reward(
-    scorer: RewardScorer,
+    scorer: "RewardScorer",
     examples: list[Example],
     rollouts: Rollouts,
     config: GRPOConfig,
     step: int,
     total_steps: int,
-) -> Rewards:
+) -> "Rewards":
     """Rewards (N, K) of K completions of N prompts, with the penalties of length. Collective.
 
     `step` is the number of finished steps of the run's `total_steps`.

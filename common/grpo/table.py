@@ -1,30 +1,37 @@
 """What is recorded of GRPO's steps: tables of samples, metrics, warnings."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from common import distributed
-from common.advantages import effective_sample_size, group_advantages, num_candidates_seen
+from common.advantages import (
+    effective_sample_size,
+    eos_penalty,
+    group_advantages,
+    num_candidates_seen,
+)
 from common.data import Example
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept, is_flat, of_rejection, reward
-from common.model.lora import AdapterReference
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.record.metrics import Accumulator
-from common.rewards.scorer import RewardScorer, eos_penalty
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
+
+if TYPE_CHECKING:
+    from common.model.lora import AdapterReference
+    from common.rewards.scorer import RewardScorer
 
 MOST_FLAT = 0.9  # share of flat groups that is worth a word
 
 
 def sample_table(
     sampler: Sampler,
-    scorer: RewardScorer,
-    reference: Policy | AdapterReference | None,
+    scorer: "RewardScorer",
+    reference: "Policy | AdapterReference | None",
     examples: list[Example],
     config: GRPOConfig,
     step: int,

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed
 from common.config import CommonConfig
-from common.model import fsdp, lora
+from common.model import fsdp
 
 
 class RolloutCopy:
@@ -37,6 +37,8 @@ class RolloutCopy:
     @contextmanager
     def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Fill the replica from `policy`, whose submodule the source is. Collective on entry."""
+        from common.model import lora
+
         fsdp.reshard(policy)
         weights = {lora.plain_name(name): p for name, p in self.source.named_parameters()}
         adapted = lora.adapted_layers(self.source)

@@ -6,12 +6,13 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
+from common.advantages import apply_missing_eos_penalty, eos_penalty
 from common.data import Example
 from common.model import fsdp, load
 from common.pairs import groups
 from common.pairs.config import DPOConfig
 from common.record.terminal import progress_bar, show_status
-from common.rewards.scorer import RewardScorer, apply_missing_eos_penalty, eos_penalty
+from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 

@@ -31,15 +31,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.advantages import Steps
 from common.config import UserError, gist
 from common.errors import LARGEST, shown
 from common.rewards.functions import RewardFunction, is_built_in
 from common.text.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
-
-Steps = dict[int, float]
-"""Rewards of a completion's steps by the index of the step's last token."""
 
 Arguments = Mapping[str, Sequence[Any]]  # B values each
 

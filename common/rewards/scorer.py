@@ -8,15 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
-from common.rewards.call import Rewards, RewardSet, Steps
+from common.rewards.call import Rewards, RewardSet
 from common.rewards.functions import find_function, is_built_in
 from common.rewards.models import EncoderFunction, RewardModelFunction, model_function
 from common.sampling.sampler import Rollouts
@@ -240,35 +238,3 @@ def short_name(path: str, depth: int = 1) -> str:
     parts = Path(path).parts
     parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
     return "/".join(parts[-depth:])
-
-
-# ---- completions that did not stop ---------------------------------------------------------------
-
-
-def eos_penalty(config: Any) -> float | None:
-    """The penalty that a config with `missing_eos_penalty` asks for, None for none."""
-    return config.missing_eos_penalty if config.penalize_missing_eos else None
-
-
-def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
-    """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
-
-    It is replaced, not lowered: a reward model was never trained on texts that break off.
-
-    Args:
-        rewards: Any shape, usually (B,).
-        has_stop: The same shape, bool, True where the completion has a stop token.
-        penalty: The reward of a completion without one, in units of the reward; None changes
-            nothing.
-    """
-    assert rewards.shape == has_stop.shape
-    assert has_stop.dtype == torch.bool
-    return rewards if penalty is None else torch.where(has_stop, rewards, penalty)
-
-
-def penalise_steps(
-    steps: Sequence[Steps], ends: Sequence[int], has_stop: Sequence[bool], penalty: float | None
-) -> list[Steps]:
-    """The same for the steps of B completions that end at `ends`: the penalty is the only step."""
-    rows = zip(steps, ends, has_stop, strict=True)
-    return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]

@@ -13,12 +13,12 @@ import pytest
 import tiny
 import torch
 
-from common.advantages import EPSILON, step_advantages
+from common.advantages import EPSILON, penalise_steps, step_advantages
 from common.config import UserError
 from common.data import Example
 from common.padding import right_pad
 from common.rewards.call import RewardSet
-from common.rewards.scorer import RewardScorer, penalise_steps
+from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
 
 FILE = """

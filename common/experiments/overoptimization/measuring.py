@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common import distributed, self_checks
+from common.advantages import apply_missing_eos_penalty
 from common.checkpoint import state
 from common.checkpoint.files import MANIFEST
 from common.config import CommonConfig
@@ -26,7 +27,7 @@ from common.model import fsdp
 from common.model import load as models
 from common.record.jsonl import write_atomically
 from common.rewards.models import RewardModelFunction
-from common.rewards.scorer import RewardScorer, apply_missing_eos_penalty
+from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 
