@@ -5,7 +5,7 @@ backward is not guessed from a formula for one architecture: a pass over meta te
 computes nothing, and the storages that autograd saves are added up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,6 @@ class Unit:
     """Parameters that FSDP gathers together: of each its rows, its numbers, whether it trains."""
 
     parameters: tuple[tuple[int, int, bool], ...]
-
-    @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter]) -> "Unit":
-        """The sizes of some parameters."""
-        return cls(
-            tuple((p.shape[0] if p.ndim else 1, p.numel(), p.requires_grad) for p in parameters)
-        )
 
     def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
         """Numbers, or trained ones, on the rank that holds most of those that share the unit.
@@ -163,16 +156,15 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
     if not blocks:
         raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
     refuse_experts(lm, blocks)
-    units = tuple(Unit.of(list(block.parameters())) for block in blocks)
     inside = {id(p) for block in blocks for p in block.parameters()}
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
-    linear = [weight_shape(part) for block in blocks for part in base_layers(block)]
+    linear = [shape for block in blocks for shape in linear_shapes(block)]
     mlp_width = max(inputs for inputs, _ in linear)
     num_makers = sum(outputs == mlp_width for _, outputs in linear) // len(blocks)
     return Footprint(
         name=type(lm).__name__,
-        blocks=units,
-        root=Unit.of([p for p in lm.parameters() if id(p) not in inside]),
+        blocks=tuple(unit(block.parameters()) for block in blocks),
+        root=unit(p for p in lm.parameters() if id(p) not in inside),
         width=embedding.weight.shape[1],
         mlp_width=mlp_width,
         num_gates=min(2, max(1, num_makers)),
@@ -184,6 +176,12 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
         trains_embedding=embedding.weight.requires_grad,
         **count_pass(lm, blocks, config, copies=copies).sizes(),
     )
+
+
+def unit(parameters: Iterable[nn.Parameter]) -> Unit:
+    """The sizes of some parameters."""
+    sizes = ((p.shape[0] if p.ndim else 1, p.numel(), p.requires_grad) for p in parameters)
+    return Unit(tuple(sizes))
 
 
 def refuse_experts(lm: Any, blocks: Sequence[nn.Module]) -> None:
@@ -201,19 +199,14 @@ def refuse_experts(lm: Any, blocks: Sequence[nn.Module]) -> None:
                 )
 
 
-def base_layers(block: nn.Module) -> list[nn.Module]:
-    """The linear layers of a block, without the matrices of adapters."""
-    return [
-        part
-        for name, part in block.named_modules()
-        if isinstance(part, nn.Linear | Conv1D) and ".lora_" not in name
-    ]
-
-
-def weight_shape(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
-    rows, columns = layer.weight.shape
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
+    """Inputs and outputs of the linear layers of a block, without the matrices of adapters."""
+    shapes = []
+    for name, part in block.named_modules():
+        if isinstance(part, nn.Linear | Conv1D) and ".lora_" not in name:
+            rows, columns = part.weight.shape
+            shapes.append((rows, columns) if isinstance(part, Conv1D) else (columns, rows))
+    return shapes
 
 
 # ---- what autograd keeps -------------------------------------------------------------------------
@@ -277,7 +270,7 @@ class Count:
 
 
 class KeepsLikeAttention(torch.autograd.Function):
-    """Keeps what fused attention keeps for backward, and computes nothing.
+    """Keeps what fused attention keeps for backward, computes nothing and has no backward itself.
 
     Queries, keys, values, the output, and a log-sum-exp per query and head; where they are copied
     first the copies are counted by arithmetic, and here the output only.
@@ -294,11 +287,6 @@ class KeepsLikeAttention(torch.autograd.Function):
             lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
             ctx.save_for_backward(query, key, value, output, lse)
         return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Never called."""
-        raise NotImplementedError
 
 
 def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, copies: bool) -> Count:
