@@ -65,10 +65,9 @@ def main(config: JudgementsConfig) -> None:
     if not answers:
         raise UserError(f"{output_dir / completions.FILE} is not there, or empty: run evaluate.py.")
     if not config.verdicts:
-        number = export(answers, output_dir, config.systems, config.num_prompts, config.seed)
-        print(f"{number} comparisons: {output_dir / COMPARISONS}")
+        print(f"{export(answers, config)} comparisons: {output_dir / COMPARISONS}")
         return
-    answers = with_outside_verdicts(answers, output_dir, Path(config.verdicts), config.judge)
+    answers = with_outside_verdicts(answers, config)
     rates = all_win_rates(answers)
     file = output_dir / "results.json"
     if not file.is_file():
@@ -84,45 +83,33 @@ def main(config: JudgementsConfig) -> None:
 # ---- export --------------------------------------------------------------------------------------
 
 
-def export(
-    answers: Sequence[Answers],
-    output_dir: Path,
-    systems: Sequence[str],
-    num_prompts: int,
-    seed: int,
-) -> int:
+def export(answers: Sequence[Answers], config: JudgementsConfig) -> int:
     """Write both files; how many comparisons they hold.
 
     Raises:
         UserError: an unknown system, fewer than two, or files that are there: somebody may be
             judging them.
     """
-    known = system_names(answers)
-    for name in systems:
-        if name not in known:
-            raise UserError(f"--systems has {name!r}; there are: {', '.join(known)}.")
-    chosen = [name for name in known if name in systems or not systems]
-    if len(chosen) < 2:
-        raise UserError(f"--systems is {list(systems)}; two of {', '.join(known)} are needed.")
-    if (output_dir / KEY).exists():
-        raise UserError(f"{output_dir / KEY} is there; move it away to export anew.")
-    keys: list[dict[str, Any]] = []
-    lines: dict[str, dict[str, str]] = {}
-    for row in answers[: num_prompts or None]:
-        for pair in combinations(chosen, 2):
-            if not all(map(row.of, pair)):
-                continue
-            b, a = pair
-            first, second = pair if is_swapped(seed, a, b, row.id) else (a, b)
-            sides = {"first": first, "second": second}
-            name = comparison_id(row, first, second, seed)
-            keys.append({"id": name, "row": row.id, **sides, "seed": seed})
-            texts = {side: text_of(row, system) for side, system in sides.items()}
-            lines[name] = {"id": name, "prompt": row.prompt, **texts}
-    keys.sort(key=lambda key: str(key["id"]))  # a hash: as good as a draw
-    for name, records in ((COMPARISONS, [lines[key["id"]] for key in keys]), (KEY, keys)):
-        (output_dir / name).write_text("".join(map(json_line, records)), encoding="utf-8")
-    return len(keys)
+    known, key_file = system_names(answers), Path(config.output_dir) / KEY
+    chosen = [name for name in known if name in config.systems or not config.systems]
+    if len(chosen) < 2 or not set(config.systems) <= set(known):
+        raise UserError(f"--systems is {config.systems}; it must name two of {', '.join(known)}.")
+    if key_file.exists():
+        raise UserError(f"{key_file} is there; move it away to export anew.")
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for row in answers[: config.num_prompts or None]:
+        for b, a in combinations(chosen, 2):
+            if row.of(a) and row.of(b):
+                first, second = (b, a) if is_swapped(config.seed, a, b, row.id) else (a, b)
+                name = comparison_id(row, first, second, config.seed)
+                texts = {"first": text_of(row, first), "second": text_of(row, second)}
+                line = {"id": name, "prompt": row.prompt, **texts}
+                key = {"id": name, "row": row.id, "first": first, "second": second}
+                found.append((line, key | {"seed": config.seed}))
+    found.sort(key=lambda pair: str(pair[0]["id"]))  # a hash: as good as a draw
+    for number, file in enumerate((key_file.with_name(COMPARISONS), key_file)):
+        file.write_text("".join(json_line(pair[number]) for pair in found), encoding="utf-8")
+    return len(found)
 
 
 def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
@@ -135,25 +122,24 @@ def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
 # ---- import --------------------------------------------------------------------------------------
 
 
-def with_outside_verdicts(
-    answers: Sequence[Answers], output_dir: Path, file: Path, judge: str
-) -> list[Answers]:
+def with_outside_verdicts(answers: Sequence[Answers], config: JudgementsConfig) -> list[Answers]:
     """The answers with a judge's verdicts in the place of those it gave before.
 
     Raises:
         UserError: nothing was exported, the completions have changed since, the judge has the name
             of a reward, or a verdict is unknown, doubled, missing or none of WINNERS.
     """
-    keys = {key["id"]: key for key in read_jsonl(output_dir / KEY)}
+    judge, key_file = config.judge, Path(config.output_dir) / KEY
+    keys = {key["id"]: key for key in read_jsonl(key_file)}
     if not keys:
-        raise UserError(f"{output_dir / KEY} is not there: export comparisons before verdicts.")
+        raise UserError(f"{key_file} is not there: export comparisons before verdicts.")
     if judge in reward_judges(answers):
         raise UserError(f"--judge is {judge!r}, which is a reward's name; choose another.")
     found: dict[int, list[Verdict]] = {row.id: [] for row in answers}
     by_row = {row.id: row for row in answers}
     for key in keys.values():
         refuse_changed(by_row.get(key["row"]), key)
-    for name, winner in read_winners(file, set(keys)).items():
+    for name, winner in read_winners(Path(config.verdicts), set(keys)).items():
         key = keys[name]
         found[key["row"]].append(Verdict(key["first"], key["second"], judge, WINNERS[winner]))
     return [

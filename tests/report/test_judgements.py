@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_or_imported_is_refused_in_a_sentence(evaluation
     flags = write_verdicts(evaluation, [])
     with pytest.raises(UserError, match="export comparisons before"):
         run(evaluation, *flags)
-    with pytest.raises(UserError, match="there are: sft, dpo, reference completion"):
+    with pytest.raises(UserError, match="two of sft, dpo, reference completion"):
         run(evaluation, "--systems", "ppo")
     with pytest.raises(UserError, match="two of sft, dpo"):
         run(evaluation, "--systems", "dpo")
