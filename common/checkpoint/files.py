@@ -150,11 +150,12 @@ def _odd(contents: Mapping[str, Any]) -> str:
     for name, kind in NEEDED.items():
         if not isinstance(contents[name], kind):
             return name
+    if contents["step"] < 0:
+        return "step"
     # Files are cut to these numbers of lines: none but the run's own may be named.
-    counts = {"step": contents["step"], **contents["lines"]}
-    odd = [name for name, n in counts.items() if not isinstance(n, int) or n < 0]
-    if odd or not counts.keys() <= {"step", *RECORDS}:
-        return "step" if "step" in odd else "lines"
+    lines = contents["lines"].items()
+    if not all(name in RECORDS and isinstance(n, int) and n >= 0 for name, n in lines):
+        return "lines"
     if not all(isinstance(entry, dict) for entry in contents["files"].values()):
         return "files"
     return "" if all(map(_are_sums, contents["sums"])) else "sums"

@@ -209,6 +209,7 @@ ODD = "manifest.json has an entry '{}' that no run writes"
             ODD.format("lines"),
         ),
         ({"lines": {"metrics.jsonl": -1}}, ODD.format("lines")),
+        ({"lines": {"step": 1}}, ODD.format("lines")),
         ({"lines": [1]}, ODD.format("lines")),
         ({"step": -5}, ODD.format("step")),
         ({"step": "two"}, ODD.format("step")),
