@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.losses import kl_estimate
-from common.record.folder import read_metrics
+from common.record.folder import SAMPLES, read_metrics
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
 from common.report.blocks import (
@@ -79,7 +79,7 @@ def curves_section(run_dirs: Mapping[str, Path]) -> list[Section]:
 
 def samples_section(run_dirs: Mapping[str, Path]) -> list[Section]:
     """What each run wrote for its fixed prompts while it trained; [] if none did."""
-    records = {name: read_jsonl(run / "samples.jsonl") for name, run in run_dirs.items()}
+    records = {name: read_jsonl(run / SAMPLES) for name, run in run_dirs.items()}
     found = {name: training_browser(rows) for name, rows in records.items() if rows}
     return by_run("Completions over training", found)
 
