@@ -43,12 +43,9 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
     (scipy's takes whole numbers of successes only: here a tie is half of one.)
 
     Args:
-        successes: how many of `total` succeeded; may be fractional.
-        total: number of trials, positive; an effective number may be fractional.
+        successes: how many of `total` succeeded; both may be fractional.
+        total: number of trials, positive.
         z: standard normal quantile, 1.96 for 95%.
-
-    Returns:
-        (low, high).
     """
     assert total > 0, "an interval needs trials"
     assert 0 <= successes <= total, f"{successes} successes in {total} trials"
@@ -63,15 +60,11 @@ def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[fl
 def preference_accuracy(
     chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike
 ) -> PreferenceAccuracy:
-    """Share of pairs in which the chosen completion has the higher score.
+    """Share of pairs in which the chosen completion has the higher score, of (N,) scores each.
 
     A tie counts one half: as a failure it would punish coarse scores (bfloat16 rewards tie often),
     as a success it would give a constant score 100%. The interval takes the pairs as independent,
     and with ties it is a little too wide.
-
-    Args:
-        chosen_scores: (N,) score of the preferred completion of each pair.
-        rejected_scores: (N,) score of the other one.
 
     Raises:
         RuntimeError: a score is not finite; it would silently count as a failure.
@@ -168,16 +161,10 @@ def percentile_interval(means: Floats, estimate: float) -> tuple[float, float]:
 
 
 def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
-    """Mean with its percentile bootstrap interval (Efron and Tibshirani 1993, section 13.3).
+    """Mean, low and high of the percentile bootstrap (Efron and Tibshirani 1993, section 13.3).
 
-    The values are sorted first, so that the order in which ranks delivered them changes nothing.
-    Below about 20 values the interval is too narrow; a single value has an interval of width 0.
-
-    Args:
-        values: (N,) independent observations, N at least 1.
-
-    Returns:
-        (mean, low, high).
+    The (N,) independent values are sorted first, so that the order in which ranks delivered them
+    changes nothing. Below about 20 the interval is too narrow; of a single one it has width 0.
 
     Raises:
         RuntimeError: a value is not finite.

@@ -52,9 +52,6 @@ def with_verdicts(
         names: What tables call each of them.
         examples: The N prompts, whose columns the judges get.
         seed: Of the order in which completions are given.
-
-    Raises:
-        UserError: a judge raised, or returned what are no N verdicts.
     """
     if not judges:
         return list(answers)
@@ -77,7 +74,11 @@ def ask(
     examples: Sequence["Example"],
     seed: int,
 ) -> list[list[Verdict]]:
-    """The verdicts of one judge on two systems, N lists of one or none."""
+    """The verdicts of one judge on two systems, N lists of one or none.
+
+    Raises:
+        UserError: the judge raised, or returned what are no N verdicts.
+    """
     from common.rewards.call import as_number, call_by_name, one_for_each
 
     rows = [i for i, row in enumerate(answers) if row.pair(a, b)]

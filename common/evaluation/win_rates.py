@@ -69,11 +69,10 @@ def win_rate(
 
     Args:
         answers: N prompts with their completions.
-        a: A system, or REFERENCE.
+        a: A system, or REFERENCE, as b.
         b: What it is compared with.
-        judge: Whose verdicts these are.
-        verdicts: N probabilities that a wins, or 1, 0.5 and 0; None where a prompt was not judged,
-            and at least one is.
+        judge: Its name.
+        verdicts: N probabilities that a wins, or 1, 0.5 and 0; None where a prompt was not judged.
 
     Returns:
         `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);

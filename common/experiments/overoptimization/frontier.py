@@ -48,12 +48,7 @@ class Track:
 
 
 def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, Any]:
-    """Everything that is reported, ready for JSON.
-
-    Args:
-        seeds: All with the same settings.
-        sizes: Of best of n.
-    """
+    """Everything that is reported, ready for JSON: of seeds with the same settings, and sizes n."""
     tracks = {s.seed: tracks_of(s, sizes) for s in seeds}
     methods = [method for method in FORM_OF if method in tracks[seeds[0].seed]]
     every = [(method, seed, own[method]) for method in methods for seed, own in tracks.items()]

@@ -58,8 +58,8 @@ def write_optimised(
         folder: gets `best_of_{n}.jsonl` and `pairs.jsonl`; a mark of what made them comes last.
         made_by: for `are_written`.
         examples: N prompts.
-        rollouts: K completions of each.
-        texts: the same as N*K texts.
+        rollouts: K completions of each, with their N*K texts.
+        texts: see there.
         rewards: (N, K) of the proxy.
         sizes: the n.
     """
@@ -87,18 +87,13 @@ def are_written(folder: Path, made_by: Mapping[str, Any]) -> bool:
 
 
 def labelled_neighbours(rewards: Tensor) -> Tensor:
-    """Each candidate against its neighbour: two independent draws of the policy.
+    """Each candidate against its neighbour, two independent draws of the policy: (N, K / 2, 2).
 
-    Args:
-        rewards: (N, K), K even.
-
-    Returns:
-        (N, K / 2, 2) indices of candidates, the one with the higher reward first.
+    Indices of the candidates of `rewards`, (N, K) with an even K, the higher reward first.
     """
-    pairs_of = torch.arange(rewards.shape[1]).view(-1, 2).expand(len(rewards), -1, 2)
     scores = rewards.view(len(rewards), -1, 2)
-    is_reversed = (scores[..., 1] > scores[..., 0])[..., None]
-    return torch.where(is_reversed, pairs_of.flip(-1), pairs_of)
+    order = torch.argsort(scores, dim=-1, descending=True, stable=True)
+    return order + torch.arange(0, rewards.shape[1], 2)[:, None]
 
 
 def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
