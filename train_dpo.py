@@ -31,7 +31,6 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 """
 
 import gc
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,19 +42,22 @@ from common.data import Example
 from common.evaluation import score
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
-from common.model.lora import AdapterReference
-from common.pairs import reference_cache
 from common.pairs.config import DPOConfig
-from common.pairs.from_rollouts import pairs_from_rollouts
-from common.pairs.reference import ReferenceScores, score_reference, shorter_lengths
+from common.pairs.reference import (
+    ReferenceScores,
+    load_reference,
+    score_reference,
+    shorter_lengths,
+)
 from common.run import Run, find_checkpoint
-from common.sampling import token_records
-from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
 
 def main(config: DPOConfig) -> None:
     """Train, export, evaluate."""
+    from common.sampling import token_records  # for the table of samples, as the sampler
+    from common.sampling.sampler import Sampler
+
     distributed.seed_everything(config.seed)
     mesh = distributed.mesh(config.num_replicas)
 
@@ -143,34 +145,14 @@ def load_pairs(
     config: DPOConfig, tokenizer: Any, stop_ids: list[int], model_config: Any, mesh: DeviceMesh
 ) -> tuple[list[Example], list[Example]]:
     """Pairs to train on, from rows or made of rollouts, and held-out ones. Collective."""
+    from common.pairs.from_rollouts import pairs_from_rollouts
+
     if config.pairs_from == "dataset":
         return data.load_splits(config, "preference", tokenizer, stop_ids)
     name, split, number = config.dataset_name, config.dataset_test_split, config.num_eval_rows
     rest = (tokenizer, stop_ids)
     eval_set = data.load_examples(config, name, split, "preference", *rest, number)
     return pairs_from_rollouts(config, *rest, model_config, mesh), eval_set
-
-
-def load_reference(
-    config: DPOConfig, paths: Sequence[str], configs: Sequence[Any], mesh: DeviceMesh
-) -> tuple[Policy | AdapterReference, str, Policy | None]:
-    """The frozen reference, the digest of its weights, and the policy if it holds both. Collective.
-
-    Args:
-        config: of the run.
-        paths: of policy and reference.
-        configs: of both load.
-        mesh: to shard over.
-    """
-    is_policy = config.lora_r > 0 and paths[0] == paths[1]  # with its adapters off
-    read = load.load_trained_policy if is_policy else load.load_policy
-    lm = read(paths[1], configs[1], config)
-    weights = reference_cache.weights_digest(lm) if config.ref_cache_dir else ""
-    whole = Policy(lm) if is_policy else Policy(lm).requires_grad_(False)
-    policy = fsdp.shard(whole, config, mesh)
-    reference = AdapterReference(policy) if is_policy else policy
-    self_checks.loaded_model(reference, config)
-    return reference, weights, policy if is_policy else None
 
 
 def pair_losses(

@@ -39,8 +39,7 @@ from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty
 from common.model import fsdp, load
-from common.pairs import comparisons
-from common.pairs import groups as pairs
+from common.pairs import groups
 from common.pairs.config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
@@ -60,11 +59,11 @@ def main(config: RewardConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
-    margins = pairs.margins(train_set, config.margin_column).to(device)  # (rows,)
+    margins = groups.margins(train_set, config.margin_column).to(device)  # (rows,)
     # What a step takes batch_size of: pairs, or prompts with all their pairs
-    groups = pairs.group(train_set, by_prompt=config.group_comparisons)
-    weights = pairs.weights(groups).to(device)  # (rows,) 1 / pairs of the group
-    order = data.BatchOrder.of_training(config, groups)
+    grouped = groups.group(train_set, by_prompt=config.group_comparisons)
+    weights = groups.weights(grouped).to(device)  # (rows,) 1 / pairs of the group
+    order = data.BatchOrder.of_training(config, grouped)
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
@@ -87,8 +86,8 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in run.steps():
-        own = [groups[i].rows for i in order.rows(step) if i is not None]
-        parts = comparisons.micro_batches(train_set, own, config, pad_id)
+        own = [grouped[i].rows for i in order.rows(step) if i is not None]
+        parts = groups.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
         for part in run.micro_batches(parts):
             rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
@@ -101,7 +100,7 @@ def main(config: RewardConfig) -> None:
             run.metrics.add("loss", loss * num_groups, weight.sum())
             score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
-            run.metrics.add("chosen_longer", pairs.longer_chosen(lengths).sum(), len(lengths))
+            run.metrics.add("chosen_longer", groups.longer_chosen(lengths).sum(), len(lengths))
         batches = [part.batch for part in parts]
         rows = (numbers[part.rows_of_completions()] for part in parts)
         run.update(batches, rows)
@@ -142,7 +141,7 @@ def print_balance(train_set: list[Example], eval_set: list[Example]) -> None:
     """Say how far the length of the completions alone tells which one is preferred."""
     for split, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:
-            share = f"{pairs.length_balance(examples):.1%}"
+            share = f"{groups.length_balance(examples):.1%}"
             distributed.print_rank0(
                 f"the chosen completion is the longer one in {share} of {split} pairs"
             )

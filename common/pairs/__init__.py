@@ -1,4 +1,4 @@
 """Pairs of completions: where they come from, and what the reference says of them.
 
-Face: config.DPOConfig, groups, comparisons, reference (with reference_cache), from_rollouts.
+Face: config.DPOConfig, groups (comparisons of a prompt), reference (and its cache), from_rollouts.
 """

@@ -12,7 +12,8 @@ from common.losses import (
     SMOOTHED_LOSSES,
 )
 from common.model.load import HEAD_INITS
-from common.pairs.groups import PAIR_METHODS
+
+PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
 @dataclass

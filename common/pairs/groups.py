@@ -1,234 +1,28 @@
-"""Pairs of completions: chosen among rollouts, grouped by prompt, and what they have beside texts.
+"""Comparisons of completions: grouped by prompt, weighted, and in micro-batches.
 
-Rewards are (N, K): N prompts with K candidates each. A pair is two indices of candidates, the
-winner's first.
+A completion is scored once, however often it is compared: InstructGPT (Ouyang et al. 2022, section
+3.5) trains on all comparisons of a prompt's K completions at once, with K forward passes in the
+place of K (K - 1).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common.advantages import first_of_text, rejection_sample
-from common.config import UserError
-from common.data import Example
-from common.losses import check_choice, wins
-from common.noise import derive_seed, hash_counters, uniform
-from common.record.jsonl import json_line
-from common.sampling.sampler import Rollouts
-
-LARGEST = torch.finfo(torch.float32).max  # of a margin
-PAIR_METHODS = ("rso_tournament", "best_worst", "all")
-
-
-# ---- pairs from rollouts -------------------------------------------------------------------------
-
-
-def choose_pairs(
-    rewards: Tensor,
-    *,
-    method: str,
-    num_accepted: int,
-    temperature: float,
-    seeds: Tensor,
-    texts: Tensor | None = None,
-) -> Tensor:
-    """Which candidates of each prompt to compare: those of equal text are one.
-
-    - `rso_tournament`: statistical rejection sampling accepts some candidates (Liu et al. 2023,
-      algorithm 1), which meet each other in random pairs, each once: first-round ranking (section
-      3.2). What is accepted follows softmax(r / temperature) over what the policy samples.
-    - `best_worst`: the highest reward against the lowest; one pair, no noise.
-    - `all`: every candidate against every other, K (K - 1) / 2 pairs (Rafailov et al. 2023, C.1).
-
-    Args:
-        rewards: (N, K) raw rewards.
-        method: One of `PAIR_METHODS`.
-        num_accepted: Even, at most K; for `rso_tournament`, which makes half as many pairs.
-        temperature: RSO's beta, in the unit of the rewards; for `rso_tournament`.
-        seeds: (N,) int64, one per prompt: the choice does not depend on the rank or batch.
-        texts: (N, K) int64, equal where candidates of a prompt have the same text; None: nowhere.
-
-    Returns:
-        (N, P, 2) int64 indices of candidates, the one with the higher reward first; equal rewards
-        have no winner. -1 where there were too few texts for so many pairs.
-    """
-    check_choice("method", method, PAIR_METHODS)
-    is_first = first_of_text(rewards, texts)  # (N, K)
-    if method == "best_worst":
-        return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
-    if method == "all":
-        places = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
-        return higher_first(rewards, places, is_first)
-    assert num_accepted % 2 == 0, "a tournament's first round pairs all who were accepted"
-    accepted = rejection_sample(
-        rewards,
-        num_keep=num_accepted,
-        temperature=temperature,
-        method="rso",
-        seed=seeds,
-        texts=texts,
-    )  # (N, M)
-    # Late ones were accepted in a later pass, so are worse: neighbours are no random opponents.
-    order = uniform(derive_seed(0, "tournament"), seeds[:, None], torch.arange(num_accepted))
-    repeats = ~is_first.gather(1, accepted)  # (N, M), which meet each other
-    shuffled = (order + repeats).argsort(1)  # (N, M)
-    rounds = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
-    return higher_first(rewards, rounds, is_first)
-
-
-def higher_first(rewards: Tensor, places: Tensor, is_first: Tensor) -> Tensor:
-    """Pairs of candidates (N, P, 2), each turned so that the higher reward (N, K) is first.
-
-    -1 in place of a pair with a candidate that is not the first of its text (N, K).
-    """
-    is_pair = is_first.gather(1, places.flatten(1)).view_as(places).all(-1, keepdim=True)
-    scores = rewards.gather(1, places.flatten(1)).view_as(places)  # (N, P, 2)
-    is_reversed = (scores[..., 1] > scores[..., 0])[..., None]  # (N, P, 1)
-    return torch.where(is_reversed, places.flip(-1), places).where(is_pair, -1)
-
-
-@dataclass
-class SampledPair:
-    """A comparison of two completions that a policy made."""
-
-    prompt_index: int  # place of the prompt among those sampled from
-    completion_ids: tuple[list[int], list[int]]  # chosen, rejected
-    texts: tuple[str, str]
-    rewards: tuple[float, float]
-
-
-@dataclass
-class PairReport:
-    """What became of the completions that were drawn to make pairs."""
-
-    num_prompts: int = 0
-    num_candidates: int = 0  # over all prompts
-    reward_sum: float = 0.0  # over all candidates
-    num_equal: int = 0  # pairs dropped because their rewards are equal
-    num_blank: int = 0  # pairs dropped because a completion has no text
-    pairs: list[SampledPair] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Two lines to print."""
-        num_drawn = len(self.pairs) + self.num_equal + self.num_blank
-        means = [
-            sum(pair.rewards[i] for pair in self.pairs) / max(1, len(self.pairs)) for i in (0, 1)
-        ]
-        return (
-            f"pairs from rollouts: {len(self.pairs)} of {num_drawn} (dropped {self.num_equal} of "
-            f"equal reward, {self.num_blank} with a blank completion)\n"
-            f"  mean reward of {self.num_candidates} candidates of {self.num_prompts} prompts "
-            f"{self.reward_sum / max(1, self.num_candidates):.3f}, of the chosen {means[0]:.3f}, "
-            f"of the rejected {means[1]:.3f}"
-        )
-
-
-def add_rollouts(
-    report: PairReport,
-    prompt_indices: Sequence[int | None],
-    rollouts: Rollouts,
-    texts: Sequence[str],
-    rewards: Tensor,
-    chosen_pairs: Tensor,
-) -> None:
-    """Add a batch of prompts with their candidates and the pairs chosen among these.
-
-    Args:
-        report: gets the pairs that teach something, and counts the others.
-        prompt_indices: N places of the prompts; None = a filler, which counts nowhere.
-        rollouts: K completions of each.
-        texts: The same as N*K texts.
-        rewards: (N, K).
-        chosen_pairs: (N, P, 2), see `choose_pairs`.
-    """
-    num_candidates = rewards.shape[1]
-    for n, index in enumerate(prompt_indices):
-        if index is None:
-            continue
-        report.num_prompts += 1
-        report.num_candidates += num_candidates
-        report.reward_sum += float(rewards[n].double().sum())
-        for winner, loser in chosen_pairs[n].tolist():
-            if winner < 0:
-                continue
-            places = (n * num_candidates + winner, n * num_candidates + loser)
-            values = (float(rewards[n, winner]), float(rewards[n, loser]))
-            if values[0] == values[1]:
-                report.num_equal += 1
-            elif not (texts[places[0]].strip() and texts[places[1]].strip()):
-                report.num_blank += 1
-            else:
-                ids = (rollouts.completion_ids[places[0]], rollouts.completion_ids[places[1]])
-                both = (texts[places[0]], texts[places[1]])
-                report.pairs.append(SampledPair(index, ids, both, values))
-
-
-def merge(reports: Iterable[PairReport]) -> PairReport:
-    """The ranks' reports as one, whose pairs stand in the order of the prompts."""
-    total = PairReport()
-    for report in reports:
-        total.num_prompts += report.num_prompts
-        total.num_candidates += report.num_candidates
-        total.reward_sum += report.reward_sum
-        total.num_equal += report.num_equal
-        total.num_blank += report.num_blank
-        total.pairs += report.pairs
-    total.pairs.sort(key=lambda pair: pair.prompt_index)  # stable: a prompt is on one rank
-    return total
-
-
-def as_examples(pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> list[Example]:
-    """The pairs as training examples, with the ids that were sampled.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not pairs:
-        raise UserError(
-            "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward, "
-            "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
-            "--temperature or --num_candidates."
-        )
-    examples = []
-    for row, pair in enumerate(pairs):
-        prompt = prompts[pair.prompt_index]
-        rest = (list(pair.completion_ids), prompt.columns, prompt.source)
-        examples.append(Example(row, prompt.prompt, prompt.prompt_ids, *rest))
-    return examples
-
-
-def write_jsonl(path: Path, pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> None:
-    """Write the pairs as rows that every stage reads: prompt, chosen, rejected, and the rewards."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for pair in pairs:
-            row: dict[str, Any] = {"prompt": prompts[pair.prompt_index].prompt}
-            row |= dict(zip(("chosen", "rejected"), pair.texts, strict=True))
-            row |= dict(zip(("chosen_reward", "rejected_reward"), pair.rewards, strict=True))
-            file.write(json_line(row))
-
-
-def prompt_seeds(prompts: Sequence[Example], seed: int) -> Tensor:
-    """(N,) int64: a seed for each prompt, which identifies it on any rank."""
-    rows = torch.tensor([prompt.row for prompt in prompts])
-    return hash_counters(derive_seed(seed, "pairs from rollouts"), rows)
-
-
-# ---- what pairs have beside their texts ----------------------------------------------------------
+from common import data
+from common.config import CommonConfig, UserError
+from common.data import Example, Piece
+from common.errors import LARGEST
+from common.losses import wins
+from common.padding import AnyBatch
 
 
 @dataclass
 class Comparisons:
-    """Rows that stay in one batch.
-
-    Attributes:
-        rows: Indices of the pairs.
-        num_tokens: Of all of them.
-    """
+    """Rows that stay in one batch: indices of the pairs, and all their tokens."""
 
     rows: list[int]
     num_tokens: int
@@ -247,8 +41,7 @@ def group(examples: Sequence[Example], *, by_prompt: bool) -> list[Comparisons]:
 
 def weights(groups: Sequence[Comparisons]) -> Tensor:
     """What each pair counts, so that every group counts 1 (InstructGPT eq. 1): (rows,) float32."""
-    num_rows = sum(len(comparisons.rows) for comparisons in groups)
-    result = torch.zeros(num_rows)
+    result = torch.zeros(sum(len(comparisons.rows) for comparisons in groups))
     for comparisons in groups:
         result[comparisons.rows] = 1 / len(comparisons.rows)
     return result
@@ -260,9 +53,7 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
     Raises:
         UserError: it is not a finite number in some row.
     """
-    if not column:
-        return torch.zeros(len(examples))
-    values: list[Any] = [example.columns.get(column) for example in examples]
+    values: list[Any] = [example.columns.get(column) if column else 0.0 for example in examples]
     for example, value in zip(examples, values, strict=True):
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN compares as False
             raise UserError(
@@ -273,12 +64,111 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
 
 
 def longer_chosen(lengths: Tensor) -> Tensor:
-    """Whether the chosen one of (N, 2) lengths is longer, (N,) float32; a tie is a half."""
-    counts: Tensor = wins(*lengths.unbind(-1))
-    return counts
+    """Whether the chosen of (N, 2) lengths is the longer one: (N,) of 1, 0, or a half for a tie."""
+    result: Tensor = wins(*lengths.unbind(-1))
+    return result
 
 
 def length_balance(examples: Sequence[Example]) -> float:
     """Share of the pairs whose chosen completion is longer: the accuracy of preferring length."""
     lengths = torch.tensor([[len(ids) for ids in example.completions] for example in examples])
     return float(longer_chosen(lengths).double().mean())
+
+
+# ---- micro-batches -------------------------------------------------------------------------------
+
+
+@dataclass
+class PairBatch:
+    """Completions that go through one forward pass, and which of them are compared.
+
+    Attributes:
+        batch: B completions, each once for its prompt.
+        pairs: (N, 2) int64, the chosen and the rejected one of every comparison, among the B. N is
+            0 in a filler that keeps the ranks in step.
+        rows: (N,) int64, the comparisons' rows.
+    """
+
+    batch: AnyBatch
+    pairs: Tensor
+    rows: Tensor
+
+    def rows_of_completions(self) -> Tensor:
+        """(B,) int64, a comparison in which each completion is; that of a filler means nothing."""
+        rows = torch.zeros(len(self.batch.is_real), dtype=torch.int64)
+        rows[self.pairs] = self.rows[:, None]
+        return rows
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """Copy to a device."""
+        return PairBatch(self.batch.to(device), self.pairs.to(device), self.rows.to(device))
+
+
+@dataclass
+class ComparedPiece(Piece):
+    """Completions of a prompt, each once; `places` are their indices, the weight counts pairs."""
+
+    pairs: list[tuple[int, int, int]] = field(default_factory=list)  # row, chosen, rejected
+
+
+def micro_batches(
+    examples: Sequence[Example],
+    groups: Sequence[Sequence[int]],
+    config: CommonConfig,
+    pad_id: int,
+) -> list[PairBatch]:
+    """This rank's comparisons of a step, packed by length; as many on every rank. Collective.
+
+    Args:
+        examples: Pairs, chosen first.
+        groups: Rows that share a prompt, which with their completions is computed once as far as
+            the limits allow.
+        config: The limits and the layout.
+        pad_id: Fills padding; masked.
+    """
+    pieces = [piece for rows in groups for piece in cut(examples, rows, config)]
+    packs = data.pack(pieces, config, num_completions=2)
+    return [collate(part, config.layout, pad_id) for part in packs]
+
+
+def cut(
+    examples: Sequence[Example], rows: Sequence[int], config: CommonConfig
+) -> list[ComparedPiece]:
+    """The comparisons of a prompt, in their order, in pieces that the limits allow."""
+    pieces: list[ComparedPiece] = []
+    for row in rows:
+        longer = with_pair(pieces[-1], examples[row], row) if pieces else None
+        if longer and data.fits([longer], config):
+            pieces[-1] = longer
+        else:
+            alone = ComparedPiece(examples[row].prompt_ids, [], [], weight=0)
+            pieces.append(with_pair(alone, examples[row], row))
+    return pieces
+
+
+def with_pair(piece: ComparedPiece, example: Example, row: int) -> ComparedPiece:
+    """The piece with one more comparison, and with those of its completions that are new."""
+    assert piece.prompt_ids == example.prompt_ids
+    completions = list(piece.completions)
+    for ids in example.completions:
+        if ids not in completions:
+            completions.append(ids)
+    chosen, rejected = (completions.index(ids) for ids in example.completions)
+    return ComparedPiece(
+        piece.prompt_ids,
+        completions,
+        list(range(len(completions))),
+        piece.weight + 1,
+        [*piece.pairs, (row, chosen, rejected)],
+    )
+
+
+def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
+    """The pieces as one batch; a filler among them has no comparison."""
+    found, first = [], 0
+    for piece in pieces:
+        for row, chosen, rejected in piece.pairs if isinstance(piece, ComparedPiece) else []:
+            found.append((row, first + chosen, first + rejected))
+        first += len(piece.completions)
+    table = torch.tensor(found, dtype=torch.int64).view(-1, 3)  # (N, 3)
+    return PairBatch(data.collate(pieces, layout, pad_id), table[:, 1:], table[:, 0])

@@ -1,23 +1,44 @@
-"""Log-probabilities of pairs for DPO, those of the reference from disk where they are kept."""
+"""What DPO's frozen reference says of pairs, kept on disk so that a second run need not compute it.
 
-from collections.abc import Sequence
+A file of `ref_cache_dir` is named after everything its numbers depend on: the reference's weights
+and configuration, the rows as token ids, the tokenizer, the limits that truncate, the dtype,
+`ld_alpha`, the versions of the libraries and this package's code. The layout, the micro-batches and
+the number of ranks are not among them, since they change no score; neither is which of the rows a
+run trains on: what a file lacks is computed and added. It is an `.npz` of two numbers for each row,
+NaN where a row was not scored yet, and may be deleted at any time.
+"""
+
+import functools
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from common import distributed
+from common import distributed, self_checks
+from common.config import gist
 from common.data import Example
 from common.evaluation import score
 from common.losses import sequence_logps
-from common.model.lora import AdapterReference
+from common.model import fsdp, load
 from common.padding import AnyBatch
-from common.pairs import reference_cache
-from common.pairs.config import DPOConfig
-from common.sampling import token_records
 from common.scoring import Policy
+
+if TYPE_CHECKING:
+    from common.model.lora import AdapterReference
+    from common.pairs.config import DPOConfig
+
+PACKAGES = ("torch", "transformers")
+# Of a model's configuration: where it was read from and who wrote it, which change no score.
+ORIGIN = ("_name_or_path", "transformers_version")
 
 
 @dataclass
@@ -33,7 +54,7 @@ class ReferenceScores:
         first: (1, 2) of the first training pair, where every token counts 1.
     """
 
-    module: Policy | AdapterReference | None = None
+    module: "Policy | AdapterReference | None" = None
     train: Tensor | None = None
     held_out: Tensor | None = None
     shown: Any = None
@@ -49,15 +70,36 @@ class ReferenceScores:
             return desensitised(self.module, batch, shared_lengths, ld_alpha).view(-1, 2)
 
 
+def load_reference(
+    config: "DPOConfig", paths: Sequence[str], configs: Sequence[Any], mesh: DeviceMesh
+) -> tuple["Policy | AdapterReference", str, Policy | None]:
+    """The frozen reference, the digest of its weights, and the policy if it holds both. Collective.
+
+    Paths and model configurations are those of policy and reference. With LoRA on the same model
+    the reference is the policy with its adapters off.
+    """
+    from common.model.lora import AdapterReference
+
+    is_policy = config.lora_r > 0 and paths[0] == paths[1]
+    read_model = load.load_trained_policy if is_policy else load.load_policy
+    lm = read_model(paths[1], configs[1], config)
+    weights = weights_digest(lm) if config.ref_cache_dir else ""
+    whole = Policy(lm) if is_policy else Policy(lm).requires_grad_(False)
+    policy = fsdp.shard(whole, config, mesh)
+    reference = AdapterReference(policy) if is_policy else policy
+    self_checks.loaded_model(reference, config)
+    return reference, weights, policy if is_policy else None
+
+
 def score_reference(
-    reference: Policy | AdapterReference,
+    reference: "Policy | AdapterReference",
     weights: str,
     train_set: list[Example],
     eval_set: list[Example],
     shown: list[Example],
     rows: Sequence[int],
     tokenizer: Any,
-    config: DPOConfig,
+    config: "DPOConfig",
 ) -> ReferenceScores:
     """Score pairs ahead of training, with `precompute_ref_log_probs` all. Collective.
 
@@ -71,19 +113,61 @@ def score_reference(
         tokenizer: of the run.
         config: of the run.
     """
-    score_all = partial(reference_logps, reference, weights, tokenizer, config)
+    from common.sampling import token_records
+
     pad_id = tokenizer.pad_token_id
+    rest = (reference, weights, tokenizer, config)
     found = ReferenceScores(reference)
     found.first = score.score_examples(reference, train_set[:1], config, pad_id, "reference")
     found.shown = token_records.token_logps(reference, shown, config, pad_id)
     if eval_set:
-        found.held_out = score_all(eval_set, range(len(eval_set)))
+        found.held_out = reference_logps(*rest, eval_set, range(len(eval_set)))
     if config.precompute_ref_log_probs:
-        logps = score_all(train_set, rows, ld_alpha=config.ld_alpha)
+        logps = reference_logps(*rest, train_set, rows, config.ld_alpha)
         # A filler has the place of row 0, which may be none of the rows.
         found.train = logps.nan_to_num().float().to(distributed.device())
         found.module = None
     return found
+
+
+def reference_logps(
+    reference: "Policy | AdapterReference",
+    weights: str,
+    tokenizer: Any,
+    config: "DPOConfig",
+    examples: list[Example],
+    rows: Sequence[int],
+    ld_alpha: float = 1.0,
+) -> Tensor:
+    """Log-probabilities under the reference of some rows of N pairs. Collective.
+
+    Returns:
+        (N, 2) float64 on the host, NaN in other rows; a token beyond the shorter completion's
+        length counts `ld_alpha`.
+
+    Raises:
+        RuntimeError: one is not finite.
+    """
+    shared = shorter_lengths(examples)
+
+    def score_rows(missing: Sequence[int]) -> Tensor:
+        rest = (config, tokenizer.pad_token_id, "reference", missing)
+        return score.score_examples(
+            reference, examples, *rest, lambda m, b: desensitised(m, b, shared, ld_alpha)
+        )
+
+    file = None
+    if config.ref_cache_dir:
+        file = cache_file(weights, examples, tokenizer, config, ld_alpha)
+    logps = complete(file, len(examples), rows, score_rows)
+    is_finite = logps.isfinite().all(1).tolist()
+    broken = [row for row in rows if not is_finite[row]]
+    if broken:
+        raise RuntimeError(
+            f"the reference gives pair {broken[0]} (counted from 0) the log-probabilities "
+            f"{logps[broken[0]].tolist()}; they must be finite."
+        )
+    return logps
 
 
 def shorter_lengths(examples: list[Example]) -> Tensor:
@@ -101,55 +185,131 @@ def desensitised(
     return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
 
 
-def reference_logps(
-    reference: Policy | AdapterReference,
+# ---- on disk -------------------------------------------------------------------------------------
+
+
+def weights_digest(lm: Any) -> str:
+    """SHA-256 of a Hugging Face model's configuration, weights and buffers. Collective.
+
+    Of a model with adapters it is that of the model before they were trained. Call it before the
+    model is sharded, while rank 0 has all of it: rank 0's digest is returned on every rank.
+    """
+    from common.model import lora
+
+    digest = hashlib.sha256()
+    if distributed.is_rank0():
+        fields = {k: v for k, v in lm.config.to_dict().items() if k not in ORIGIN}
+        fields["adapter_scales"] = lora.reference_scales(lm)
+        digest.update(json.dumps(fields, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(lora.reference_state(lm).items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    result: str = distributed.from_rank0(digest.hexdigest())
+    return result
+
+
+def cache_file(
     weights: str,
+    examples: Sequence[Example],
     tokenizer: Any,
-    config: DPOConfig,
-    examples: list[Example],
-    rows: Sequence[int],
+    config: "DPOConfig",
     ld_alpha: float = 1.0,
-) -> Tensor:
-    """Log-probabilities of pairs under the reference, from disk where they are kept. Collective.
+) -> Path:
+    """Where the log-probabilities of a split's pairs are, or belong.
 
     Args:
-        reference: Frozen.
-        weights: Digest of its weights; unused without a cache.
-        tokenizer: Of the run.
-        config: Of the run.
-        examples: N pairs.
-        rows: Those that are scored.
-        ld_alpha: What a token beyond the shorter completion's length counts.
+        weights: As `weights_digest` gives it.
+        examples: All pairs of the split, in their order.
+        tokenizer: What made the ids; a change that changes no id of these rows still renames.
+        config: Of the run; the fields that decide on scores are read.
+        ld_alpha: See `common.losses.sequence_logps`.
+    """
+    code = sorted(Path(distributed.__file__).parent.rglob("*.py"))
+    description = {
+        "weights": weights,
+        "tokenizer": [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items())],
+        "lengths": [config.max_prompt_length, config.max_completion_length],
+        "truncation": config.prompt_truncation,
+        "dtype": "bfloat16" if config.bf16 else "float32",
+        "ld_alpha": ld_alpha,
+        "versions": {name: version(name) for name in PACKAGES},
+        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
+    }
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for example in examples:
+        digest.update(json.dumps([example.prompt_ids, *example.completions]).encode())
+    return Path(config.ref_cache_dir) / f"{digest.hexdigest()}.npz"
+
+
+def complete(
+    file: Path | None,
+    num_rows: int,
+    rows: Sequence[int],
+    score_rows: Callable[[Sequence[int]], Tensor],
+) -> Tensor:
+    """Reference log-probabilities of these rows: from the file, and computed where it lacks them.
+
+    Collective.
+
+    Args:
+        file: Where they are kept; None: nowhere.
+        num_rows: Rows of the split, N.
+        rows: Those that are needed.
+        score_rows: Scores the rows it is given: (N, 2) float64, NaN elsewhere. Collective.
 
     Returns:
-        (N, 2) float64 on the host, NaN in other rows.
-
-    Raises:
-        RuntimeError: one is not finite.
+        (N, 2) float64 on the host, the same on every rank; NaN may stand in rows not asked for.
     """
-    shared_lengths = shorter_lengths(examples)
-    file = reference_cache.file_for(
-        config.ref_cache_dir, weights, examples, tokenizer, config, ld_alpha=ld_alpha
+    known = torch.full((num_rows, 2), torch.nan, dtype=torch.float64)
+    if file is not None:
+        # Rank 0 decides for all: on machines without a common disk the others would find nothing,
+        # and wait for ranks that do not compute.
+        stored = distributed.from_rank0(read(file) if distributed.is_rank0() else None)
+        known = known if stored is None else stored
+    is_known = ~known.isnan().any(1)  # (N,)
+    missing = [row for row in rows if not is_known[row]]
+    if not missing:
+        distributed.print_rank0(f"reference log-probabilities of {len(rows)} pairs from {file}")
+        return known
+    known = torch.where(is_known[:, None], known, score_rows(missing))
+    if file is not None and distributed.is_rank0():
+        write(file, known)
+    return known
+
+
+def read(file: Path) -> Tensor | None:
+    """The numbers (N, 2) as `write` was given them, None where there are none.
+
+    A damaged file is reported: an .npz holds checksums, and the array is named after the file.
+    """
+    if not file.exists():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as stored:
+            return torch.from_numpy(stored[file.stem])
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        print(f"warning: {file} is damaged; its log-probabilities are computed again.", flush=True)
+        return None
+
+
+def write(file: Path, logps: Tensor) -> None:
+    """Keep the numbers (N, 2). A disk that refuses is warned about."""
+    from common.record.jsonl import replacing
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as unfinished, unfinished.open("wb") as stream:
+            arrays: Any = {file.stem: logps.numpy()}
+            np.savez(stream, **arrays)
+    except OSError as error:
+        warn_once(file.parent, error.strerror or gist(error))
+
+
+@functools.cache
+def warn_once(folder: Path, reason: str) -> None:
+    """Say that a folder takes no files, once and not for each split."""
+    print(
+        f"warning: reference log-probabilities are not kept, {folder} cannot be written "
+        f"({reason}); give another --ref_cache_dir, or '' to keep none.",
+        flush=True,
     )
-    logps = reference_cache.complete(
-        file,
-        len(examples),
-        rows,
-        lambda missing: score.score_examples(
-            reference,
-            examples,
-            config,
-            tokenizer.pad_token_id,
-            "reference",
-            missing,
-            lambda model, batch: desensitised(model, batch, shared_lengths, ld_alpha),
-        ),
-    )
-    is_finite = logps.isfinite().all(1).tolist()
-    broken = [row for row in rows if not is_finite[row]]
-    if broken:
-        raise RuntimeError(
-            f"the reference gives pair {broken[0]} (counted from 0) the log-probabilities "
-            f"{logps[broken[0]].tolist()}; they must be finite."
-        )
-    return logps

@@ -35,7 +35,6 @@ from common.advantages import Steps
 from common.config import UserError, gist
 from common.errors import LARGEST, shown
 from common.rewards.functions import RewardFunction, is_built_in
-from common.text.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
@@ -83,8 +82,8 @@ class Notes:
             if not isinstance(name, str) or not name.strip() or not name.isprintable():
                 raise ValueError(f"{function} got the name {name!r}; it must be a text of one line")
 
-        given = (self.trainer_state, log_extra, log_metric)
-        return dict(zip(TRAINER_ARGUMENTS, given, strict=True))
+        notes = {"log_extra": log_extra, "log_metric": log_metric}
+        return {"trainer_state": self.trainer_state, **notes}
 
 
 @dataclass
@@ -181,8 +180,8 @@ class RewardSet:
                 reward, or none applies to a row; names the function and the row of the batch
                 (counted from 0). To find it, a function that raised is called on single rows.
         """
-        given = dict(zip(ARGUMENTS, (prompts, completions, completion_ids), strict=True))
-        arguments = {**columns, **given}
+        texts = {"prompts": prompts, "completions": completions}
+        arguments = {**columns, **texts, "completion_ids": completion_ids}
         assert all(len(values) == len(prompts) for values in arguments.values())
         values = columns.get(CHOICE_COLUMN, [None] * len(prompts))
         choices = [self.choice(value, f"row {i} of the batch") for i, value in enumerate(values)]
@@ -223,6 +222,8 @@ def is_collective(function: RewardFunction) -> bool:
 
 def needed_columns(name: str, function: RewardFunction) -> list[str]:
     """The columns of a row that a function cannot be called without."""
+    from common.text.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
+
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -20,8 +20,6 @@ from typing import Any, cast
 
 from common.config import UserError, gist
 from common.errors import refuse_forbidden
-from common.text.chat import is_messages
-from common.text.overlap import common_subsequence
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -121,6 +119,7 @@ def count(text: str) -> RewardFunction:
 
 def rouge_l(column: str) -> RewardFunction:
     """ROUGE-L F1 against a reference in that column of the row; None where the column is None."""
+    from common.text.chat import is_messages
 
     def overlap(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         for reference in columns[column]:
@@ -144,6 +143,8 @@ def rouge_l_f1(candidate: str, reference: str) -> float:
     Returns:
         Between 0 (no word in common, or no word at all) and 1 (the same words in the same order).
     """
+    from common.text.overlap import common_subsequence
+
     words, others = (WORD.findall(text.lower()) for text in (reference, candidate))
     return 2 * common_subsequence(words, others) / max(1, len(words) + len(others))
 

@@ -16,8 +16,6 @@ from common.data import Piece
 from common.model import checks, fsdp, load
 from common.padding import Batch
 from common.scoring import RewardModel
-from common.text.chat import render, turn_end
-from common.text.truncate import encode, leading_ids, without_leading
 
 
 class ModelFunction:
@@ -72,7 +70,6 @@ class RewardModelFunction(ModelFunction):
         self.path, self.config = path, config
         self.tokenizer = load.load_tokenizer(path, config)
         load.add_own_pad_token(self.tokenizer)
-        self.leading = leading_ids(self.tokenizer)
         self.model_config = load.read_model_config(path, "reward_model", self.tokenizer, config)
         self.limit = checks.max_positions(self.model_config)
         own, vocabulary = self.tokenizer.get_vocab(), policy_tokenizer.get_vocab()
@@ -100,6 +97,8 @@ class RewardModelFunction(ModelFunction):
         are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
         that stopped gets this model's eos.
         """
+        from common.text.chat import turn_end
+
         chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
         if self.reads_ids(is_chat=chat is not None):
             prompt_ids, ids = columns["prompt_ids"], [list(row) for row in completion_ids]
@@ -117,6 +116,8 @@ class RewardModelFunction(ModelFunction):
 
     def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
         """Raise a UserError if this model cannot read such messages with an answer to its end."""
+        from common.text.chat import render, turn_end
+
         if not self.reads_ids(is_chat=True):
             render({"prompt": messages}, [], self.tokenizer)
             return
@@ -139,12 +140,16 @@ class RewardModelFunction(ModelFunction):
         self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions, texts or messages, in this model's own tokens."""
+        from common.text.chat import render
+        from common.text.truncate import encode, leading_ids, without_leading
+
+        leading = leading_ids(self.tokenizer)
         pairs = zip(prompts, completions, strict=True)
         rows = [
             render({"prompt": p, "completion": c}, ["completion"], self.tokenizer) for p, c in pairs
         ]
         encoded = encode([row["prompt"] for row in rows], self.tokenizer)
-        prompt_ids = [self.leading + without_leading(row, self.leading) for row in encoded]
+        prompt_ids = [leading + without_leading(row, leading) for row in encoded]
         ids = encode([row["completion"] for row in rows], self.tokenizer)
         # The template ends the turn of messages, whether or not the policy did.
         stopped = zip(prompts, ids, has_stop, strict=True)

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
@@ -14,12 +14,12 @@ from transformers import TrainerState
 from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
-from common.rewards.call import Rewards, RewardSet
+from common.rewards.call import Rewards, RewardSet, is_collective
 from common.rewards.functions import find_function, is_built_in
-from common.rewards.models import EncoderFunction, RewardModelFunction, model_function
 from common.sampling.sampler import Rollouts
-from common.text.chat import as_answers
-from common.text.rows import OWN_COLUMNS
+
+if TYPE_CHECKING:
+    from common.rewards.models import EncoderFunction, RewardModelFunction
 
 
 class RewardScorer:
@@ -48,19 +48,20 @@ class RewardScorer:
         self.short = short_names([*names, *beside])  # by name
         self.tokenizer = tokenizer
         self.functions = RewardSet({}, [])
+
+        def load_model(path: str) -> Any:
+            from common.rewards.models import model_function
+
+            return model_function(path, tokenizer, config)
+
         if names:
-            self.functions = load_reward_functions(
-                names, weights or None, lambda path: model_function(path, tokenizer, config)
-            )
+            self.functions = load_reward_functions(names, weights or None, load_model)
 
     @property
-    def reward_models(self) -> dict[str, RewardModelFunction | EncoderFunction]:
+    def reward_models(self) -> "dict[str, RewardModelFunction | EncoderFunction]":
         """The functions that are reward models, by folder."""
-        return {
-            name: function
-            for name, function in self.functions.functions.items()
-            if isinstance(function, RewardModelFunction | EncoderFunction)
-        }
+        functions: dict[str, Any] = self.functions.functions
+        return {name: function for name, function in functions.items() if is_collective(function)}
 
     def check_rows(self, examples: Sequence[Example]) -> None:
         """Refuse rows that the functions cannot judge, before any model is loaded.
@@ -105,11 +106,13 @@ class RewardScorer:
             As the functions' own, with `total` and `by_function` (N, K), the latter by short name;
             float32 on the host. `steps` has N*K entries.
         """
+        from common.text.chat import as_answers
+
         num_samples = len(rollouts.has_stop) // len(examples)
         repeated = [example for example in examples for _ in range(num_samples)]  # (N*K,)
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
-        own = ([e.prompt_ids for e in repeated], rollouts.has_stop.tolist())
-        columns |= dict(zip(OWN_COLUMNS, own, strict=True))
+        columns["prompt_ids"] = [e.prompt_ids for e in repeated]
+        columns["has_stop"] = rollouts.has_stop.tolist()
         texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
         rewards = self.functions(
             [e.messages or e.prompt for e in repeated],

@@ -28,7 +28,7 @@ from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, lora, optim
 from common.model.lora import AdapterReference
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
-from common.pairs import reference_cache
+from common.pairs.reference import weights_digest
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
@@ -285,12 +285,12 @@ def test_kept_reference_log_probabilities_are_found_by_what_the_reference_is(bas
     """A new adapter's is the base, whatever was drawn or trained; another scale is another one."""
 
     def digest(path: str, **fields: Any) -> str:
-        return reference_cache.weights_digest(new_policy(path, **fields).lm)
+        return weights_digest(new_policy(path, **fields).lm)
 
     base = digest(bases["gpt2"], lora_r=0)
     assert digest(bases["gpt2"]) == digest(bases["gpt2"], seed=5, lora_r=2) == base
     policy = train(new_policy(bases["gpt2"]))
-    assert reference_cache.weights_digest(policy.lm) == base
+    assert weights_digest(policy.lm) == base
     export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     path = str(tmp_path / "adapter")
     found = digest(path)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.data import Example, Piece
 from common.losses import bradley_terry_loss
-from common.pairs import comparisons
+from common.pairs import groups
 from common.scoring import RewardModel
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -39,12 +39,12 @@ def config(layout: str, **limits: int) -> Any:
 
 
 def losses_and_gradient(
-    model: RewardModel, groups: Sequence[Sequence[int]], run_config: Any
+    model: RewardModel, grouped: Sequence[Sequence[int]], run_config: Any
 ) -> tuple[Tensor, Tensor, int]:
     """The loss of each of the six rows, the gradient of their sum, and completions computed."""
     model.zero_grad()
     losses, num_scored = torch.zeros(6), 0
-    for part in comparisons.micro_batches(new_examples(), groups, run_config, 7):
+    for part in groups.micro_batches(new_examples(), grouped, run_config, 7):
         rewards = model(part.batch)
         num_scored += len(rewards)
         values = bradley_terry_loss(*rewards[part.pairs].unbind(-1))
@@ -79,7 +79,7 @@ def test_a_group_over_the_limits_is_cut_between_comparisons(layout: str):
 
 def test_every_pair_names_its_own_tokens():
     examples = new_examples()
-    (part,) = comparisons.micro_batches(examples, GROUPS, config("padded"), 7)
+    (part,) = groups.micro_batches(examples, GROUPS, config("padded"), 7)
     assert sorted(part.rows.tolist()) == list(range(6))
     for row, pair in zip(part.rows.tolist(), part.pairs.tolist(), strict=True):
         for place, expected in zip(pair, examples[row].completions, strict=True):
@@ -91,14 +91,14 @@ def test_every_pair_names_its_own_tokens():
 
 def test_two_equal_completions_are_one():
     example = Example(0, "p", [5], [[1, 2], [1, 2]], {})
-    (part,) = comparisons.micro_batches([example], [[0]], config("padded"), 7)
+    (part,) = groups.micro_batches([example], [[0]], config("padded"), 7)
     assert part.pairs.tolist() == [[0, 0]]
     assert len(part.batch.places) == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_filler_has_no_comparison_and_a_gradient_of_0(layout: str):
-    part = comparisons.collate([Piece([0], [[0], [0]], [])], layout, 7)
+    part = groups.collate([Piece([0], [[0], [0]], [])], layout, 7)
     assert part.pairs.shape == (0, 2)
     assert part.rows.shape == (0,)
     model = RewardModel(tiny.classifier("gpt2"))

@@ -22,8 +22,7 @@ from common.data import BatchOrder
 from common.evaluation import score
 from common.model import load
 from common.padding import padded_batch
-from common.pairs import reference as pair_scoring
-from common.pairs import reference_cache
+from common.pairs import reference
 from common.record.jsonl import read_jsonl
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
@@ -121,11 +120,12 @@ def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
 def shift_cache(source: Path, target: Path) -> None:
     """Write the file of reference log-probabilities anew, the chosen one nat more likely."""
     (file,) = source.iterdir()
-    stored = reference_cache.read(file, NUM_ROWS)
+    stored = reference.read(file)
     assert stored is not None
+    assert stored.shape == (NUM_ROWS, 2)
     assert not stored.isnan().any()
     stored[:, 0] += 1
-    reference_cache.write(target / file.name, stored)
+    reference.write(target / file.name, stored)
 
 
 def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
@@ -487,6 +487,6 @@ def test_a_reference_that_is_not_finite_is_named(monkeypatch):
     scores = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]], dtype=torch.float64)
     monkeypatch.setattr(score, "score_examples", lambda *args: scores)
     rest: Any = (None, "", tiny.tokenizer(), config(), examples)
-    assert pair_scoring.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
+    assert reference.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
     with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, nan\]; they must be finite"):
-        pair_scoring.reference_logps(*rest, [0, 1])
+        reference.reference_logps(*rest, [0, 1])

@@ -15,7 +15,7 @@ import torch
 
 from common.config import UserError
 from common.data import Example
-from common.pairs import groups as pairs
+from common.pairs import from_rollouts, groups
 from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows
 
@@ -25,7 +25,7 @@ SEEDS = torch.arange(3000)
 def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any = None) -> Any:
     seeds = torch.arange(len(rewards)) if seeds is None else seeds
     rest = {"num_accepted": num_accepted, "temperature": 0.5, "seeds": seeds}
-    return pairs.choose_pairs(rewards, method=method, **rest)
+    return from_rollouts.choose_pairs(rewards, method=method, **rest)
 
 
 def test_best_worst_by_hand():
@@ -114,13 +114,13 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
     texts = torch.tensor([7, 7, 3, 3]).expand(200, 4)
     rest = {"method": method, "temperature": 0.1, "seeds": seeds, "texts": texts}
     for num_accepted in (2, 4):
-        found = pairs.choose_pairs(rewards, num_accepted=num_accepted, **rest)
+        found = from_rollouts.choose_pairs(rewards, num_accepted=num_accepted, **rest)
         for own in found.tolist():
             assert [pair for pair in own if pair != [-1, -1]] == [[0, 2]]
     ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
-    report, rollouts = pairs.PairReport(), Rollouts.of(ids, [], [True] * 4)
+    report, rollouts = from_rollouts.PairReport(), Rollouts.of(ids, [], [True] * 4)
     assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
-    pairs.add_rollouts(report, [0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])
+    report.add([0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])
     assert (len(report.pairs), report.num_equal) == (1, 0)
 
 
@@ -134,11 +134,11 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted():
     texts = [" a", " b", " c", " d", " ", " e", " f", " g"]
     rewards = torch.tensor([[1.0, 0.5], [0.25, 0.25], [1.0, 0.0], [9.0, 8.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
-    report = pairs.PairReport()
-    pairs.add_rollouts(report, [7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
+    report = from_rollouts.PairReport()
+    report.add([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
     assert [pair.prompt_index for pair in report.pairs] == [7]
-    assert report.pairs[0].texts == (" a", " b")
-    assert report.pairs[0].rewards == (1.0, 0.5)
+    assert report.pairs[0].texts == [" a", " b"]
+    assert report.pairs[0].rewards == [1.0, 0.5]
     assert (report.num_equal, report.num_blank) == (1, 1)
     assert (report.num_prompts, report.num_candidates) == (3, 6)  # a filler counts nowhere
     assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in str(report)
@@ -147,32 +147,32 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted():
 def test_merged_reports_stand_in_the_order_of_the_prompts():
     texts, rewards = [" a", " b", " c", " d"], torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]]])
-    parts = [pairs.PairReport(), pairs.PairReport()]
-    pairs.add_rollouts(parts[0], [3, 0], rollouts_of(texts), texts, rewards, chosen)
-    pairs.add_rollouts(parts[1], [2, 1], rollouts_of(texts), texts, rewards, chosen)
-    merged = pairs.merge(parts)
+    parts = [from_rollouts.PairReport(), from_rollouts.PairReport()]
+    parts[0].add([3, 0], rollouts_of(texts), texts, rewards, chosen)
+    parts[1].add([2, 1], rollouts_of(texts), texts, rewards, chosen)
+    merged = from_rollouts.merge(parts)
     assert [pair.prompt_index for pair in merged.pairs] == [0, 1, 2, 3]
     assert merged.num_candidates == 8
 
 
 def test_no_pair_at_all_is_refused():
     with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
-        pairs.as_examples([], [])
+        from_rollouts.as_examples([], [])
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
     prompts = [Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")]
     texts = [" one two\u2028", " three"]
-    report = pairs.PairReport()
+    report = from_rollouts.PairReport()
     rewards = torch.tensor([[0.5, 0.75]])
     order = torch.tensor([[[1, 0]]])
-    pairs.add_rollouts(report, [0], rollouts_of(texts), texts, rewards, order)
+    report.add([0], rollouts_of(texts), texts, rewards, order)
     file = tmp_path / "run" / "pairs.jsonl"
-    pairs.write_jsonl(file, report.pairs, prompts)
+    from_rollouts.write_jsonl(file, report.pairs, prompts)
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
     assert load_rows(str(file), "train", kind="preference", seed=0) == [row | rewards]
-    example = pairs.as_examples(report.pairs, prompts)[0]
+    example = from_rollouts.as_examples(report.pairs, prompts)[0]
     assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
 
@@ -191,13 +191,13 @@ def comparisons() -> list[Example]:
 
 def test_all_comparisons_of_a_prompt_are_one_group_that_counts_one():
     examples = comparisons()
-    groups = pairs.group(examples, by_prompt=True)
-    assert [group.rows for group in groups] == [[0, 3, 5], [1], [2, 4]]
-    assert groups[1].num_tokens == examples[1].num_tokens
-    assert pairs.weights(groups).tolist() == pytest.approx([1 / 3, 1, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
-    single = pairs.group(examples, by_prompt=False)
+    grouped = groups.group(examples, by_prompt=True)
+    assert [group.rows for group in grouped] == [[0, 3, 5], [1], [2, 4]]
+    assert grouped[1].num_tokens == examples[1].num_tokens
+    assert groups.weights(grouped).tolist() == pytest.approx([1 / 3, 1, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
+    single = groups.group(examples, by_prompt=False)
     assert [group.rows for group in single] == [[row] for row in range(6)]
-    assert pairs.weights(single).tolist() == [1.0] * 6
+    assert groups.weights(single).tolist() == [1.0] * 6
 
 
 def with_margins(*values: Any) -> list[Example]:
@@ -205,18 +205,18 @@ def with_margins(*values: Any) -> list[Example]:
 
 
 def test_margins_are_a_column_that_is_asked_for():
-    assert pairs.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
-    assert pairs.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
+    assert groups.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
+    assert groups.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [None, "big", float("nan"), True])
 def test_a_margin_that_is_no_number_is_refused(value):
     with pytest.raises(UserError, match="row 2 .* column 'margin'"):
-        pairs.margins(with_margins(1.0, value), "margin")
+        groups.margins(with_margins(1.0, value), "margin")
     with pytest.raises(UserError, match="row 1 .* column 'difference'"):
-        pairs.margins(with_margins(1.0), "difference")
+        groups.margins(with_margins(1.0), "difference")
 
 
 def test_length_balance_by_hand():
     examples = tiny.ragged_examples([(2, 4, 2), (2, 2, 5), (2, 3, 3), (2, 7, 1)])
-    assert pairs.length_balance(examples) == (1 + 0 + 0.5 + 1) / 4
+    assert groups.length_balance(examples) == (1 + 0 + 0.5 + 1) / 4

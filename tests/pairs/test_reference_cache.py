@@ -6,6 +6,7 @@ what a file lacks is added to it.
 
 import copy
 import dataclasses
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from common.data import Example
-from common.pairs import reference_cache
-from common.text import checked_file
+from common.pairs import reference
+from common.pairs.config import DPOConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
 EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])
@@ -25,7 +26,7 @@ EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])
 
 @pytest.fixture(autouse=True)
 def _warnings_of_this_test_only():
-    checked_file._warn_once.cache_clear()
+    reference.warn_once.cache_clear()
 
 
 def name(
@@ -35,13 +36,12 @@ def name(
     ld_alpha: float = 1.0,
     **fields: Any,
 ) -> str:
-    weights = reference_cache.weights_digest(lm or tiny.causal_lm("gpt2"))
-    config = tiny.train_config(**fields)
-    tokenizer = tokenizer or tiny.tokenizer()
-    file = reference_cache.file_for(
-        "cache", weights, examples, tokenizer, config, ld_alpha=ld_alpha
+    weights = reference.weights_digest(lm or tiny.causal_lm("gpt2"))
+    unused = {"output_dir": "unused", "model_name_or_path": "unused"}
+    config = DPOConfig(ref_cache_dir="cache", **unused | fields)
+    file = reference.cache_file(
+        weights, examples, tokenizer or tiny.tokenizer(), config, ld_alpha=ld_alpha
     )
-    assert file is not None
     assert file.parent == Path("cache")
     return file.name
 
@@ -122,12 +122,7 @@ def test_a_model_that_is_read_from_another_place_is_the_same(tmp_path):
     lm.save_pretrained(tmp_path / "a")
     again = type(lm).from_pretrained(tmp_path / "a")
     moved = type(lm).from_pretrained((tmp_path / "a").rename(tmp_path / "b"))
-    assert reference_cache.weights_digest(again) == reference_cache.weights_digest(moved)
-
-
-def test_without_a_folder_nothing_is_kept():
-    config = tiny.train_config()
-    assert reference_cache.file_for("", "", EXAMPLES, tiny.tokenizer(), config) is None
+    assert reference.weights_digest(again) == reference.weights_digest(moved)
 
 
 class Scorer:
@@ -146,16 +141,16 @@ class Scorer:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "name.logps"
+    return tmp_path / "cache" / "name.npz"
 
 
 def test_what_a_file_has_is_not_computed_and_what_it_lacks_is_added(file, capsys):
     score = Scorer()
-    first = reference_cache.complete(file, 4, [0, 2], score)
+    first = reference.complete(file, 4, [0, 2], score)
     assert torch.equal(first.isnan().any(1), torch.tensor([False, True, False, True]))
     assert "from" not in capsys.readouterr().out
-    second = reference_cache.complete(file, 4, [0, 1, 2], score)
-    third = reference_cache.complete(file, 4, [1, 2], score)
+    second = reference.complete(file, 4, [0, 1, 2], score)
+    third = reference.complete(file, 4, [1, 2], score)
     assert f"of 2 pairs from {file}" in capsys.readouterr().out
     assert score.calls == [[0, 2], [1]]
     expected = Scorer()([0, 1, 2])
@@ -166,12 +161,14 @@ def test_what_a_file_has_is_not_computed_and_what_it_lacks_is_added(file, capsys
 def test_without_a_file_every_call_computes():
     score = Scorer()
     for _ in range(2):
-        reference_cache.complete(None, 4, [3], score)
+        reference.complete(None, 4, [3], score)
     assert score.calls == [[3], [3]]
 
 
 def flipped(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
+    """One bit of a number."""
+    number = struct.pack("<d", -0.1)
+    return content.replace(number, bytes([number[0] ^ 1]) + number[1:], 1)
 
 
 DAMAGES = {
@@ -185,22 +182,22 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_computed_again_and_said_so(file, capsys, damage):
     score = Scorer()
-    expected = reference_cache.complete(file, 4, [0, 1], score)
+    expected = reference.complete(file, 4, [0, 1], score)
     file.write_bytes(DAMAGES[damage](file.read_bytes()))
-    found = reference_cache.complete(file, 4, [0, 1], score)
+    found = reference.complete(file, 4, [0, 1], score)
     assert f"warning: {file} is damaged" in capsys.readouterr().out
     assert score.calls == [[0, 1], [0, 1]]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    reference_cache.complete(file, 4, [0, 1], score)  # it was written anew
+    reference.complete(file, 4, [0, 1], score)  # it was written anew
     assert len(score.calls) == 2
     assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_file_under_another_name_is_not_taken_for_it(file):
     score = Scorer()
-    reference_cache.complete(file, 4, [0], score)
-    other = file.rename(file.with_name("other.logps"))
-    reference_cache.complete(other, 4, [0], score)
+    reference.complete(file, 4, [0], score)
+    other = file.rename(file.with_name("other.npz"))
+    reference.complete(other, 4, [0], score)
     assert score.calls == [[0], [0]]
 
 
@@ -208,6 +205,6 @@ def test_a_folder_that_cannot_be_made_is_warned_about_once(tmp_path, capsys):
     (tmp_path / "cache").write_text("a file")
     score = Scorer()
     for row in (0, 1):
-        file = tmp_path / "cache" / f"{row}.logps"
-        assert not reference_cache.complete(file, 4, [row], score)[row].isnan().any()
+        file = tmp_path / "cache" / f"{row}.npz"
+        assert not reference.complete(file, 4, [row], score)[row].isnan().any()
     assert capsys.readouterr().out.count("warning: reference log-probabilities are not kept") == 1

@@ -11,7 +11,7 @@ from common.config import UserError
 from common.data import Example
 from common.experiments import stages
 from common.noise import derive_seed, permutation
-from common.pairs import groups
+from common.pairs.from_rollouts import PairReport, write_jsonl
 from common.record.jsonl import json_line
 from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows
@@ -73,11 +73,11 @@ def write_optimised(
             if texts[place].strip()
         ]
         write_lines(folder / f"best_of_{size}.jsonl", rows)
-    report = groups.PairReport()
+    report = PairReport()
     neighbours = labelled_neighbours(rewards)
-    groups.add_rollouts(report, range(len(examples)), rollouts, texts, rewards, neighbours)
+    report.add(range(len(examples)), rollouts, texts, rewards, neighbours)
     print(report, flush=True)
-    groups.write_jsonl(folder / "pairs.jsonl", report.pairs, examples)
+    write_jsonl(folder / "pairs.jsonl", report.pairs, examples)
     stages.write_mark(folder, made_by, MARK)
 
 
