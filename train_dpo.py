@@ -82,7 +82,7 @@ def main(config: DPOConfig) -> None:
         sets = (train_set, eval_set, shown)
         reference = score_reference(frozen, weights, *sets, rows, tokenizer, config)
         del frozen
-        gc.collect()  # its last block refers to itself: it would stay beside the policy
+        gc.collect()  # FSDP's units refer to one another: it would stay beside the policy
 
     # Policy, FSDP, optimiser
     if policy is None:

@@ -20,18 +20,14 @@ MULTIPLIER_2 = 0x94D049BB133111EB - 2**64
 
 
 def hash_counters(seed: int, *counters: int | Tensor) -> Tensor:
-    """Hash a seed and any number of counters to 64 bits.
+    """Hash a seed and any number of counters, integers or tensors that broadcast, to 64 bits.
 
     The order of the counters and their number matter. For a fixed seed and fixed leading counters
     the hash is a bijection of the last counter: distinct values never collide.
 
-    Args:
-        seed: Any integer; taken modulo 2**64.
-        counters: Integers or integer tensors that broadcast against each other.
-
     Returns:
-        int64 tensor of the broadcast shape on the counters' device; all 64 bits are used, so it may
-        be negative. Without any tensor among the counters it is a scalar on the CPU.
+        int64 of the broadcast shape on the counters' device, of either sign; without any tensor
+        among the counters a scalar on the CPU.
     """
     state = _mix(_as_int64(seed) + INCREMENT)
     for counter in counters:
@@ -40,16 +36,9 @@ def hash_counters(seed: int, *counters: int | Tensor) -> Tensor:
 
 
 def uniform(seed: int, *counters: int | Tensor) -> Tensor:
-    """Draw uniform numbers keyed by seed and counters.
+    """Uniform numbers, float64, keyed by seed and counters as in `hash_counters`.
 
-    Never 0 and never 1, so that log(u) and log(-log(u)) are finite.
-
-    Args:
-        seed: Any integer.
-        counters: Integers or integer tensors that broadcast against each other.
-
-    Returns:
-        float64 tensor of the broadcast shape: midpoints of 2**52 equal cells of (0, 1).
+    Midpoints of 2**52 equal cells of (0, 1): log(u) and log(-log(u)) are finite.
     """
     # 52 bits and a half fill float64's significand; with 53 bits the last cell would round to 1.
     cell = _logical_shift_right(hash_counters(seed, *counters), 12)
@@ -57,14 +46,9 @@ def uniform(seed: int, *counters: int | Tensor) -> Tensor:
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Derive a seed for a named purpose, the same in every process (Python's own `hash` is salted).
+    """A seed in [0, 2**63) for a named purpose; Python's own `hash` differs between processes.
 
-    Args:
-        seed: The seed to derive from.
-        parts: What the new seed is for; the integer 1 and the string "1" are different parts.
-
-    Returns:
-        Non-negative integer below 2**63.
+    `parts` say what it is for; the integer 1 and the string "1" are different parts.
     """
     key = repr([part if isinstance(part, str) else int(part) for part in (seed, *parts)])
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()

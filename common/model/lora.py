@@ -11,7 +11,6 @@ model. A run that starts from an adapter goes on with it, and keeps a frozen cop
 reference is then the base with this copy, not the bare base.
 """
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,65 +49,66 @@ def is_adapter(path: str) -> bool:
 
 
 def base_path(path: str) -> str:
-    """The model that an adapter's folder was trained on; any other path as it is.
+    """The model that an adapter's folder was trained on; any other path as it is."""
+    return str(read_settings(path).base_model_name_or_path) if is_adapter(path) else path
+
+
+def read_settings(path: str) -> Any:
+    """Settings in an adapter's folder, without dropout, which is off in every stage.
 
     Raises:
-        UserError: its settings cannot be read, are none of plain LoRA, or do not name its base.
+        UserError: they cannot be read, are none of plain LoRA, or do not name their base.
     """
-    if not is_adapter(path):
-        return path
+    from peft import LoraConfig
+
     try:
-        fields = dict(json.loads((Path(path) / SETTINGS_FILE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+        settings: Any = LoraConfig.from_pretrained(path)
+        if isinstance(getattr(settings, "target_modules", None), str):
+            re.compile(settings.target_modules)
+    except (OSError, ValueError, TypeError, KeyError, re.error) as error:
         raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
-    if fields.get("peft_type") != "LORA":
-        raise UserError(f"the adapter in {path!r} is {fields.get('peft_type')}; it must be LORA.")
+    if settings.peft_type != "LORA":
+        raise UserError(f"the adapter in {path!r} is {settings.peft_type.value}; it must be LORA.")
     for name in VARIANTS:
-        if fields.get(name):
+        if getattr(settings, name):
             raise UserError(
-                f"the adapter in {path!r} has {name} {shown(fields[name])}; it must be plain LoRA, "
-                "W + (alpha / r) B A."
+                f"the adapter in {path!r} has {name} {shown(getattr(settings, name))}; it must be "
+                "plain LoRA, W + (alpha / r) B A."
             )
-    if not fields.get("base_model_name_or_path"):
+    if not settings.base_model_name_or_path:
         raise UserError(f"{path}/{SETTINGS_FILE} names no base_model_name_or_path.")
-    return str(fields["base_model_name_or_path"])
+    settings.inference_mode, settings.lora_dropout = False, 0.0
+    return settings
 
 
-def load_weights(lm: nn.Module, folder: str, adapter: str) -> None:
+def load_weights(lm: Any, folder: str, adapter: str) -> None:
     """Copy the weights in an adapter's folder into an adapter of a real model.
 
     Raises:
         UserError: there are none, or they are not exactly the adapter's matrices A and B, or not
             finite.
     """
+    file = f"{folder}/{WEIGHTS_FILE}"
     try:
-        weights = load_file(Path(folder) / WEIGHTS_FILE)
+        weights = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"no {WEIGHTS_FILE} could be read in {folder!r}: {gist(error)}.") from None
-    targets = {name: p for name, p in lm.named_parameters() if belongs_to(name, adapter)}
-    found = {
-        f"{name.removeprefix(PREFIX).removesuffix('.weight')}.{adapter}.weight": tensor
-        for name, tensor in weights.items()
+    targets = {
+        PREFIX + name.replace(f".{adapter}.", "."): parameter
+        for name, parameter in lm.named_parameters()
+        if belongs_to(name, adapter)
     }
-    odd = sorted(targets.keys() ^ found.keys())
-    if odd:
-        raise UserError(
-            f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: {odd[0]!r} is "
-            "in one of them only."
-        )
+    misfit = f"{file} does not fit its {SETTINGS_FILE} and its base"
+    for name in sorted(targets.keys() ^ weights.keys()):
+        raise UserError(f"{misfit}: {name!r} is in one of them only.")
     for name, parameter in targets.items():
-        if found[name].shape != parameter.shape:
-            raise UserError(
-                f"{folder}/{WEIGHTS_FILE} does not fit its {SETTINGS_FILE} and its base: "
-                f"{name!r} is {tuple(found[name].shape)}, not {tuple(parameter.shape)}."
-            )
-        if not found[name].is_floating_point():
-            raise UserError(
-                f"{folder}/{WEIGHTS_FILE} has {name!r} as {found[name].dtype}; it must hold "
-                "floating-point numbers."
-            )
-        parameter.data.copy_(found[name])
-    refuse_not_finite(f"{folder}/{WEIGHTS_FILE}", targets.items())
+        found, expected = tuple(weights[name].shape), tuple(parameter.shape)
+        if found != expected:
+            raise UserError(f"{misfit}: {name!r} is {found}, not {expected}.")
+        if not weights[name].is_floating_point():
+            raise UserError(f"{misfit}: {name!r} is {weights[name].dtype}, no floating point.")
+        parameter.data.copy_(weights[name])
+    refuse_not_finite(file, targets.items())
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -119,15 +119,15 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
         state: its whole state, by its own names.
         folder: there, and empty.
     """
+    from peft import get_peft_model_state_dict
+
     settings = lm.peft_config[TRAINED]
     settings.inference_mode = True  # as peft writes it
     settings.save_pretrained(str(folder))
-    weights = {
-        PREFIX + name.replace(f".{TRAINED}.", "."): tensor.contiguous()
-        for name, tensor in state.items()
-        if belongs_to(name, TRAINED) or is_saved_whole(lm, name)
-    }
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    weights = get_peft_model_state_dict(lm, dict(state), TRAINED, save_embedding_layers=False)
+    weights |= {name: tensor for name, tensor in state.items() if is_saved_whole(lm, name)}
+    named = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 # --- adapters in a model --------------------------------------------------------------------------
@@ -160,7 +160,8 @@ def add_adapters(
     goes_on = is_adapter(path)
     settings = own_settings(path, config) if goes_on else new_settings(lm, blocks, path, config)
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
-    for adapter in (TRAINED, REFERENCE) if goes_on or with_copy else (TRAINED,):
+    adapters = (TRAINED, REFERENCE) if goes_on or with_copy else (TRAINED,)
+    for adapter in adapters:
         inject(lm, settings, adapter)
         refuse_outside(lm, blocks, path)
         if goes_on and distributed.is_rank0():
@@ -168,7 +169,7 @@ def add_adapters(
     distributed.seed_everything(config.seed)
     if head:  # only now, since peft would put a copy of the module beside it
         settings.task_type, settings.modules_to_save = "SEQ_CLS", [head]
-    lm.peft_config = {TRAINED: settings}
+    lm.peft_config = dict.fromkeys(adapters, settings)
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(belongs_to(name, TRAINED) or is_saved_whole(lm, name))
     activate(lm, [TRAINED])
@@ -191,8 +192,9 @@ def new_settings(lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: 
                 f"--lora_target_modules has {target!r}; it must be among the linear layers of "
                 f"{type(lm).__name__}'s blocks: {', '.join(kinds)}."
             )
-    targets = tuple(f".{name}" for name in config.lora_target_modules or kinds)
-    widths = {n: min(part.weight.shape) for n, part in linear.items() if f".{n}".endswith(targets)}
+    targets = config.lora_target_modules or kinds
+    ends = tuple(f".{name}" for name in targets)
+    widths = {n: min(part.weight.shape) for n, part in linear.items() if f".{n}".endswith(ends)}
     narrowest = min(widths, key=widths.__getitem__)
     if config.lora_r > widths[narrowest]:
         raise UserError(
@@ -202,7 +204,7 @@ def new_settings(lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: 
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
-        target_modules=config.lora_target_modules or kinds,
+        target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
         fan_in_fan_out=any(isinstance(part, Conv1D) for part in linear.values()),
@@ -217,39 +219,36 @@ def own_settings(path: str, config: TrainConfig) -> Any:
             f"the adapter in {path!r} was begun with {settings.init_lora_weights!r}, which changes "
             "its base; training cannot go on with it: leave --lora_r at 0, which merges it."
         )
-    for flag, found in (("lora_r", settings.r), ("lora_alpha", settings.lora_alpha)):
-        if getattr(config, flag) != found:
+    wanted: dict[str, Any] = {"lora_r": config.lora_r, "lora_alpha": config.lora_alpha}
+    if config.lora_target_modules:
+        wanted["lora_target_modules"] = sorted(config.lora_target_modules)
+    for flag, value in wanted.items():
+        found = flags_of(settings)[flag]
+        if value != found:
             raise UserError(
-                f"--{flag} is {getattr(config, flag)}; the adapter in {path!r}, with which "
-                f"training goes on, has {found}."
+                f"--{flag} is {value}; the adapter in {path!r}, with which training goes on, has "
+                f"{found}."
             )
-    wanted, found = config.lora_target_modules, settings.target_modules
-    if wanted and set(wanted) != set(found):
-        raise UserError(
-            f"--lora_target_modules is {wanted}; the adapter in {path!r}, with which training goes "
-            f"on, has {sorted(found)}."
-        )
     return settings
 
 
-def read_settings(path: str) -> Any:
-    """Settings in an adapter's folder, without dropout, which is off in every stage."""
-    from peft import LoraConfig
+def flags_of(settings: Any) -> dict[str, Any]:
+    """The flags that make adapters with these settings."""
+    targets = settings.target_modules
+    return {
+        "lora_r": settings.r,
+        "lora_alpha": settings.lora_alpha,
+        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "model_name_or_path": settings.base_model_name_or_path,
+    }
 
-    try:
-        settings = LoraConfig.from_pretrained(path)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}/{SETTINGS_FILE} could not be read: {gist(error)}.") from None
-    if isinstance(settings.target_modules, str):
-        try:
-            re.compile(settings.target_modules)
-        except re.error as error:
-            raise UserError(
-                f"{path}/{SETTINGS_FILE} has target_modules {settings.target_modules!r}, which is "
-                f"no pattern: {error}."
-            ) from None
-    settings.inference_mode, settings.lora_dropout = False, 0.0
-    return settings
+
+def description(model: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint of adapters belongs to; None of a model without LoRA."""
+    for part in model.modules():
+        if settings := getattr(part, "peft_config", {}).get(TRAINED):
+            return flags_of(settings)
+    return None
 
 
 def inject(lm: Any, settings: Any, adapter: str) -> None:
@@ -262,6 +261,17 @@ def inject(lm: Any, settings: Any, adapter: str) -> None:
     except (ValueError, TypeError) as error:
         raise UserError(f"the adapter does not fit {type(lm).__name__}: {gist(error)}.") from None
     del lm.peft_config  # with it peft warns at the next adapter
+
+
+def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> None:
+    """Raise a UserError for an adapter of other layers: a tied head would change the embedding."""
+    inside = {part for block in blocks for part in block.modules()}
+    for name, layer in adapted_layers(lm).items():
+        if layer not in inside:
+            raise UserError(
+                f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
+                "blocks only."
+            )
 
 
 def belongs_to(name: str, adapter: str) -> bool:
@@ -289,11 +299,13 @@ def activate(lm: nn.Module, adapters: list[str]) -> None:
         layer._active_adapter = adapters
 
 
+# --- the policy as it started ---------------------------------------------------------------------
+
+
 @contextmanager
 def at_start(lm: nn.Module) -> Iterator[None]:
     """Inside, a model computes what it did before its adapters were trained."""
-    has_copy = any(REFERENCE in layer.lora_A for layer in adapted_layers(lm).values())
-    activate(lm, [REFERENCE] if has_copy else [])
+    activate(lm, [REFERENCE] if reference_scales(lm) else [])
     try:
         yield
     finally:
@@ -341,6 +353,25 @@ def reference_scales(lm: nn.Module) -> dict[str, float]:
 # --- adapters merged into weights -----------------------------------------------------------------
 
 
+def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
+    """Merge the adapter in a folder, if it is one, into the weights of its base.
+
+    Args:
+        lm: loaded from `base_path`; real on rank 0, which does it, elsewhere without storage.
+        blocks: its decoder blocks.
+        path: of the folder.
+    """
+    if not is_adapter(path) or not distributed.is_rank0():
+        return
+    inject(lm, read_settings(path), TRAINED)
+    refuse_outside(lm, blocks, path)
+    load_weights(lm, path, TRAINED)
+    for name, layer in adapted_layers(lm).items():
+        layer.merge()
+        lm.set_submodule(name, layer.get_base_layer())
+    lm.requires_grad_(True)
+
+
 def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """W + (alpha / r) B A, float32 (Hu et al. 2021, eq. 3).
 
@@ -366,50 +397,3 @@ def merged_state(lm: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
 def plain_name(name: str) -> str:
     """A parameter's name in the model without adapters."""
     return name.replace(".base_layer.", ".")
-
-
-def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> None:
-    """Raise a UserError for an adapter of other layers: a tied head would change the embedding."""
-    inside = {part for block in blocks for part in block.modules()}
-    for name, layer in adapted_layers(lm).items():
-        if layer not in inside:
-            raise UserError(
-                f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
-                "blocks only."
-            )
-
-
-def description(model: nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint of adapters belongs to; None of a model without LoRA."""
-    for part in model.modules():
-        settings = getattr(part, "peft_config", {}).get(TRAINED)
-        if settings is not None:
-            targets = settings.target_modules
-            return {
-                "lora_r": settings.r,
-                "lora_alpha": settings.lora_alpha,
-                "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
-                "model_name_or_path": settings.base_model_name_or_path,
-            }
-    return None
-
-
-def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
-    """Merge the adapter in a folder into the weights of its base; without one nothing is done.
-
-    Args:
-        lm: real on rank 0, which does it; elsewhere the plain model without storage.
-        blocks: its decoder blocks.
-        path: the model was loaded from `base_path` of it.
-    """
-    if not is_adapter(path) or not distributed.is_rank0():
-        return
-    inject(lm, read_settings(path), TRAINED)
-    refuse_outside(lm, blocks, path)
-    load_weights(lm, path, TRAINED)
-    for name, layer in adapted_layers(lm).items():
-        plain = layer.base_layer
-        matrices = (layer.lora_A[TRAINED].weight.data, layer.lora_B[TRAINED].weight.data)
-        plain.weight.data = merged_weight(layer, plain.weight.data, *matrices)
-        lm.set_submodule(name, plain)
-    lm.requires_grad_(True)

@@ -43,22 +43,14 @@ class NonFiniteError(RuntimeError):
 
 
 def clip_and_step(
-    module: nn.Module,
+    module: nn.Module,  # its gradients are already reduced
     optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-    step: int,
+    config: TrainConfig,  # a `max_grad_norm` of 0 only measures
+    step: int,  # counted from 0
     total_steps: int,
-    loss: torch.Tensor | None = None,
+    loss: torch.Tensor | None = None,  # this rank's, or a sum it is part of; only checked
 ) -> dict[str, torch.Tensor | float]:
     """Check that loss and gradient are finite, clip its global norm, step, clear. Collective.
-
-    Args:
-        module: sharded; its gradients are already reduced.
-        optimizer: over the module's trainable parameters.
-        config: `max_grad_norm` (0 only measures) and the learning-rate schedule are read.
-        step: counted from 0.
-        total_steps: of the run, for the schedule.
-        loss: this rank's, or any sum that it is part of, a scalar; only checked.
 
     Returns:
         `grad_norm`, the L2 norm over all parameters on all ranks before clipping (a scalar tensor),

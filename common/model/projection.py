@@ -33,30 +33,20 @@ class Head(NamedTuple):
 
 
 def token_statistics(
-    hidden: Tensor,
+    hidden: Tensor,  # (M, D), the states that predict the tokens
     head: Head,
-    tokens: Tensor,
+    tokens: Tensor,  # (M,) int64
     *,
-    temperature: float = 1.0,
+    temperature: float = 1.0,  # divides the logits, the reference's too
     with_entropy: bool = False,
-    ref_hidden: Tensor | None = None,
+    ref_hidden: Tensor | None = None,  # (M, D') of a reference; no gradient goes into it
     ref_head: Head | None = None,
-    chunk_numbers: int = CHUNK_NUMBERS,
+    chunk_numbers: int = CHUNK_NUMBERS,  # logits (rows times vocabulary) held at once
 ) -> TokenStatistics:
     """Log-probability, entropy and KL to a reference of next-token distributions, in one pass.
 
     The projection is computed in float32 whatever the dtype of its inputs: GPT-2's logits lie near
     -100, where neighbouring bfloat16 numbers are 0.5 nats apart.
-
-    Args:
-        hidden: (M, D), the states that predict the tokens.
-        head: of the policy.
-        tokens: (M,) int64.
-        temperature: divides the logits, the reference's too.
-        with_entropy: also compute the entropy.
-        ref_hidden: (M, D') of a reference; no gradient goes into it.
-        ref_head: of the reference.
-        chunk_numbers: logits (rows times vocabulary) held at once.
     """
     ref = (None, None, None) if ref_head is None else (ref_hidden, *ref_head)
     results = _Statistics.apply(

@@ -1,19 +1,13 @@
-"""Attention in which the completions of a prompt share the prompt's keys and values.
+"""A prompt computed once for all its completions: how a Hugging Face model is told the layout.
 
 transformers lets any decoder call an attention function by name; the one registered here is given
 the `Layout` of a batch, or the cache of a sampler, and works where it is given neither as the usual
-`sdpa`. Positions (learned or rotary) were applied before, by the model.
-
-A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
-exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
-apart, and on a CPU and in sampling nobody copies the prompt's keys: all the completions' tokens are
-queries of one product. In training on other devices they are copied within a layer.
+`sdpa`. Positions (learned or rotary) were applied before, by the model. What it computes is in
+`branches`.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from types import MethodType
-from typing import Any, NamedTuple, Protocol
+import functools
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +16,22 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.config import UserError
+from common.errors import UserError
+from common.model.branches import branch_attention
 from common.padding import Layout
 
 NAME = "shared_prefix"
+# Names that blocks give what they do to the hidden states before attention, and that
+PRE_ATTENTION = (
+    ("ln_1", "attn"),
+    ("input_layernorm", "self_attn"),
+    ("input_layernorm", "attention"),
+)
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of attention functions
 
 
 def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
-    """Let a model take a `layout`; without one it goes on as before.
-
-    Args:
-        lm: changed in place.
-        last_block: its last decoder block.
+    """Let a model take a `layout`; without one it goes on as before. Changed in place.
 
     Raises:
         UserError: the model brings an attention of its own that cannot be replaced.
@@ -50,23 +47,18 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     lm.set_attn_implementation(NAME)
-    shorten_last_block(lm, last_block)
+    if any(hasattr(last_block, n) and hasattr(last_block, a) for n, a in PRE_ATTENTION):
+        kind: Any = type(last_block)
+        last_block.__class__ = shortened(kind, type(lm).__name__)
 
 
 def last_hidden_states(
-    lm: Any, input_ids: Tensor, position_ids: Tensor, layout: "Layout | KeyCache"
+    lm: Any,
+    input_ids: Tensor,  # (B, T) int64
+    position_ids: Tensor,  # (B, T) int64
+    layout: "Layout | KeyCache",
 ) -> Tensor:
-    """Run a decoder whose attention follows the layout.
-
-    Args:
-        lm: after `use_shared_prefix`.
-        input_ids: (B, T) int64.
-        position_ids: (B, T) int64.
-        layout: of the tokens.
-
-    Returns:
-        (B, T, D).
-    """
+    """Run a decoder whose attention follows the layout: (B, T, D)."""
     assert lm.config._attn_implementation == NAME, "use_shared_prefix() comes first"
     hidden: Tensor = lm.base_model(
         input_ids=input_ids,
@@ -93,9 +85,7 @@ class KeyCache(Protocol):
 class LastLayer:
     """The layout of the last block, of whose output only the prompts' tails are read.
 
-    Attributes:
-        layout: of the whole row.
-        keys: Keys and values (1, H, T, d) of the whole row, once they are known.
+    `keys` are keys and values (1, H, T, d) of the whole row, once they are known.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -104,74 +94,63 @@ class LastLayer:
         self.keys: tuple[Tensor, Tensor] | None = None
 
 
-class KeysKept(Exception):  # noqa: N818 - no error: it ends a block's forward early
-    """The last block has given its keys and values; what else it computes is not wanted."""
+class ShortenedBlock(nn.Module):
+    """A last block that computes keys and values of the whole row, and all else for the tails.
 
-
-def shorten_last_block(lm: PreTrainedModel, block: nn.Module) -> None:
-    """Let the last block compute keys and values of the whole row, and all else for the tails.
-
-    What it puts out elsewhere is read by nobody, and is 0. This saves three quarters of a block for
-    all tokens of a prompt but the last.
-
-    Args:
-        lm: that the block is part of.
-        block: whose forward is replaced; it takes the hidden states first.
+    What it puts out elsewhere is read by nobody, and is 0. This saves two thirds of a block for all
+    tokens of a prompt but the last.
     """
-    forward = type(block).forward
-    name = type(lm).__name__  # not the model itself, which would keep itself alive
 
-    def shortened(block: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        layout = options.get("layout")
+    model_name: str  # that the block is part of
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The block's hidden states (1, T, D); without a layout what it has always put out."""
+        forward, layout = super().forward, options.get("layout")
         if not isinstance(layout, Layout):
-            output: Tensor = forward(block, hidden_states, *args, **options)
+            output: Tensor = forward(hidden_states, *args, **options)
             return output
         last = LastLayer(layout)
-        with contextlib.suppress(KeysKept):
-            forward(block, hidden_states, *args, **(options | {"layout": last}))
-        length, tail = hidden_states.shape[1], layout.tail
+        norm, attention = next(
+            (getattr(self, n), getattr(self, a))
+            for n, a in PRE_ATTENTION
+            if hasattr(self, n) and hasattr(self, a)
+        )
+        attention(norm(hidden_states), **({"attention_mask": None} | options | {"layout": last}))
         if last.keys is None:
-            raise UserError(f"{name} cannot share a prompt; use --layout padded.")
+            raise UserError(f"{self.model_name} cannot share a prompt; use --layout padded.")
+        length, tail = hidden_states.shape[1], layout.tail
 
         def at_tail(value: Any) -> Any:
             is_per_token = isinstance(value, Tensor) and value.shape[1:2] == (length,)
             return value[:, tail] if is_per_token else value
 
         tail_args, tail_options = tree_map(at_tail, (args, options | {"layout": last}))
-        tail_output = forward(block, hidden_states[:, tail], *tail_args, **tail_options)
+        tail_output = forward(hidden_states[:, tail], *tail_args, **tail_options)
         return torch.zeros_like(hidden_states).index_copy(1, tail, tail_output)
 
-    block.forward = MethodType(shortened, block)  # a bound method: a deep copy binds its own
+
+@functools.cache
+def shortened(block: Any, model_name: str) -> Any:
+    """A class of blocks with a shortened one's forward, under the name by which `blocks` finds it.
+
+    A class, and no forward of the block's own, which would refer to the block that it belongs to.
+    """
+    if issubclass(block, ShortenedBlock):
+        return block
+    return type(block.__name__, (ShortenedBlock, block), {"model_name": model_name})
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
+    module: nn.Module,  # the attention layer
+    query: Tensor,  # (B, H, T, d)
+    key: Tensor,  # (B, H', T, d), H' dividing H
+    value: Tensor,  # (B, H', T, d)
+    attention_mask: Tensor | None,  # not looked at where there is a layout
+    scaling: float | None = None,  # of the scores; default 1 / sqrt(d)
     layout: "Layout | LastLayer | KeyCache | None" = None,
-    **options: Any,
+    **options: Any,  # for `sdpa`
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls.
-
-    Args:
-        module: the attention layer.
-        query: (B, H, T, d).
-        key: (B, H', T, d), H' dividing H.
-        value: (B, H', T, d).
-        attention_mask: not looked at where there is a layout.
-        scaling: of the scores; default 1 / sqrt(d).
-        layout: of the tokens, see `last_hidden_states`.
-        options: for `sdpa`.
-
-    Returns:
-        (B, T, H, d), and None for the attention weights.
-
-    Raises:
-        KeysKept: in the first of a last block's two passes.
-    """
+    """The attention function that transformers calls: (B, T, H, d), and None for the weights."""
     if layout is None:
         inputs = (module, query, key, value, attention_mask)
         output, _ = sdpa_attention_forward(*inputs, scaling=scaling, **options)
@@ -189,8 +168,8 @@ def attend(
         whole.kept[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
     if isinstance(layout, LastLayer):
         if layout.keys is None:
-            layout.keys = key, value
-            raise KeysKept
+            layout.keys = key, value  # all that is wanted of the first of its two passes
+            return query.new_zeros(()).expand(query.transpose(1, 2).shape), None
         key, value = layout.keys
     num_repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
@@ -208,267 +187,3 @@ def refuse_unsupported(layout: "Layout | LastLayer | KeyCache", options: dict[st
     unknown = [name for name in UNSUPPORTED if options.get(name) is not None]
     if unknown:
         raise UserError(f"the model's attention asks for {unknown[0]!r}; use --layout padded.")
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python that differs by batch
-def branch_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
-) -> Tensor:
-    """Every token attends to what its layout shows it.
-
-    Args:
-        query: (1, H, T, d), or with `is_tail` (1, H, S, d): of the tails only.
-        key: (1, H, T, d).
-        value: (1, H, T, d).
-        layout: of the T tokens.
-        is_tail: whether the queries are the tails'.
-        scaling: of the scores.
-
-    Returns:
-        As `query`.
-    """
-    if query.device.type == "cpu":
-        queries = Queries.of(layout, is_tail)
-        output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
-        return output
-    return gathered_branches(query, key, value, Gathers.of(layout, is_tail), scaling)
-
-
-class Queries(NamedTuple):
-    """Where the tokens of a layout stand among the queries: all of them, or the tails.
-
-    Attributes:
-        ranges: Per prompt the places (start, end of the trunk, end of the last branch).
-        branch_index: (R, L), the places of the branches.
-        is_tail: Whether the queries are the tails.
-    """
-
-    ranges: list[tuple[int, int, int]]
-    branch_index: Tensor
-    is_tail: bool
-
-    @classmethod
-    def of(cls, layout: Layout, is_tail: bool) -> "Queries":
-        """The places in a row of all tokens, or in a row of tails."""
-        if not is_tail:
-            ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
-            return cls(ranges, layout.branch_index, False)
-        ranges, num_left_out, before = [], 0, []
-        for start, prompt_end, trunk_end, end in layout.trunks:
-            num_left_out += prompt_end - 1 - start
-            left = num_left_out
-            ranges.append((prompt_end - 1 - left, trunk_end - left, end - left))
-            before.append(left)
-        left_out = torch.tensor(before, device=layout.branch_index.device)[layout.branch_owner]
-        index = (layout.branch_index - left_out[:, None]).clamp(min=0)
-        return cls(ranges, index, True)
-
-
-class FusedBranches(torch.autograd.Function):
-    """Shared-prefix attention from the CPU's fused kernel, which also gives log-sum-exps.
-
-    Its backward kernel recomputes the probabilities from a log-sum-exp. Given the one over *all*
-    keys, and the final output, it yields the gradients of its own share of the keys.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: Layout,
-        queries: Queries,
-        scaling: float,
-    ) -> Tensor:
-        """See `branch_attention`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        _, num_heads, length, width = query.shape
-        output = query.new_empty(1, length, num_heads, width).transpose(1, 2)
-        lse = torch.empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
-        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
-            inputs = [query[:, :, queried], *_at(keyed, key, value)]
-            output[:, :, queried], lse[:, :, queried] = flash(
-                *inputs, 0.0, is_causal, attn_mask=mask, scale=scaling
-            )
-        if layout.branch_index.numel():
-            index, mask = queries.branch_index, layout.branch_mask
-            own = [to_branches(query, index)]
-            own += [to_branches(x, layout.branch_index) for x in (key, value)]
-            own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
-            places = index[mask]  # (S,)
-            own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
-            own_lse = own_lse.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S)
-            output[:, :, places], lse[:, :, places] = merge(
-                output[:, :, places], lse[:, :, places], own_output, own_lse
-            )
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.layout, ctx.queries, ctx.scaling = layout, queries, scaling
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of query, key and value."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        query, key, value, output, lse = ctx.saved_tensors
-        layout, queries, scaling = ctx.layout, ctx.queries, ctx.scaling
-        # In the layout in which the projection before the attention stores them.
-        grads = [torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
-            inputs = [*_at(queried, grad, query), *_at(keyed, key, value)]
-            inputs += _at(queried, output, lse)
-            parts = flash(*inputs, 0.0, is_causal, attn_mask=mask, scale=scaling)
-            for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
-                total[:, :, at] += part
-        if layout.branch_index.numel():
-            mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
-            own_grad = to_branches(grad, indices[0])
-            own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
-            own = [own_grad, to_branches(query, indices[0])]
-            own += [to_branches(x, indices[1]) for x in (key, value)]
-            own.append(to_branches(output, indices[0]))
-            own_lse = to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
-            own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
-            own.append(own_lse.contiguous())
-            parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
-            places = (indices[0][mask], indices[1][mask], indices[1][mask])
-            for total, part, at in zip(grads, parts, places, strict=True):
-                total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
-        return *grads, None, None, None
-
-
-def _runs(
-    layout: Layout, queries: Queries, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """The calls for trunks, and for branches that look at their prompt.
-
-    Each is the places of its queries, those of its keys, whether it is causal, and its mask.
-    """
-    for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
-        layout.trunks, queries.ranges, strict=True
-    ):
-        mask = None
-        shape = (q_trunk_end - q_start, trunk_end - start)
-        if queries.is_tail and shape[0] > 1:  # the last of the queries is the last of the keys
-            hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
-            mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
-        yield slice(q_start, q_trunk_end), slice(start, trunk_end), not queries.is_tail, mask
-        if q_end > q_trunk_end:
-            yield slice(q_trunk_end, q_end), slice(start, prompt_end), False, None
-
-
-class Gathers(NamedTuple):
-    """What `gathered_branches` picks out of a row: rectangles of places, and their masks.
-
-    Attributes:
-        trunk_queries: (N, L'), the places of the trunks among the queries.
-        trunk_keys: (N, L), those among the keys.
-        trunk_mask: (N, 1, L', L) bool, True = seen.
-        branch_queries: (R, C), the places of the branches; R is 0 where there are none.
-        branch_keys: (R, P + C), the places of their prompts and theirs.
-        branch_mask: (R, 1, C, P + C) bool.
-        order: Per query its place among the N * L' + R * C outputs.
-    """
-
-    trunk_queries: Tensor
-    trunk_keys: Tensor
-    trunk_mask: Tensor
-    branch_queries: Tensor
-    branch_keys: Tensor
-    branch_mask: Tensor
-    order: Tensor
-
-    @classmethod
-    def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
-        """Made once per batch, not in every layer: it waits for the device."""
-        known = layout.worked_out.gathers
-        if is_tail in known:
-            made: Gathers = known[is_tail]
-            return made
-        queries, device = Queries.of(layout, is_tail), layout.branch_index.device
-        q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
-        k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
-        num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
-        steps = torch.arange(k_index.shape[1], device=device)  # (L,)
-        visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
-
-        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
-        owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
-        sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
-
-        is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
-        places = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
-        known[is_tail] = made = cls(
-            q_index,
-            k_index,
-            visible[:, None],
-            queries.branch_index,
-            torch.cat([prompt_index[owner], layout.branch_index], 1),
-            sees[:, None],
-            is_output[places.argsort()],
-        )
-        return made
-
-
-def gathered_branches(
-    query: Tensor, key: Tensor, value: Tensor, gathers: Gathers, scaling: float
-) -> Tensor:
-    """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
-
-    The keys and values of a prompt are copied for each of its branches, within one layer. See
-    `branch_attention`.
-    """
-
-    def attended(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Outputs (R * L', H, d) for queries (R, L') that see keys (R, L)."""
-        inputs = (to_branches(query, queries), to_branches(key, keys), to_branches(value, keys))
-        sdpa = nn.functional.scaled_dot_product_attention
-        return sdpa(*inputs, attn_mask=mask, scale=scaling).transpose(1, 2).flatten(0, 1)
-
-    output = attended(gathers.trunk_queries, gathers.trunk_keys, gathers.trunk_mask)
-    if gathers.branch_queries.numel():
-        branches = (gathers.branch_queries, gathers.branch_keys, gathers.branch_mask)
-        output = torch.cat([output, attended(*branches)])
-    return output[gathers.order].transpose(0, 1)[None]
-
-
-def merge(
-    output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each.
-
-    Args:
-        output: (..., d).
-        lse: (...) float32, log of the sum of exponentiated scores.
-        other_output: (..., d).
-        other_lse: (...) float32.
-
-    Returns:
-        Output and log-sum-exp over both sets.
-    """
-    total = torch.logaddexp(lse, other_lse)
-    share = (lse - total).exp().unsqueeze(-1)
-    merged = output * share + other_output * (other_lse - total).exp().unsqueeze(-1)
-    return merged.to(output.dtype), total
-
-
-def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
-    """The tokens of a range, of tensors (1, H, T, ...)."""
-    return [tensor[:, :, places] for tensor in tensors]
-
-
-def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
-    """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
-    picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
-    picked = picked.view(len(picked), *index.shape, picked.shape[-1])
-    return picked.transpose(0, 1)
-
-
-def ranges(ranges: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Half-open ranges as index (N, L) filled up with the last place, and mask (N, L)."""
-    bounds = torch.tensor(ranges, device=device)  # (N, 2)
-    starts, lengths = bounds[:, :1], bounds[:, 1:] - bounds[:, :1]
-    places = torch.arange(int(max(b - a for a, b in ranges)), device=device)  # (L,)
-    return starts + places.minimum(lengths - 1), places < lengths

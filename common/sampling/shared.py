@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from common.model import shared_prefix
-from common.model.shared_prefix import ranges, to_branches
+from common.model.branches import ranges, to_branches
 from common.padding import Layout, shared_prefix_batch
 from common.scoring import packed_hidden
 

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed, padding, self_checks
 from common.config import UserError
-from common.model import fsdp, load, shared_prefix
+from common.model import branches, fsdp, load, shared_prefix
 from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl
 from common.record.metrics import SPANS
@@ -46,8 +46,8 @@ def public_functions(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
     """`shared_prefix.branch_attention` as on devices other than a CPU."""
-    gathers = shared_prefix.Gathers.of(layout, is_tail)
-    return shared_prefix.gathered_branches(query, key, value, gathers, scaling)
+    gathers = branches.Gathers.of(layout, is_tail)
+    return branches.gathered_branches(query, key, value, gathers, scaling)
 
 
 PATHS = {"fused": shared_prefix.branch_attention, "public": public_functions}
@@ -283,6 +283,11 @@ def test_the_last_block_computes_what_is_read_only(family):
     is_read[tail] = True
     assert (outputs[1][0].cpu()[~is_read] == 0).all()
     assert (outputs[1][0].cpu()[is_read] != 0).any(-1).all()
+
+
+def test_a_last_block_that_cannot_be_shortened_is_computed_whole(path):
+    """OLMo 2 has no norm before its attention."""
+    compare_policies("olmo2", CASES["mixed"], 1.0, False)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -770,13 +775,13 @@ def test_memory_is_really_saved(runs):
 def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
     monkeypatch.setattr(shared_prefix, "branch_attention", public_functions)
-    built, of = [], shared_prefix.Queries.of
+    built, of = [], branches.Queries.of
 
-    def noted(layout: Layout, is_tail: bool) -> shared_prefix.Queries:
+    def noted(layout: Layout, is_tail: bool) -> branches.Queries:
         built.append(is_tail)
         return of(layout, is_tail)
 
-    monkeypatch.setattr(shared_prefix.Queries, "of", noted)
+    monkeypatch.setattr(branches.Queries, "of", noted)
     config = tiny.train_config(bf16=bf16)
     policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
     policy = fsdp.shard(policy, config, distributed.mesh(1))
@@ -787,13 +792,15 @@ def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
 
 
 def test_a_model_that_is_dropped_frees_its_memory_at_once():
-    """All but the last block, which refers to itself: a frozen reference must not stay behind."""
+    """The last block as well, whose forward is another: a frozen reference must not stay behind."""
     lm = tiny.causal_lm("gpt2")
-    dropped = [weakref.ref(part) for part in (lm, lm.transformer.h[0], lm.transformer.wte)]
+    parts = (lm, lm.transformer.h[0], lm.transformer.h[-1], lm.transformer.wte)
+    dropped = [weakref.ref(part) for part in parts]
+    del parts
     gc.collect()
     gc.disable()
     try:
         del lm
-        assert [part() for part in dropped] == [None] * 3
+        assert [part() for part in dropped] == [None] * 4
     finally:
         gc.enable()

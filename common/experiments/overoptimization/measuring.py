@@ -122,7 +122,7 @@ class Measurer:
         policy = self.load(path)
         rollouts = self.draw(policy, examples, num_samples)
         del policy
-        gc.collect()  # its last block refers to itself: it would stay beside the next one
+        gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
         measured = self.judged(examples, rollouts)
         pad_id = self.tokenizer.pad_token_id
         arguments = (rollouts.completed(examples), self.config, pad_id, "reference")

@@ -1,0 +1,249 @@
+"""Attention in which the completions of a prompt share the prompt's keys and values.
+
+A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
+exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
+apart, and on a CPU and in sampling nobody copies the prompt's keys: all the completions' tokens are
+queries of one product. In training on other devices they are copied within a layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from common.padding import Layout
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python that differs by batch
+def branch_attention(
+    query: Tensor,  # (1, H, T, d), or with `is_tail` (1, H, S, d): of the tails only
+    key: Tensor,  # (1, H, T, d)
+    value: Tensor,  # (1, H, T, d)
+    layout: Layout,
+    is_tail: bool,
+    scaling: float,  # of the scores
+) -> Tensor:
+    """Every token attends to what its layout shows it; as `query`."""
+    if query.device.type == "cpu":
+        queries = Queries.of(layout, is_tail)
+        output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
+        return output
+    return gathered_branches(query, key, value, Gathers.of(layout, is_tail), scaling)
+
+
+class Queries(NamedTuple):
+    """Where the tokens of a layout stand among the queries: all of them, or the tails."""
+
+    ranges: list[tuple[int, int, int]]  # per prompt (start, end of the trunk, end of the branches)
+    branch_index: Tensor  # (R, L), the places of the branches
+    is_tail: bool
+
+    @classmethod
+    def of(cls, layout: Layout, is_tail: bool) -> "Queries":
+        """The places in a row of all tokens, or in a row of tails."""
+        if not is_tail:
+            ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
+            return cls(ranges, layout.branch_index, False)
+        ranges, num_left_out, before = [], 0, []
+        for start, prompt_end, trunk_end, end in layout.trunks:
+            num_left_out += prompt_end - 1 - start
+            left = num_left_out
+            ranges.append((prompt_end - 1 - left, trunk_end - left, end - left))
+            before.append(left)
+        left_out = torch.tensor(before, device=layout.branch_index.device)[layout.branch_owner]
+        index = (layout.branch_index - left_out[:, None]).clamp(min=0)
+        return cls(ranges, index, True)
+
+
+class FusedBranches(torch.autograd.Function):
+    """Shared-prefix attention from the CPU's fused kernel, which also gives log-sum-exps.
+
+    Its backward kernel recomputes the probabilities from a log-sum-exp. Given the one over *all*
+    keys, and the final output, it yields the gradients of its own share of the keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Layout,
+        queries: Queries,
+        scaling: float,
+    ) -> Tensor:
+        """See `branch_attention`."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        _, num_heads, length, width = query.shape
+        output = query.new_empty(1, length, num_heads, width).transpose(1, 2)
+        lse = torch.empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
+        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
+            inputs = [query[:, :, queried], *_at(keyed, key, value)]
+            output[:, :, queried], lse[:, :, queried] = flash(
+                *inputs, 0.0, is_causal, attn_mask=mask, scale=scaling
+            )
+        if layout.branch_index.numel():
+            index, mask = queries.branch_index, layout.branch_mask
+            own = [to_branches(query, index)]
+            own += [to_branches(x, layout.branch_index) for x in (key, value)]
+            own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
+            places = index[mask]  # (S,)
+            own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
+            own_lse = own_lse.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S)
+            output[:, :, places], lse[:, :, places] = merge(
+                output[:, :, places], lse[:, :, places], own_output, own_lse
+            )
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.layout, ctx.queries, ctx.scaling = layout, queries, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of query, key and value."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, key, value, output, lse = ctx.saved_tensors
+        layout, queries, scaling = ctx.layout, ctx.queries, ctx.scaling
+        # In the layout in which the projection before the attention stores them.
+        grads = [torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
+            inputs = [*_at(queried, grad, query), *_at(keyed, key, value)]
+            inputs += _at(queried, output, lse)
+            parts = flash(*inputs, 0.0, is_causal, attn_mask=mask, scale=scaling)
+            for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
+                total[:, :, at] += part
+        if layout.branch_index.numel():
+            mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
+            own_grad = to_branches(grad, indices[0])
+            own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
+            own = [own_grad, to_branches(query, indices[0])]
+            own += [to_branches(x, indices[1]) for x in (key, value)]
+            own.append(to_branches(output, indices[0]))
+            own_lse = to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
+            own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
+            own.append(own_lse.contiguous())
+            parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
+            places = (indices[0][mask], indices[1][mask], indices[1][mask])
+            for total, part, at in zip(grads, parts, places, strict=True):
+                total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
+        return *grads, None, None, None
+
+
+def _runs(
+    layout: Layout, queries: Queries, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
+    """The calls for trunks, and for branches that look at their prompt.
+
+    Each is the places of its queries, those of its keys, whether it is causal, and its mask.
+    """
+    for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
+        layout.trunks, queries.ranges, strict=True
+    ):
+        mask = None
+        shape = (q_trunk_end - q_start, trunk_end - start)
+        if queries.is_tail and shape[0] > 1:  # the last of the queries is the last of the keys
+            hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
+            mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
+        yield slice(q_start, q_trunk_end), slice(start, trunk_end), not queries.is_tail, mask
+        if q_end > q_trunk_end:
+            yield slice(q_trunk_end, q_end), slice(start, prompt_end), False, None
+
+
+class Gathers(NamedTuple):
+    """What `gathered_branches` picks out of a row: rectangles of places, and their masks."""
+
+    trunk_queries: Tensor  # (N, L'), the places of the trunks among the queries
+    trunk_keys: Tensor  # (N, L), those among the keys
+    trunk_mask: Tensor  # (N, 1, L', L) bool, True = seen
+    branch_queries: Tensor  # (R, C), the places of the branches; R is 0 where there are none
+    branch_keys: Tensor  # (R, P + C), the places of their prompts and theirs
+    branch_mask: Tensor  # (R, 1, C, P + C) bool
+    order: Tensor  # (queries,), the place of each among the N * L' + R * C outputs
+
+    @classmethod
+    def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
+        """Made once per batch, not in every layer: it waits for the device."""
+        known = layout.worked_out.gathers
+        if is_tail in known:
+            made: Gathers = known[is_tail]
+            return made
+        queries, device = Queries.of(layout, is_tail), layout.branch_index.device
+        q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
+        k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
+        num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
+        steps = torch.arange(k_index.shape[1], device=device)  # (L,)
+        visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
+
+        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
+        owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
+        sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
+
+        is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
+        places = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
+        known[is_tail] = made = cls(
+            q_index,
+            k_index,
+            visible[:, None],
+            queries.branch_index,
+            torch.cat([prompt_index[owner], layout.branch_index], 1),
+            sees[:, None],
+            is_output[places.argsort()],
+        )
+        return made
+
+
+def gathered_branches(
+    query: Tensor, key: Tensor, value: Tensor, gathers: Gathers, scaling: float
+) -> Tensor:
+    """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
+
+    The keys and values of a prompt are copied for each of its branches, within one layer. See
+    `branch_attention`.
+    """
+
+    def attended(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """Outputs (R * L', H, d) for queries (R, L') that see keys (R, L)."""
+        inputs = (to_branches(query, queries), to_branches(key, keys), to_branches(value, keys))
+        sdpa = nn.functional.scaled_dot_product_attention
+        return sdpa(*inputs, attn_mask=mask, scale=scaling).transpose(1, 2).flatten(0, 1)
+
+    output = attended(gathers.trunk_queries, gathers.trunk_keys, gathers.trunk_mask)
+    if gathers.branch_queries.numel():
+        branches = (gathers.branch_queries, gathers.branch_keys, gathers.branch_mask)
+        output = torch.cat([output, attended(*branches)])
+    return output[gathers.order].transpose(0, 1)[None]
+
+
+def merge(
+    output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: (..., d), and its log-sum-exp (...).
+
+    The latter is the log of the sum of exponentiated scores, float32.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    share = (lse - total).exp().unsqueeze(-1)
+    merged = output * share + other_output * (other_lse - total).exp().unsqueeze(-1)
+    return merged.to(output.dtype), total
+
+
+def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
+    """The tokens of a range, of tensors (1, H, T, ...)."""
+    return [tensor[:, :, places] for tensor in tensors]
+
+
+def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
+    """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
+    picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
+    picked = picked.view(len(picked), *index.shape, picked.shape[-1])
+    return picked.transpose(0, 1)
+
+
+def ranges(bounds: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Half-open ranges as index (N, L) filled up with the last place, and mask (N, L)."""
+    starts, ends = torch.tensor(bounds, device=device).split(1, dim=1)  # (N, 1)
+    lengths = ends - starts
+    places = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)
+    return starts + places.minimum(lengths - 1), places < lengths
