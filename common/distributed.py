@@ -36,8 +36,7 @@ _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 def start(timeout: float = 1800.0) -> None:
     """Join the process group that torchrun describes, or make a group of one. Idempotent.
 
-    Args:
-        timeout: seconds that this process waits for the others in a collective, and here.
+    `timeout` is the seconds that this process waits for the others in a collective, and here.
     """
     global _limit
     if dist.is_initialized():
@@ -313,13 +312,8 @@ def peak_resident_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
-def local_peak_memory_gb() -> float:
-    """Largest memory of this process so far, in GB: of the GPU if there is one."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 1e9
-    return peak_resident_gb()
-
-
 def peak_memory_gb() -> float:
     """Largest memory of any process so far, in GB: of the GPU if there is one. Collective."""
-    return float(all_reduce_max(torch.tensor(local_peak_memory_gb(), dtype=torch.float64)))
+    has_gpu = torch.cuda.is_available()
+    own = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else peak_resident_gb()
+    return float(all_reduce_max(torch.tensor(own, dtype=torch.float64)))

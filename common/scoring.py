@@ -44,20 +44,12 @@ class Policy(nn.Module):
         self,
         batch: AnyBatch,
         *,
-        temperature: float = 1.0,
+        temperature: float = 1.0,  # divides the logits; the policy that sampled has the same
         with_entropy: bool = False,
-        with_hidden: bool = False,
-        reference: ReferenceStates | None = None,
+        with_hidden: bool = False,  # for `ReferenceStates`
+        reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
-        """Log-probability of every completion token given what stands before it.
-
-        Args:
-            batch: B completions with their prompts.
-            temperature: divides the logits; the policy that sampled has the same.
-            with_entropy: also compute the entropy of each next-token distribution.
-            with_hidden: also return the hidden states, for `ReferenceStates`.
-            reference: of this batch; also compute the KL of each next-token distribution to it.
-        """
+        """Log-probability of every completion token given what stands before it."""
         options = (temperature, with_entropy, with_hidden, reference)
         if isinstance(batch, SharedPrefixBatch):
             return self.score_shared(batch, *options)

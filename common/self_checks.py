@@ -32,12 +32,9 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
     """What a model says of a sequence is a function of its tokens.
 
     Its score is the same when it is computed once more; beside a far longer sequence, which pads it
-    on both sides; and with a prompt computed once for several completions.
-
-    Args:
-        model: policy, reference or reward model, in the mode in which it will be used.
-        config: lengths, layout and `bf16`; `self_check` false leaves out all but the last.
-        is_projected: whether hidden states are projected apart from the model also if padded.
+    on both sides; and with a prompt computed once for several completions, which is looked at also
+    without `self_check`. `is_projected`: hidden states are projected apart from the model also if
+    padded.
 
     Raises:
         UserError: chance, padding or sharing a prompt changes it, or the model scales or caps its
@@ -137,10 +134,9 @@ def stop_token_is_trained(
 
 
 def equal_across_ranks(name: str, parameter: Tensor) -> None:
-    """A sharded parameter has the same bits on every rank once it is gathered.
+    """Raise a RuntimeError for a sharded parameter whose bits differ between ranks, once gathered.
 
-    Raises:
-        RuntimeError: it has not, as for a head made after sharding.
+    As those of a head made after sharding would.
     """
     value = parameter.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -151,12 +147,7 @@ def equal_across_ranks(name: str, parameter: Tensor) -> None:
 def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
     """A policy that equals its reference has the DPO loss ln 2, whatever beta and smoothing are.
 
-    Args:
-        logps: (N, 2) of pairs under the policy before its first step.
-        ref_logps: (N, 2) under the reference.
-
-    Raises:
-        RuntimeError: reference and policy are not scored alike.
+    Both are (N, 2), of pairs before the first step. Raises RuntimeError if it has not.
     """
     losses = preference_loss(*logps.unbind(-1), *ref_logps.unbind(-1), beta=1.0)  # (N,)
     loss = float(losses.mean())
@@ -168,27 +159,16 @@ def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
 
 def first_rollout(
     policy: nn.Module,
-    batch: AnyBatch,
-    sampled_logps: Tensor,
-    ref_token_logps: Tensor | None,
+    batch: AnyBatch,  # B completions that the sampler has just drawn
+    sampled_logps: Tensor,  # (B, C) recorded while sampling
+    ref_token_logps: Tensor | None,  # (B, C) of the reference; None if it is another model
     config: TrainConfig,
-    temperature: float,
+    temperature: float,  # of sampling
 ) -> None:
     """Before the first update, sampler, trainer and reference are one distribution.
 
     So the ratio to the sampling-time policy is 1, and the KL to a reference that was loaded from
-    the same weights is 0.
-
-    Args:
-        policy: scored again here, as in the update.
-        batch: B completions that the sampler has just drawn.
-        sampled_logps: (B, C) recorded while sampling.
-        ref_token_logps: (B, C) of the reference; None if it is another model.
-        config: `bf16` widens the tolerance.
-        temperature: of sampling.
-
-    Raises:
-        RuntimeError: they are not.
+    the same weights is 0. Raises RuntimeError if they are not.
     """
     with torch.no_grad():
         logps = policy(batch, temperature=temperature).token_logps  # (B, C)

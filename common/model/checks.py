@@ -132,9 +132,7 @@ def refuse_quantised(path: str, model_config: PretrainedConfig) -> None:
 def check_weight_files(path: str, folder: Path) -> None:
     """Raise a UserError for tensors of no floating-point numbers, or not where the index says.
 
-    Args:
-        path: as the user gave it.
-        folder: where its files are; of them only the headers are read.
+    Of the files in the folder, which the user gave as `path`, only the headers are read.
     """
     index = folder / "model.safetensors.index.json"
     places: dict[str, str] = {}
@@ -172,13 +170,10 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 def refuse_unread(path: str, names: Iterable[str], model: Any, *, without_head: bool) -> None:
     """Raise a UserError for weights that the model has no place for: it would be another model.
 
-    Args:
-        path: of its folder.
-        names: of tensors in its files that were not read.
-        model: made of them.
-        without_head: it is the trunk of a model whose head is dropped: what lies outside the trunk.
+    They are the `names` in its files that were not read. `without_head`, it is the trunk of a model
+    whose head is dropped, that is, of what lies outside the trunk.
     """
-    trunk = {model.base_model_prefix, *(name for name, _ in model.base_model.named_children())}
+    trunk = {model.base_model_prefix, *dict(model.base_model.named_children())}
     for name in sorted(names):
         is_dropped = without_head and name.partition(".")[0] not in trunk
         if not is_dropped and BUFFERS.search(name) is None:

@@ -56,14 +56,10 @@ def language_model(module: nn.Module) -> PreTrainedModel | None:
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated decoder blocks inside `module`, wherever the language model sits in it.
 
-    Hugging Face models name their block classes in `_no_split_modules`; a model that names none
-    gets its largest `nn.ModuleList`.
+    Hugging Face models name their block classes; of others it is the largest `nn.ModuleList`.
     """
-    names = {
-        name
-        for part in module.modules()
-        for name in (getattr(part, "_no_split_modules", None) or ())
-    }
+    named = [getattr(part, "_no_split_modules", None) or () for part in module.modules()]
+    names = {name for found in named for name in found}
     found = [part for part in module.modules() if type(part).__name__ in names]
     if found:
         return found
@@ -73,24 +69,17 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def shard(
-    module: M,
+    module: M,  # real weights on rank 0; elsewhere the same module on the meta device
     config: CommonConfig,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh,  # 1-D, or (replicate, shard) for HSDP
     *,
-    float32_modules: Iterable[nn.Module] = (),
+    float32_modules: Iterable[nn.Module] = (),  # also under bf16, as a reward head: else scores tie
 ) -> M:
     """Shard `module` in place and give every rank its part of rank 0's weights. Collective.
 
-    Args:
-        module: real weights on rank 0; elsewhere the same module on the meta device, so that only
-            rank 0 ever holds the whole model.
-        config: its section on speed, memory and sharding is read.
-        mesh: from `distributed.mesh`: 1-D, or (replicate, shard) for HSDP.
-        float32_modules: computed in float32 also under bf16 (a reward head: bfloat16 rewards tie).
-
-    Returns:
-        The same module, every block a unit of its own and the rest in the root unit; plain where
-        there is nothing to shard: in one process that neither casts nor offloads.
+    Every block becomes a unit of its own, and the rest the root unit; it stays plain where there is
+    nothing to shard: in one process that neither casts nor offloads. Only rank 0 ever holds the
+    whole model.
     """
     device = distributed.device()
     lm = language_model(module)
@@ -173,8 +162,8 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
 def set_mode(module: nn.Module, config: CommonConfig) -> None:
     """Evaluation mode, since the other one brings noise of many names: `layerdrop`, `jitter`.
 
-    Only where activations are recomputed Hugging Face's blocks must be told that they train, or,
-    of a model without such blocks, all of it.
+    Only to recompute activations must Hugging Face's blocks be told that they train; of a model
+    without such blocks, all of it.
     """
     module.eval()
     if config.gradient_checkpointing and any(p.requires_grad for p in module.parameters()):
@@ -260,11 +249,8 @@ def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
 def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
     """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
 
-    Args:
-        target: sharded as the source is, with the same parameters; or the reference inside the
-            source, whose frozen adapter is set.
-        source: the other model.
-        alpha: 1 makes the target a copy.
+    The target is sharded as the source is, with the same parameters; or it is the reference inside
+    the source, whose frozen adapter is set.
     """
     from common.model import lora
 

@@ -5,6 +5,7 @@ Every other rank builds the same model on the meta device and receives its shard
 """
 
 import json
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,14 @@ if TYPE_CHECKING:
     from common.model.checks import Kind
 
 RANDOM_SEED_PART = "model initialisation"
-HEAD_INITS = ("stiennon", "openrlhf", "transformers", "zeros")
+# Standard deviation of a new reward head's weights, for hidden states of size D
+HEAD_STDS: dict[str, Callable[[int], float]] = {
+    "stiennon": lambda d: (d + 1) ** -0.5,  # a variance of 1 / (D + 1) (Stiennon et al. 2020, B.1)
+    "openrlhf": lambda d: 1 / (d + 1),
+    "transformers": lambda d: 0.02,  # the `initializer_range` of GPT-2 and most others
+    "zeros": lambda d: 0.0,
+}
+HEAD_INITS = tuple(HEAD_STDS)
 
 
 def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
@@ -52,11 +60,7 @@ def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
 
 
 def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
-    """The same as it is, which for an encoder has no eos.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The same as it is, which for an encoder has no eos."""
     from common.model import checks, lora
 
     if path == "synthetic":
@@ -101,8 +105,7 @@ def read_model_config(
     """The model's configuration with dropout off, checked against its use before weights load.
 
     `kind` is what it must be: a policy, a reward model, a trunk to put a reward head on, which
-    either is, or an encoder that judges. Without a tokenizer a config .json has the vocabulary that
-    it names.
+    either is, or an encoder that judges. For `tokenizer` see `find_config`.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise depends on how rows are split over ranks.
@@ -132,7 +135,7 @@ def read_model_config(
 def find_config(
     path: str, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
-    """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
+    """The configuration of a hub id or folder, or of a .json: with the tokenizer's vocabulary.
 
     Raises:
         UserError: nothing there.
@@ -198,23 +201,6 @@ def mend_generation_config(lm: PreTrainedModel, path: str) -> None:
         )
 
 
-def head_std(head_init: str, width: int) -> float:
-    """Standard deviation of a new reward head's weights, for hidden states of size `width`.
-
-    - `stiennon`: a variance of 1 / (width + 1) (Stiennon et al. 2020, B.1).
-    - `openrlhf`: a standard deviation of 1 / (width + 1), as OpenRLHF has it.
-    - `transformers`: 0.02, the `initializer_range` of GPT-2 and most others.
-    - `zeros`: 0.
-    """
-    stds: dict[str, float] = {
-        "stiennon": (width + 1) ** -0.5,
-        "openrlhf": 1 / (width + 1),
-        "transformers": 0.02,
-        "zeros": 0.0,
-    }
-    return stds[head_init]
-
-
 def load_reward_model(
     path: str,
     model_config: PretrainedConfig,
@@ -224,7 +210,7 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
 
-    From a causal language model the trunk is taken and a head is drawn (`head_std`) before
+    From a causal language model the trunk is taken and a head is drawn (`HEAD_STDS`) before
     sharding, the same for any number of ranks. A pad token of its own keeps the score of a padded
     row at the last real token for everyone who loads the folder with transformers, which looks for
     the last token that is not pad.
@@ -251,8 +237,8 @@ def load_reward_model(
     if fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
         head = lm.score.weight  # (1, D)
-        std = head_std(head_init, head.shape[1])
         with torch.no_grad():
+            std = HEAD_STDS[head_init](head.shape[1])
             head.copy_(torch.randn(head.shape, generator=generator) * std)
     return lm
 

@@ -112,13 +112,7 @@ def load_weights(lm: Any, folder: str, adapter: str) -> None:
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained adapter as a folder that peft loads on the base.
-
-    Args:
-        lm: with adapters.
-        state: its whole state, by its own names.
-        folder: there, and empty.
-    """
+    """Write the trained adapter, given the model's whole state, into a folder that peft loads."""
     from peft import get_peft_model_state_dict
 
     settings = lm.peft_config[TRAINED]
@@ -134,25 +128,17 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def add_adapters(
-    lm: Any,
-    blocks: Sequence[nn.Module],
-    path: str,
+    lm: Any,  # real, or on the meta device
+    blocks: Sequence[nn.Module],  # of its decoder
+    path: str,  # of the model, or of an adapter on it
     config: TrainConfig,
     *,
-    with_copy: bool = False,
-    head: str = "",
+    with_copy: bool = False,  # a frozen one also of new adapters: the reference will be replaced
+    head: str = "",  # a module that is trained whole, and saved with the adapters
 ) -> None:
     """Freeze a model but for adapters: new ones, or those of the folder it is loaded from.
 
-    The model then computes what it did before, or what base and adapter do.
-
-    Args:
-        lm: a Hugging Face model, changed in place; real on rank 0, on the meta device elsewhere.
-        blocks: its decoder blocks.
-        path: of the model, or of an adapter on it.
-        config: the fields on LoRA and the seed are read.
-        with_copy: keep a frozen copy also of new adapters: the reference will be replaced by it.
-        head: name of a module that is trained whole, and saved with the adapters; "" for none.
+    The model, changed in place, then computes what it did before, or what base and adapter do.
 
     Raises:
         UserError: the fields do not fit the model or the adapter.
@@ -164,7 +150,7 @@ def add_adapters(
     for adapter in adapters:
         inject(lm, settings, adapter)
         refuse_outside(lm, blocks, path)
-        if goes_on and distributed.is_rank0():
+        if goes_on and not is_meta(lm):
             load_weights(lm, path, adapter)
     distributed.seed_everything(config.seed)
     if head:  # only now, since peft would put a copy of the module beside it
@@ -255,9 +241,9 @@ def inject(lm: Any, settings: Any, adapter: str) -> None:
     """Put peft's layers around those that the settings name, or a further adapter into them."""
     from peft import inject_adapter_in_model
 
-    is_meta = not distributed.is_rank0()
+    options = {"adapter_name": adapter, "low_cpu_mem_usage": is_meta(lm)}
     try:
-        inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=is_meta)
+        inject_adapter_in_model(settings, lm, **options)
     except (ValueError, TypeError) as error:
         raise UserError(f"the adapter does not fit {type(lm).__name__}: {gist(error)}.") from None
     del lm.peft_config  # with it peft warns at the next adapter
@@ -272,6 +258,11 @@ def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> Non
                 f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
                 "blocks only."
             )
+
+
+def is_meta(lm: nn.Module) -> bool:
+    """Whether a model has no storage, as on all ranks but the one that reads it."""
+    return next(lm.parameters()).is_meta
 
 
 def belongs_to(name: str, adapter: str) -> bool:
@@ -336,10 +327,7 @@ class AdapterReference(nn.Module):
 
 
 def reference_state(lm: nn.Module) -> dict[str, Tensor]:
-    """What an `AdapterReference` computes with: the state without the trained adapter.
-
-    The names are those of a plain model, so that without a frozen copy it is the state of one.
-    """
+    """What an `AdapterReference` computes with, by the names of a plain model."""
     state = lm.state_dict().items()
     return {plain_name(name): tensor for name, tensor in state if not belongs_to(name, TRAINED)}
 
@@ -354,14 +342,8 @@ def reference_scales(lm: nn.Module) -> dict[str, float]:
 
 
 def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
-    """Merge the adapter in a folder, if it is one, into the weights of its base.
-
-    Args:
-        lm: loaded from `base_path`; real on rank 0, which does it, elsewhere without storage.
-        blocks: its decoder blocks.
-        path: of the folder.
-    """
-    if not is_adapter(path) or not distributed.is_rank0():
+    """Merge the adapter in a folder, if it is one, into the weights of its base, where they are."""
+    if not is_adapter(path) or is_meta(lm):
         return
     inject(lm, read_settings(path), TRAINED)
     refuse_outside(lm, blocks, path)
@@ -373,13 +355,9 @@ def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
 
 
 def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """W + (alpha / r) B A, float32 (Hu et al. 2021, eq. 3).
+    """W + (alpha / r) B A, float32, of one of peft's layers (Hu et al. 2021, eq. 3).
 
-    Args:
-        layer: peft's layer; its scale and orientation are read.
-        weight: (out, in), or (in, out) of a `Conv1D`.
-        a: (r, in).
-        b: (out, r).
+    `a` is (r, in), `b` (out, r), and the weight (out, in), or (in, out) of a `Conv1D`.
     """
     update: Tensor = layer.scaling[TRAINED] * (b.float() @ a.float())  # (out, in)
     return weight.float() + (update.t() if layer.fan_in_fan_out else update)

@@ -129,25 +129,10 @@ def of_model(
     if not trains:
         lm.requires_grad_(False)
     elif config.lora_r:
-        add_adapters(lm, path, config)
+        head = "score" if hasattr(lm, "score") else ""
+        with_copy = getattr(config, "ref_update_steps", 0) > 0
+        lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy, head=head)
     return measure(lm, config, copies=copies)
-
-
-def add_adapters(lm: Any, path: str, config: TrainConfig) -> None:
-    """Adapters on a meta model as `lora.add_adapters` puts them, without reading weights.
-
-    Beside them the head of a reward model is trained.
-    """
-    is_adapter = lora.is_adapter(path)
-    own = (lm, fsdp.blocks(lm), path, config)
-    settings = lora.own_settings(path, config) if is_adapter else lora.new_settings(*own)
-    with_copy = is_adapter or getattr(config, "ref_update_steps", 0) > 0
-    for adapter in (lora.TRAINED, lora.REFERENCE) if with_copy else (lora.TRAINED,):
-        with torch.device("meta"):
-            lora.inject(lm, settings, adapter)
-    for name, parameter in lm.named_parameters():
-        parameter.requires_grad_(lora.belongs_to(name, lora.TRAINED) or name == "score.weight")
-    lora.activate(lm, [lora.TRAINED])
 
 
 def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
