@@ -1,5 +1,5 @@
 """From a model's folder to a sharded module, and from hidden states to log-probabilities.
 
-Face: load (models, tokenizers), fsdp (units, the rollout copy), lora, optim, shared_prefix,
-projection; checks.
+Face: load (models, tokenizers), fsdp (units), replica (the copy that samples), lora, optim,
+shared_prefix (branches: its attention), projection; checks.
 """

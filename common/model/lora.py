@@ -85,8 +85,7 @@ def load_weights(lm: Any, folder: str, adapter: str) -> None:
     """Copy the weights in an adapter's folder into an adapter of a real model.
 
     Raises:
-        UserError: there are none, or they are not exactly the adapter's matrices A and B, or not
-            finite.
+        UserError: they are not there, not finite, or not exactly the adapter's matrices A and B.
     """
     file = f"{folder}/{WEIGHTS_FILE}"
     try:
@@ -166,11 +165,8 @@ def new_settings(lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: 
     from peft import LoraConfig
 
     inside = {part for block in blocks for part in block.modules()}
-    linear = {
-        name: part
-        for name, part in lm.named_modules()
-        if part in inside and isinstance(part, nn.Linear | Conv1D)
-    }
+    parts = [(name, part) for name, part in lm.named_modules() if part in inside]
+    linear = {name: part for name, part in parts if isinstance(part, nn.Linear | Conv1D)}
     kinds = sorted({name.rpartition(".")[2] for name in linear})
     for target in config.lora_target_modules:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
@@ -205,15 +201,14 @@ def own_settings(path: str, config: TrainConfig) -> Any:
             f"the adapter in {path!r} was begun with {settings.init_lora_weights!r}, which changes "
             "its base; training cannot go on with it: leave --lora_r at 0, which merges it."
         )
-    wanted: dict[str, Any] = {"lora_r": config.lora_r, "lora_alpha": config.lora_alpha}
-    if config.lora_target_modules:
-        wanted["lora_target_modules"] = sorted(config.lora_target_modules)
-    for flag, value in wanted.items():
-        found = flags_of(settings)[flag]
-        if value != found:
+    found = flags_of(settings)
+    targets = sorted(config.lora_target_modules) or found["lora_target_modules"]
+    given = (config.lora_r, config.lora_alpha, targets)
+    for flag, value in zip(("lora_r", "lora_alpha", "lora_target_modules"), given, strict=True):
+        if value != found[flag]:
             raise UserError(
                 f"--{flag} is {value}; the adapter in {path!r}, with which training goes on, has "
-                f"{found}."
+                f"{found[flag]}."
             )
     return settings
 
@@ -224,7 +219,7 @@ def flags_of(settings: Any) -> dict[str, Any]:
     return {
         "lora_r": settings.r,
         "lora_alpha": settings.lora_alpha,
-        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "lora_target_modules": targets if isinstance(targets, str) else sorted(targets or ()),
         "model_name_or_path": settings.base_model_name_or_path,
     }
 
@@ -288,9 +283,6 @@ def activate(lm: nn.Module, adapters: list[str]) -> None:
     """
     for layer in adapted_layers(lm).values():
         layer._active_adapter = adapters
-
-
-# --- the policy as it started ---------------------------------------------------------------------
 
 
 @contextmanager
