@@ -66,10 +66,7 @@ def bradley_terry_loss(
 
 
 def wins(first: Any, second: Any) -> Any:
-    """What a pair counts in an accuracy: 1 where `first` is larger, 0.5 in a tie, else 0.
-
-    Of tensors or arrays as of numbers.
-    """
+    """What a pair, or each of an array of pairs, counts in an accuracy: 1, in a tie 0.5, else 0."""
     return (first > second) + 0.5 * (first == second)
 
 
@@ -294,10 +291,7 @@ def clipped_tokens(
     delta: float | None = None,
     ratio_level: str = "token",
 ) -> Tensor:
-    """Where a bound of `policy_loss`, whose arguments it takes, is active: (B, C) bool.
-
-    Such a token has no gradient in `clip`, and a smaller one in `cispo`.
-    """
+    """Where a bound of `policy_loss` is active, (B, C): no gradient in `clip`, less in `cispo`."""
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     ratio = probability_ratio(
         token_logps.detach(), old_token_logps, completion_mask, ratio_level=ratio_level
@@ -307,21 +301,16 @@ def clipped_tokens(
 
 
 def _bounded(
-    ratio: Tensor,
-    advantages: Tensor,
-    objective: str,
-    epsilon_low: float,
-    epsilon_high: float,
-    delta: float | None,
+    ratio: Tensor, advantages: Tensor, objective: str, low: float, high: float, delta: float | None
 ) -> Tensor:
     """The ratio (B, C) that the objective multiplies the advantage by.
 
     The minimum in `clip` is the ratio bounded from above where A > 0, from below where A < 0.
     """
-    below = ratio.clamp(max=1 + epsilon_high)
+    below = ratio.clamp(max=1 + high)
     if objective == "cispo":
         return below
-    return torch.where(advantages > 0, below, ratio.clamp(1 - epsilon_low, delta))
+    return torch.where(advantages > 0, below, ratio.clamp(1 - low, delta))
 
 
 def sampler_weights(
