@@ -53,7 +53,6 @@ from common.grpo.minibatches import MicroBatch
 from common.grpo.rollouts import Groups
 from common.losses import clipped_tokens, kl_loss, policy_loss, sampler_weights
 from common.model import fsdp, load
-from common.record.glossary import LOGGED_PREFIX
 from common.record.metrics import Accumulator
 from common.run import Run, find_checkpoint
 from common.sampling.sampler import Sampler
@@ -174,6 +173,8 @@ def sample_and_reward(
     real: Tensor,
 ) -> Groups:
     """K candidates for each of N prompts, some of which are `real`, with rewards. Collective."""
+    from common.record.glossary import LOGGED_PREFIX
+
     with run.metrics.timed("sample_seconds"):
         drawn = sampler.sample(
             examples,

@@ -16,7 +16,6 @@ from common.advantages import (
 from common.data import Example
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept, is_flat, of_rejection, reward
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -42,6 +41,7 @@ def sample_table(
     Every rank samples the same prompts, so that reward models are called equally often. With a
     reference each row also has its `ref_token_logps`, at the temperature of sampling.
     """
+    from common.record.glossary import LOGGED_PREFIX
     from common.sampling import token_records
 
     if not examples:
@@ -73,6 +73,8 @@ def add_metrics(
     metrics: Accumulator, kept: Kept, advantages: Tensor, config: GRPOConfig, step: int
 ) -> None:
     """Record what was sampled, as means over the completions or groups of real prompts."""
+    from common.record.glossary import FUNCTION_PREFIX
+
     groups, rewards = kept.groups, kept.groups.rewards
     weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
     values = {
