@@ -43,7 +43,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
-            folder.refuse_unwritable("output_dir", config.output_dir)
+            folder.refuse_unwritable(config.output_dir)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:

@@ -50,6 +50,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """
     import torch
 
+    installed = {package.name: package.version for package in metadata.distributions()}
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -57,7 +58,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise
         "world_size": world_size,
         "git_commit": git_commit(),
-        "packages": {name: package_version(name) for name in PACKAGES},
+        "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
@@ -115,14 +116,6 @@ def cpu_model() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def package_version(name: str) -> str | None:
-    """The installed version, None where the package is absent."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def git_commit() -> str | None:
     """The commit of this checkout, with `-dirty` where files differ; None outside a checkout."""
     root = Path(__file__).resolve().parent
@@ -134,36 +127,31 @@ def git_commit() -> str | None:
     return result.stdout.strip() or None
 
 
-def refuse_unwritable(flag: str, path: str) -> None:
-    """Raise a UserError for a folder in which a run could not write. Makes nothing.
+def refuse_unwritable(path: str) -> None:
+    """Raise a UserError for an output_dir in which a run could not write. Makes nothing.
 
     A file where the trained model belongs, or a folder where its curves do, would be noticed after
     the training.
     """
-    folder = Path(path).absolute()
+    folder, what = Path(path).absolute(), f"--output_dir {path}"
     nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not nearest.is_dir():
-        raise UserError(f"--{flag} {path} needs {nearest} to be a folder, and it is none.")
+        raise UserError(f"{what} needs {nearest} to be a folder, and it is none.")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--{flag} {path} cannot be written: {nearest} allows no new files; name another "
-            "folder."
-        )
+        advice = "allows no new files; name another folder"
+        raise UserError(f"{what} cannot be written: {nearest} {advice}.")
     for name in (*FOLDERS, *FILES):
         place = folder / name
         if name in MODELS and place.is_symlink():
             target = Path(os.path.realpath(place))
             if os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
-                raise UserError(
-                    f"--{flag} {path} holds {name!r}, a link to {target}, which cannot be "
-                    "replaced; let it point to a folder inside one that can be written."
-                )
+                advice = "let it point to a folder inside one that can be written"
+                link = f"{name!r}, a link to {target}, which cannot be replaced"
+                raise UserError(f"{what} holds {link}; {advice}.")
             if not place.exists():  # it waits for the model
                 continue
-        kinds = ("folder", "file") if name in FOLDERS else ("file", "folder")
-        if os.path.lexists(place) and place.is_dir() != (name in FOLDERS):
-            raise UserError(
-                f"--{flag} {path} holds a {kinds[1]} {name!r} where a {kinds[0]} is to be written; "
-                "remove it or name another folder."
-            )
-        refuse_forbidden(flag, place, os.R_OK | os.W_OK)
+        needed, other = ("folder", "file") if name in FOLDERS else ("file", "folder")
+        if os.path.lexists(place) and place.is_dir() != (needed == "folder"):
+            advice = f"where a {needed} is to be written; remove it or name another folder"
+            raise UserError(f"{what} holds a {other} {name!r} {advice}.")
+        refuse_forbidden("output_dir", place, os.R_OK | os.W_OK)

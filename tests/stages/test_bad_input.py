@@ -672,7 +672,7 @@ def test_a_link_that_a_model_cannot_replace_is_refused(refusals):
     assert "holds 'model', a link to /proc, which cannot be replaced" in message
     Path("linked/model").unlink()
     Path("linked/model").symlink_to("not_yet_there")
-    run_folder.refuse_unwritable("output_dir", "linked")
+    run_folder.refuse_unwritable("linked")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")

@@ -43,7 +43,7 @@ from common.record import folder
 
 def main(config: OveroptimizationConfig) -> None:
     """Make the runs of every seed, measure what they left, write the results and the page."""
-    folder.refuse_unwritable("output_dir", config.output_dir)
+    folder.refuse_unwritable(config.output_dir)
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
     folder.save_run_files(output_dir, config, config.num_processes)
