@@ -13,6 +13,7 @@ from common.evaluation import intervals
 from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
+    interval_cell,
     mean_interval,
     outcomes,
     percentile_interval,
@@ -245,3 +246,14 @@ def test_resamples_of_single_clusters_are_those_of_the_observations() -> None:
     assert set(np.round(3 * means[:, 0])) == set(range(7))
     weighted = bootstrap_means(values[[0, 0, 1]], np.array([0, 0, 1]))[:, 0]
     assert np.unique(weighted.round(6)) == pytest.approx([0, 1 / 3, 1])  # sizes 2 and 1
+
+
+def test_an_interval_is_shown_with_what_is_known_of_it() -> None:
+    found = {"mean": 0.5, "low": 0.4, "high": 0.6, "prompt_low": None, "prompt_high": None}
+    assert interval_cell(found, 100, 1) == "50.0 [40.0, 60.0]"
+    assert interval_cell(found, 100, 1, None) == "[40.0, 60.0]"
+    assert interval_cell(found, 100, 1, prefix="prompt_") == "50.0"
+    assert interval_cell(found, 100, 1, None, prefix="prompt_") == "\N{EN DASH}"
+    assert interval_cell(None, 1, 2) == "\N{EN DASH}"
+    change = {"gain": -0.0, "low": -1.0, "high": 2.0}
+    assert interval_cell(change, 1, 1, "gain", sign="+") == "+0.0 [-1.0, +2.0]"
