@@ -106,10 +106,10 @@ def score_reference(
     Args:
         reference: frozen.
         weights: digest of its weights; unused without a cache.
-        train_set: pairs to train on.
+        train_set: pairs to train on, of which training takes the `rows`.
         eval_set: held-out ones.
         shown: those in tables.
-        rows: of the training pairs, those that training takes.
+        rows: see `train_set`.
         tokenizer: of the run.
         config: of the run.
     """
@@ -215,15 +215,7 @@ def cache_file(
     config: "DPOConfig",
     ld_alpha: float = 1.0,
 ) -> Path:
-    """Where the log-probabilities of a split's pairs are, or belong.
-
-    Args:
-        weights: As `weights_digest` gives it.
-        examples: All pairs of the split, in their order.
-        tokenizer: What made the ids; a change that changes no id of these rows still renames.
-        config: Of the run; the fields that decide on scores are read.
-        ld_alpha: See `common.losses.sequence_logps`.
-    """
+    """Where the log-probabilities of all pairs of a split, in their order, are or belong."""
     code = sorted(Path(distributed.__file__).parent.rglob("*.py"))
     description = {
         "weights": weights,
@@ -247,15 +239,9 @@ def complete(
     rows: Sequence[int],
     score_rows: Callable[[Sequence[int]], Tensor],
 ) -> Tensor:
-    """Reference log-probabilities of these rows: from the file, and computed where it lacks them.
+    """Log-probabilities of some rows of N: from the file, and computed where it lacks them.
 
-    Collective.
-
-    Args:
-        file: Where they are kept; None: nowhere.
-        num_rows: Rows of the split, N.
-        rows: Those that are needed.
-        score_rows: Scores the rows it is given: (N, 2) float64, NaN elsewhere. Collective.
+    Collective, as `score_rows`: it is given the rows that are missing.
 
     Returns:
         (N, 2) float64 on the host, the same on every rank; NaN may stand in rows not asked for.

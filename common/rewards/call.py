@@ -116,12 +116,9 @@ class RewardSet:
         self.weights = list(weights)
 
     def check_rows(self, rows: Iterable[tuple[int, Mapping[str, Any]]]) -> None:
-        """Refuse rows that the functions cannot judge, before any model is loaded.
+        """Refuse rows, numbered from 1, whose columns the functions cannot judge by.
 
         A built-in that raises on an empty completion could not judge any other.
-
-        Args:
-            rows: The number of each, counted from 1, and its columns other than the prompt.
 
         Raises:
             UserError: a row names a function that is not there, or has not what its functions need.
@@ -165,15 +162,10 @@ class RewardSet:
         columns: Arguments,
         trainer_state: Any = None,
     ) -> Rewards:
-        """Score B completions; each rank scores its own, without a collective of its own.
+        """Score B completions of this rank: texts, or lists of one message of the assistant.
 
-        Args:
-            prompts: B texts or lists of messages.
-            completions: B texts or lists of one message of the assistant.
-            completion_ids: B lists of token ids, up to and including the first stop token.
-            columns: For each column of the data set B values. In a row that names functions in the
-                column `reward_funcs` only those apply.
-            trainer_state: transformers' `TrainerState`, for functions that read it.
+        Their ids go up to the first stop token and include it; `columns` has B values for each. In
+        a row that names functions in the column `reward_funcs` only those apply.
 
         Raises:
             UserError: A function raised, or returned the wrong number of values or one that is no
@@ -213,7 +205,7 @@ class RewardSet:
 
 
 def is_collective(function: RewardFunction) -> bool:
-    """Whether ranks have to call it equally often with as many rows, as a sharded model."""
+    """Whether ranks have to call it equally often, as a sharded model."""
     return bool(getattr(function, "is_collective", False))
 
 
@@ -239,11 +231,9 @@ def needed_columns(name: str, function: RewardFunction) -> list[str]:
 def ask(
     name: str, function: RewardFunction, arguments: Arguments, notes: Notes, rows: Sequence[int]
 ) -> tuple[dict[int, Steps], bool]:
-    """Call a function on some rows of the batch; not called for none.
+    """The rewards of a function by row, where it applies, and whether it rewards steps.
 
-    Returns:
-        Its rewards by row, without those where it does not apply: a number is one step, which ends
-        with the completion. And whether it rewards steps.
+    A number is one step, which ends with the completion.
     """
     if not rows:
         return {}, False

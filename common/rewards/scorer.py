@@ -14,7 +14,7 @@ from transformers import TrainerState
 from common import distributed
 from common.config import CommonConfig, TrainConfig, UserError
 from common.data import Example
-from common.rewards.call import Rewards, RewardSet, is_collective
+from common.rewards.call import Rewards, RewardSet
 from common.rewards.functions import find_function, is_built_in
 from common.sampling.sampler import Rollouts
 
@@ -36,7 +36,8 @@ class RewardScorer:
         """Find and check every function; `load` reads the reward models' weights.
 
         Args:
-            names: Built-ins with what stands behind their colon, file.py:function, reward models.
+            names: Built-ins with what stands behind their colon, file.py:function, which is run as
+                code, and folders or hub ids of reward models.
             weights: One per name; empty for 1 each.
             tokenizer: The policy's.
             config: Of the run.
@@ -60,8 +61,10 @@ class RewardScorer:
     @property
     def reward_models(self) -> "dict[str, RewardModelFunction | EncoderFunction]":
         """The functions that are reward models, by folder."""
-        functions: dict[str, Any] = self.functions.functions
-        return {name: function for name, function in functions.items() if is_collective(function)}
+        from common.rewards.models import EncoderFunction, RewardModelFunction
+
+        kinds = RewardModelFunction | EncoderFunction
+        return {n: f for n, f in self.functions.functions.items() if isinstance(f, kinds)}
 
     def check_rows(self, examples: Sequence[Example]) -> None:
         """Refuse rows that the functions cannot judge, before any model is loaded.
@@ -96,11 +99,7 @@ class RewardScorer:
     ) -> Rewards:
         """Rewards of K completions of each of N prompts. Collective if a reward model takes part.
 
-        Args:
-            examples: N prompts; one of messages gets its completions as messages too.
-            rollouts: N*K completions.
-            step: Optimiser steps done so far, for functions that read `trainer_state`.
-            total_steps: Of the run, for the same.
+        Functions that read `trainer_state` are told that `step` of `total_steps` steps are done.
 
         Returns:
             As the functions' own, with `total` and `by_function` (N, K), the latter by short name;
@@ -192,15 +191,9 @@ def load_reward_functions(
     weights: Sequence[float] | None = None,
     load_reward_model: Callable[[str], Any] = lambda path: None,
 ) -> RewardSet:
-    """Find reward functions by name; all names are checked before the first model is read.
+    """Find reward functions by name, each with its weight; None weighs all with 1.
 
-    `path/to/file.py:function` runs the user's own file as Python code.
-
-    Args:
-        names: Built-ins of `functions`, `path/to/file.py:function`, or the folder or hub id of a
-            reward model, of which `load_reward_model` makes a function.
-        weights: One for each name; None weighs all with 1.
-        load_reward_model: See `names`.
+    All names are checked before `load_reward_model` makes a function of the first folder or hub id.
 
     Raises:
         UserError: No names, a name twice or that is nothing of the above, weights that do not fit.
