@@ -394,7 +394,7 @@ FLAGS: list[Case] = [
     ("evaluate", {"beta": -1}, ["--beta is -1.0", "0 or more"]),
     ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),
     ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
-    ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl holds no scores"]),
+    ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl is no scores.jsonl", "empty"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
     ("train_sft", {"metric_for_best_model": "loss"}, ["--save_steps is 0", "positive"]),
