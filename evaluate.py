@@ -27,6 +27,7 @@ output_dir, and prints the tables.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -234,7 +235,7 @@ def show(results: dict[str, Any], config: EvaluateConfig) -> None:
 
 def load_data(
     config: EvaluateConfig, tokenizer: Any, stop_ids: list[int]
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """The pairs to judge and the prompts to sample from, both of the test split."""
     split, rest = config.dataset_test_split, (tokenizer, stop_ids)
     pairs = data.load_examples(
@@ -253,7 +254,9 @@ def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> 
         completions.write(answers, output_dir)
 
 
-def describe(path: str, name: str, kind: str, scores: Any, pairs: list[Example]) -> dict[str, Any]:
+def describe(
+    path: str, name: str, kind: str, scores: Any, pairs: Sequence[Example]
+) -> dict[str, Any]:
     """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
     from common.evaluation.intervals import preference_accuracy
 
@@ -282,7 +285,7 @@ def attainable(described: list[dict[str, Any]]) -> float | None:
 
 
 def samples(
-    prompts: list[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
+    prompts: Sequence[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
 ) -> list[dict[str, Any]]:
     """The first prompts with every policy's completion, for the report."""
     return [

@@ -31,6 +31,7 @@ grow. That both `chosen_logp` and `rejected_logp` fall is usual: only their diff
 """
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def main(config: DPOConfig) -> None:
 
 def load_pairs(
     config: DPOConfig, tokenizer: Any, stop_ids: list[int], model_config: Any, mesh: DeviceMesh
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """Pairs to train on, from rows or made of rollouts, and held-out ones. Collective."""
     from common.pairs.from_rollouts import pairs_from_rollouts
 

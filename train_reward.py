@@ -30,6 +30,7 @@ The exported folder loads as `AutoModelForSequenceClassification`. On the demo i
 three points of the best attainable accuracy in two minutes on two CPU cores.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def main(config: RewardConfig) -> None:
 
 def load_data(
     config: RewardConfig, tokenizer: Any, stop_ids: list[int], model_config: Any
-) -> tuple[list[Example], list[Example], list[Example]]:
+) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
 
@@ -137,7 +138,7 @@ def load_data(
     )
 
 
-def print_balance(train_set: list[Example], eval_set: list[Example]) -> None:
+def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> None:
     """Say how far the length of the completions alone tells which one is preferred."""
     for split, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:

@@ -7,7 +7,7 @@ gives each rank its rows as a function of the step; `pack` puts them into micro-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import torch
 
@@ -51,6 +51,29 @@ class Example:
         return len(self.prompt_ids) + sum(map(len, self.completions))
 
 
+class Examples(Sequence[Example]):
+    """Examples that are made when they are looked at, out of rows that may stand on disk."""
+
+    def __init__(self, rows: Any) -> None:
+        """Take the rows, by number, with the fields of `Example`."""
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        """One example, or a list of some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return Example(*self._rows[range(len(self))[index]])
+
+
 def load_examples(
     config: CommonConfig,
     dataset_name: str,
@@ -59,19 +82,22 @@ def load_examples(
     tokenizer: Any,
     stop_ids: Sequence[int],
     num_rows: int = 0,
-) -> list[Example]:
-    """Read, check and tokenise one split, and print what was lost; [] for an empty name."""
+) -> Sequence[Example]:
+    """Read, check and tokenise one split, and print what was lost; [] for an empty name.
+
+    Collective.
+    """
     from common.text import tokenise
 
     if not dataset_name or not split:
         return []
     found = tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids[0], num_rows)
-    return [Example(*fields) for fields in found]
+    return [Example(*row) for row in found] if isinstance(found, list) else Examples(found)
 
 
 def load_splits(
     config: TrainConfig, kind: "Kind", tokenizer: Any, stop_ids: Sequence[int]
-) -> tuple[list[Example], list[Example]]:
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     train, test = config.dataset_train_split, config.dataset_test_split
     name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
@@ -82,8 +108,8 @@ def load_splits(
 
 
 def to_end_of_turn(
-    examples: list[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
-) -> list[Example]:
+    examples: Sequence[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
+) -> Sequence[Example]:
     """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
 
     Raises:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -289,7 +289,25 @@ def from_all_ranks(values: list[Any]) -> list[Any]:
 
 def barrier() -> None:
     """Wait for every rank. Collective."""
-    dist.barrier()
+    if world_size() > 1:
+        dist.barrier()
+
+
+def is_first_on_host() -> bool:
+    """Whether this process goes first in `host_first`."""
+    return number_in("LOCAL_RANK", 0) == 0
+
+
+@contextlib.contextmanager
+def host_first() -> Iterator[None]:
+    """One process of each machine goes through the block before the others do. Collective."""
+    if not is_first_on_host():
+        barrier()
+    try:
+        yield
+    finally:
+        if is_first_on_host():
+            barrier()
 
 
 def print_rank0(*values: object, **options: Any) -> None:

@@ -403,7 +403,7 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
     assert example == Example(
         0, "p", tokenizer("p")["input_ids"], [], {k: row[k] for k in list(row)[1:]}
     )
-    assert report.completion_lengths == (0, 0, 0, 0)
+    assert report.completion_lengths == [0, 0, 0, 0]
 
 
 def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
@@ -468,8 +468,8 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
     assert report.dropped == expected
     assert report.num_duplicates == 1
     assert report.num_completions_truncated == 1
-    assert report.prompt_lengths == (1, 1, 1, 1)
-    assert report.completion_lengths == (2, 3, 3, 3)  # 2 2 2 2 2 3
+    assert report.prompt_lengths == [1, 1, 1, 1]
+    assert report.completion_lengths == [2, 3, 3, 3]  # 2 2 2 2 2 3
     with pytest.raises(UserError) as caught:
         tokenize(rows, gpt2, kind="preference", max_dropped_fraction=0.5, **limits)
     assert str(caught.value) == (

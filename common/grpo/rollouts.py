@@ -92,7 +92,7 @@ class Kept:
 
 def reward(
     scorer: "RewardScorer",
-    examples: list[Example],
+    examples: Sequence[Example],
     rollouts: Rollouts,
     config: GRPOConfig,
     step: int,

@@ -1,6 +1,6 @@
 """What is recorded of GRPO's steps: tables of samples, metrics, warnings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,7 @@ def sample_table(
     sampler: Sampler,
     scorer: "RewardScorer",
     reference: "Policy | AdapterReference | None",
-    examples: list[Example],
+    examples: Sequence[Example],
     config: GRPOConfig,
     step: int,
     total_steps: int,

@@ -94,8 +94,8 @@ def load_reference(
 def score_reference(
     reference: "Policy | AdapterReference",
     weights: str,
-    train_set: list[Example],
-    eval_set: list[Example],
+    train_set: Sequence[Example],
+    eval_set: Sequence[Example],
     shown: list[Example],
     rows: Sequence[int],
     tokenizer: Any,
@@ -135,7 +135,7 @@ def reference_logps(
     weights: str,
     tokenizer: Any,
     config: "DPOConfig",
-    examples: list[Example],
+    examples: Sequence[Example],
     rows: Sequence[int],
     ld_alpha: float = 1.0,
 ) -> Tensor:
@@ -170,7 +170,7 @@ def reference_logps(
     return logps
 
 
-def shorter_lengths(examples: list[Example]) -> Tensor:
+def shorter_lengths(examples: Sequence[Example]) -> Tensor:
     """Tokens of the shorter completion of each pair, (rows,) on the device."""
     lengths = [min(map(len, example.completions)) for example in examples]
     return torch.tensor(lengths, device=distributed.device())

@@ -5,8 +5,11 @@ A file holds the SHA-256 of its name and body, then the body.
 
 import functools
 import hashlib
+import mmap
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from common.config import gist
 
@@ -24,44 +27,36 @@ def code_digest() -> str:
 
 
 def read(file: Path) -> memoryview | None:
-    """The body, None where there is no such file or it is damaged."""
+    """The body, mapped into memory; None where there is no such file or it is damaged."""
     try:
-        content = memoryview(file.read_bytes())
+        with file.open("rb") as stream:
+            if stream.read(CHECKSUM_BYTES) != checksum(file, pieces(stream)):
+                return None
+            content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError:
         return None
-    stored, body = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
-    return body if stored == checksum(file, body) else None
+    return memoryview(content)[CHECKSUM_BYTES:]
 
 
-def write(file: Path, body: memoryview) -> None:
-    """Write a file, and its folder.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    # Another run may write the same file: each writes its own, and the last to finish names it.
-    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with unfinished.open("xb") as stream:
-            stream.write(checksum(file, body))
-            stream.write(body)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def keep(file: Path, body: memoryview, what: str, flag: str) -> None:
-    """Write a file of a cache; a disk that refuses is warned about.
+def keep(file: Path, body: Sequence[Any], what: str, flag: str) -> None:
+    """Write a file of a cache, and its folder; a disk that refuses is warned about.
 
     Args:
-        file: as for `write`.
-        body: as for `write`.
-        what: is not kept then.
-        flag: that names the cache's folder.
+        file: The last of several writers names it.
+        body: Buffers, which are written one behind the other.
+        what: Is not kept then.
+        flag: That names the cache's folder.
     """
+    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        write(file, body)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("xb") as stream:
+                for part in (checksum(file, body), *body):
+                    stream.write(part)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         _warn_once(file.parent, what, flag, error.strerror or gist(error))
 
@@ -76,6 +71,14 @@ def _warn_once(folder: Path, what: str, flag: str, reason: str) -> None:
     )
 
 
-def checksum(file: Path, body: memoryview) -> bytes:
+def pieces(stream: BinaryIO) -> Iterator[bytes]:
+    """What is left of a file, without ever holding all of it."""
+    return iter(functools.partial(stream.read, 1 << 20), b"")
+
+
+def checksum(file: Path, body: Iterable[Any]) -> bytes:
     """Of the name too: a file that was given another one is not taken for it."""
-    return hashlib.sha256(file.name.encode() + hashlib.sha256(body).digest()).digest()
+    digest = hashlib.sha256()
+    for part in body:
+        digest.update(part)
+    return hashlib.sha256(file.name.encode() + digest.digest()).digest()

@@ -6,10 +6,9 @@ messages of a conversation, or in two of these places. What comes out has it in 
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from common import distributed
 from common.text.chat import is_messages, split_turns
 
 Row = dict[str, Any]
@@ -26,8 +25,10 @@ def with_completion(row: Row, columns: Sequence[str]) -> Row:
     return row
 
 
-def without_repeated_prompts(rows: Sequence[Row], columns: Sequence[str], source: str) -> list[Row]:
-    """Rows whose completions repeat the prompt, without it in the completions; says how many.
+def without_repeated_prompts(
+    rows: Sequence[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
+) -> list[Row]:
+    """Rows whose completions repeat the prompt, without it in the completions; tells how many.
 
     TRL's rows with an implicit prompt have it in front of every completion; some data sets give it
     in a column beside (UltraFeedback as text, the completions as messages), and would be trained
@@ -44,12 +45,12 @@ def without_repeated_prompts(rows: Sequence[Row], columns: Sequence[str], source
         num_cut += is_cut
         result.append(_without_prompt(row, columns) if is_cut else row)
     if num_cut:
-        distributed.print_rank0(
+        tell(
             f"{source}: {' and '.join(columns)} repeat the prompt in {num_cut} of {len(rows)} "
             "rows, which is cut from them"
         )
     if num_cut < sum(repeats):
-        distributed.print_rank0(
+        tell(
             f"warning: {source}: {' and '.join(columns)} begin with the text of the prompt in "
             f"{sum(repeats)} of {len(rows)} rows, which are taken as they are"
         )

@@ -1,16 +1,20 @@
 """Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
 
+import contextlib
+import functools
 import gzip
+import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from common import distributed
 from common.config import UserError, gist
-from common.text import forms, hub, synthetic
+from common.text import checked_file, forms, hub
 from common.text.chat import is_messages
 from common.text.forms import Row as Row
 
@@ -40,6 +44,7 @@ def load_rows(
     seed: int,
     num_rows: int | None = None,
     dataset_config: str | None = None,
+    tell: Callable[[str], None] = distributed.print_rank0,
 ) -> list[Row]:
     """Read one split and check every row against the schema of its kind.
 
@@ -55,6 +60,7 @@ def load_rows(
         seed: Seed of the embedded task; unused for other data.
         num_rows: Take the first rows only; None or 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
+        tell: Takes what is to be known of the rows.
 
     Returns:
         At least one row, of texts or of messages: then a completion is one, of the assistant. Any
@@ -65,35 +71,60 @@ def load_rows(
     """
     assert kind in COMPLETION_COLUMNS, kind
     if dataset_name == "synthetic":
+        from common.text import synthetic
+
         return synthetic.make_rows(kind, split, num_rows or None, seed)
-    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
-    if path.is_dir():
-        files = _split_files(path, split)
-    elif path.is_file():
-        files = [_single_file(path, split)]
-    elif _looks_like_path(dataset_name):
-        raise UserError(f"dataset_name {dataset_name!r} does not exist; give a file or a folder.")
-    elif how := _how_it_is_made(dataset_name):
-        raise UserError(f"dataset_name {dataset_name!r} does not exist: {how}.")
-    else:
-        files = []
+    files = data_files(dataset_name, split)
     if files:
-        source = os.fspath(files[0]) if len(files) == 1 else f"{path} split {split!r}"
+        source = os.fspath(files[0])
+        if len(files) > 1:
+            source = f"{os.path.expanduser(dataset_name)} split {split!r}"
         rows = [row for file in files for row in _read_file(file)]
     else:
         source = f"{dataset_name} split {split!r}"
-        rows = _read_hub(dataset_name, split, dataset_config)
+        rows = list(_hub_data(dataset_name, split, dataset_config).to_list())
     if not rows:
         raise UserError(f"{source} has no rows; at least one is needed.")
     rows = rows[: num_rows or None]
     columns = COMPLETION_COLUMNS[kind]
     rows = [forms.with_completion(row, columns) for row in rows]
-    rows = forms.without_repeated_prompts(rows, columns, source)
+    rows = forms.without_repeated_prompts(rows, columns, source, tell)
     rows = [forms.with_one_answer(row, columns) for row in rows]
     if kind == "preference":
         rows = [forms.with_explicit_prompt(row) for row in rows]
     _check_rows(rows, kind, source)
     return rows
+
+
+def identity(dataset_name: str, split: str, dataset_config: str | None) -> str:
+    """What tells the content of a split from another: a digest of its files, or the hub's name."""
+    if dataset_name == "synthetic":
+        return dataset_name
+    files = data_files(dataset_name, split)
+    if not files:
+        return str(_hub_data(dataset_name, split, dataset_config)._fingerprint)
+    digest = hashlib.sha256()
+    for file in files:
+        with _readable(file), file.open("rb") as stream:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            for part in checked_file.pieces(stream):
+                digest.update(part)
+    return digest.hexdigest()
+
+
+def data_files(dataset_name: str, split: str) -> list[Path]:
+    """The files of one split; none of what must be a hub id."""
+    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
+    if path.is_dir():
+        return _split_files(path, split)
+    if path.is_file():
+        return [_single_file(path, split)]
+    how = _how_it_is_made(dataset_name)
+    # `folder/name` is a valid hub id.
+    if how or _looks_like_path(dataset_name):
+        end = f": {how}" if how else "; give a file or a folder"
+        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
+    return []
 
 
 def row_source(row: Row) -> str:
@@ -185,15 +216,11 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return list(matches)
 
 
-def _read_file(path: Path) -> list[Row]:
-    """Rows of one local file; a UserError names the file, and the line where one is at fault."""
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Make a UserError that names the file of whatever is raised where it cannot be read."""
     try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # type: ignore[import-untyped]
-
-            return list(pyarrow.parquet.read_table(path).to_pylist())
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return _parse_json(_decode(data, os.fspath(path)), os.fspath(path))
+        yield
     except UserError:
         raise
     except (OSError, ValueError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
@@ -202,46 +229,55 @@ def _read_file(path: Path) -> list[Row]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
-def _decode(data: bytes, source: str) -> str:
-    """The text of a file, without a byte-order mark."""
+def _read_file(path: Path) -> list[Row]:
+    """Rows of one local file; a UserError names the file, and the line where one is at fault."""
+    with _readable(path):
+        if path.suffix == ".parquet":
+            import pyarrow.parquet  # type: ignore[import-untyped]
+
+            return list(pyarrow.parquet.read_table(path).to_pylist())
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            return list(_json_rows(stream, os.fspath(path)))
+
+
+def _json_rows(stream: Any, source: str) -> Iterator[Row]:
+    """Rows of a JSON list of objects, or of one object per line."""
+    is_first = True
+    # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
+    for number, line in enumerate(stream, start=1):
+        text = _text(line, source, number).removeprefix("\ufeff" if number == 1 else "")
+        if is_first and text.lstrip().startswith("["):
+            documents = _DECODER.decode(text + _text(stream.read(), source, number + 1))
+            for index, row in enumerate(documents, start=1):
+                yield _object(row, f"{source}, row {index}")
+        elif text.strip():
+            is_first, place = False, f"{source}, line {number}"
+            try:
+                row = _DECODER.decode(text)
+            except json.JSONDecodeError as error:  # which would say that it is the first line
+                fault = f"it is not JSON, at column {error.colno}: {error.msg}"
+                raise UserError(f"{place}: {fault}.") from None
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place}: {gist(error)}.") from None
+            yield _object(row, place)
+
+
+def _text(data: bytes, source: str, line: int) -> str:
+    """The text of a part of a file that begins with so many a line."""
     try:
-        return data.decode("utf-8-sig")
+        return data.decode()
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{source}, line {line}: byte 0x{data[error.start]:02x} is no text in UTF-8; save "
-            "the file in that encoding."
+            f"{source}, line {line + data.count(10, 0, error.start)}: byte "
+            f"0x{data[error.start]:02x} is no text in UTF-8; save the file in that encoding."
         ) from None
 
 
-def _json_fault(error: Exception) -> str:
-    """What is wrong with a line of JSON, of which the decoder would say that it is the first."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is not JSON, at column {error.colno}: {error.msg}"
-    return gist(error)
-
-
-def _parse_json(text: str, source: str) -> list[Row]:
-    """Rows of a JSON list of objects, or of one object per line."""
-    if text.lstrip().startswith("["):
-        documents = [("row", i, row) for i, row in enumerate(_DECODER.decode(text), start=1)]
-    else:
-        documents = []
-        # Not splitlines(): a JSON string may hold U+2028, which that takes for a line break.
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                documents.append(("line", number, _DECODER.decode(line)))
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{source}, line {number}: {_json_fault(error)}.") from None
-    for unit, number, row in documents:
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{source}, {unit} {number}: expected an object with named columns, "
-                f"found {type(row).__name__}."
-            )
-    return [row for _, _, row in documents]
+def _object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        found = type(row).__name__
+        raise UserError(f"{place}: expected an object with named columns, found {found}.")
+    return row
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -257,13 +293,14 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
-def _read_hub(name: str, split: str, config: str | None) -> list[Row]:
-    """Rows of a hub data set, or one sentence quickly if it cannot be had."""
+@functools.lru_cache(1)
+def _hub_data(name: str, split: str, config: str | None) -> Any:
+    """A split of a hub data set, or one sentence quickly if it cannot be had."""
     import datasets
 
     hub.is_reachable()
     try:
-        return list(datasets.load_dataset(name, config or None, split=split).to_list())
+        return datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
@@ -313,12 +350,7 @@ def _column_fault(row: Row, column: str) -> str:
             f"holds {type(value).__name__}, it must be text or a list of messages, each with the "
             "texts 'role' and 'content'"
         )
-    texts = [value] if isinstance(value, str) else [message["content"] for message in value]
-    return _character_fault("".join(texts))
-
-
-def _character_fault(text: str) -> str:
-    """What is wrong with the characters of a text, empty if nothing is."""
+    text = value if isinstance(value, str) else "".join(message["content"] for message in value)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON may escape half of a pair, which no file can hold

@@ -6,16 +6,22 @@ result of an earlier run from the cache.
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from common import distributed
 from common.config import CommonConfig, UserError
 from common.text import token_cache
 from common.text.chat import Conversation, render
-from common.text.rows import COMPLETION_COLUMNS, Kind, Row, load_rows, row_source
+from common.text.rows import COMPLETION_COLUMNS, Kind, Row, identity, load_rows, row_source
+from common.text.token_cache import Stored, Tokenized
 from common.text.truncate import (
+    CHUNK_ROWS,
     encode,
     last_line,
     leading_ids,
@@ -29,18 +35,6 @@ MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
 
 
-class Tokenized(NamedTuple):
-    """The fields of a `data.Example`, which says what they are."""
-
-    row: int
-    prompt: str
-    prompt_ids: list[int]
-    completions: list[list[int]]
-    columns: dict[str, Any]
-    source: str
-    messages: list[dict[str, Any]]
-
-
 @dataclass
 class DataReport:
     """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
@@ -48,7 +42,7 @@ class DataReport:
     split: str
     num_rows: int
     num_kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=Counter)
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
     truncated_prompt: str = ""  # the row of them that changed most, before and after
@@ -57,13 +51,14 @@ class DataReport:
     num_duplicates: int = 0
     num_boundary_merges: int = 0
     num_boundaries_checked: int = 0
-    prompt_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
-    completion_lengths: tuple[int, int, int, int] = (0, 0, 0, 0)
+    prompt_lengths: list[int] = field(default_factory=list)
+    completion_lengths: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # on the rows as they were read
 
     @property
     def num_dropped(self) -> int:
         """Rows that did not become examples."""
-        return self.dropped.total()
+        return sum(self.dropped.values())
 
     @property
     def drop_counts(self) -> str:
@@ -72,6 +67,7 @@ class DataReport:
 
     def __str__(self) -> str:
         """Lines to print."""
+        notes = "".join(f"{note}\n" for note in self.notes)
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
         cues_cut = (
             f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
@@ -80,7 +76,7 @@ class DataReport:
             else ""
         )
         lines = (
-            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
+            f"{notes}{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
             f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
             f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
             f"{cues_cut}  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
@@ -110,39 +106,53 @@ def load(
     tokenizer: Any,
     stop_id: int,
     num_rows: int = 0,
-) -> list[Tokenized]:
+) -> list[Tokenized] | Stored:
     """Read, check and tokenise one split, and print what was lost.
 
     The embedded task has one data set, whatever the seed of the run.
     """
-    rows = load_rows(
-        dataset_name,
-        split,
-        kind=kind,
-        seed=0,
-        num_rows=num_rows,
-        # A configuration belongs to the data set it was given with, not to a second one.
-        dataset_config=(dataset_name == config.dataset_name and config.dataset_config) or None,
-    )
-    rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
+    # A configuration belongs to the data set it was given with, not to a second one.
+    dataset_config = (dataset_name == config.dataset_name and config.dataset_config) or None
     settings: dict[str, Any] = {
         "kind": kind,
         "stop_id": stop_id,
         "max_prompt_length": config.max_prompt_length,
         "max_completion_length": config.max_completion_length,
         "truncation": config.prompt_truncation,
+        "split": split,
     }
-    limits: dict[str, Any] = {"max_dropped_fraction": config.max_dropped_fraction, "split": split}
-    columns = ("prompt", *COMPLETION_COLUMNS[kind])
-    file = token_cache.file_for(config.token_cache_dir, rows, columns, tokenizer, settings)
-    stored = token_cache.read(file, rows)
-    if stored:
-        kept, report = _from_cache(rows, kind, *stored, **limits)
-    else:
-        kept, report = tokenize_rows(rows, tokenizer, **settings, **limits)
-        token_cache.write(file, rows, kept, vars(report))
+    file = token_cache.file_for(
+        config.token_cache_dir,
+        tokenizer,
+        {"dataset_name": dataset_name, "num_rows": num_rows, **settings},
+        partial(identity, dataset_name, split, dataset_config),
+    )
+    with distributed.host_first():
+        stored = token_cache.read(file)
+        if stored is None:
+            notes: list[str] = []
+            rows = load_rows(
+                dataset_name,
+                split,
+                kind=kind,
+                seed=0,
+                num_rows=num_rows,
+                dataset_config=dataset_config,
+                tell=notes.append,
+            )
+            rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
+            found, report = tokenize_rows(
+                rows, tokenizer, **settings, max_dropped_fraction=config.max_dropped_fraction
+            )
+            report.notes = notes
+            if file and len(rows) >= token_cache.MIN_ROWS and distributed.is_first_on_host():
+                token_cache.write(file, found, vars(report))
+                stored = token_cache.read(file)  # in place of what was made, which takes memory
+    if stored is not None:
+        report = DataReport(**stored.report)
+        _refuse_lossy(report, config.max_dropped_fraction)
     distributed.print_rank0(report)
-    return kept
+    return found if stored is None else stored
 
 
 def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
@@ -152,21 +162,6 @@ def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
     names = ("prompt", *columns)
     blank = {n: "" for n in names if not any(m["content"].strip() for m in row[n])}
     return render(row, [name for name in columns if name not in blank], tokenizer) | blank
-
-
-def _from_cache(
-    rows: Sequence[Row],
-    kind: Kind,
-    entries: Sequence[token_cache.Entry],
-    counts: dict[str, Any],
-    *,
-    max_dropped_fraction: float,
-    split: str,
-) -> tuple[list[Tokenized], DataReport]:
-    """What `tokenize_rows` would return, or raise, for the rows that these entries were made of."""
-    report = DataReport(**(counts | {"split": split, "dropped": Counter(counts["dropped"])}))
-    _refuse_lossy(report, max_dropped_fraction)
-    return [_with_columns(rows[entry.row], kind, *entry) for entry in entries], report
 
 
 def tokenize_rows(
@@ -204,17 +199,13 @@ def tokenize_rows(
         UserError: Too many rows dropped or none left; `tldr` without a fast tokenizer.
     """
     columns = COMPLETION_COLUMNS[kind]
-    prompts = _tokenize_prompts(
-        [row["prompt"] for row in rows], tokenizer, max_prompt_length, truncation
-    )
-    texts = [
-        tokenize_completions([row[c] for row in rows], tokenizer, stop_id, max_completion_length)
-        for c in columns
-    ]
+    limits = (max_prompt_length, max_completion_length, truncation)
     report = DataReport(split=split, num_rows=len(rows))
     kept: list[Tokenized] = []
+    answers: list[Sequence[_Text]] = []  # of those kept
     cut: dict[int, _Text] = {}
-    for index, (row, prompt, *completions) in enumerate(zip(rows, prompts, *texts, strict=True)):
+    tokenized = _in_chunks(rows, columns, tokenizer, stop_id, *limits)
+    for index, (row, (prompt, *completions)) in enumerate(zip(rows, tokenized, strict=True)):
         reason = _drop_reason(prompt, completions)
         if prompt is None or reason:
             report.dropped[reason] += 1
@@ -224,26 +215,69 @@ def tokenize_rows(
             cut[index] = prompt
         report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
+        answers.append(completions)
         ids = [text.ids for text in completions]
-        kept.append(_with_columns(row, kind, index, prompt.text, prompt.ids, ids))
+        rest = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
+        messages = getattr(row["prompt"], "messages", [])
+        kept.append(Tokenized(index, prompt.text, prompt.ids, ids, rest, row_source(row), messages))
 
     report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
     report.truncated_prompt = _before_and_after(rows, cut, truncation)
-    report.num_duplicates = len(rows) - len(
-        {tuple(row[c] for c in ("prompt", *columns)) for row in rows}
-    )
+    distinct = {tuple(row[name] for name in ("prompt", *columns)) for row in rows}
+    report.num_duplicates = len(rows) - len(distinct)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
-    sample = kept[:: -(-len(kept) // MERGE_SAMPLE) or 1]
-    pairs = [(e.prompt, column[e.row].text) for e in sample for column in texts]
+    sample = slice(None, None, -(-len(kept) // MERGE_SAMPLE) or 1)
+    sampled = zip(kept[sample], answers[sample], strict=True)
+    pairs = [(row.prompt, text.text) for row, texts in sampled for text in texts]
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
     _refuse_lossy(report, max_dropped_fraction)
     return kept, report
 
 
+def _in_chunks(
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    tokenizer: Any,
+    stop_id: int,
+    max_prompt_length: int,
+    max_completion_length: int,
+    truncation: str,
+) -> Iterator[tuple[Any, ...]]:
+    """Each row's prompt and completions, by as many threads as there are cores.
+
+    A tokenizer leaves Python to the others while it works.
+    """
+    texts = (row["prompt"] for row in rows)
+    cues = shared_cues(text for text in texts if not isinstance(text, Conversation))
+
+    def tokenized(start: int) -> list[tuple[Any, ...]]:
+        part = rows[start : start + CHUNK_ROWS]
+        prompts = [row["prompt"] for row in part]
+        completions = (
+            tokenize_completions(
+                [row[c] for row in part], tokenizer, stop_id, max_completion_length
+            )
+            for c in columns
+        )
+        cut = _tokenize_prompts(prompts, tokenizer, max_prompt_length, truncation, cues)
+        return list(zip(cut, *completions, strict=True))
+
+    starts = range(0, len(rows), CHUNK_ROWS)
+    is_shown = distributed.is_rank0() and len(starts) > 10
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = pool.map(tokenized, starts)
+        for part in tqdm(parts, "tokenising", len(starts), leave=False, disable=not is_shown):
+            yield from part
+
+
 def _tokenize_prompts(
-    prompts: Sequence[str], tokenizer: Any, max_length: int, truncation: str
+    prompts: Sequence[str],
+    tokenizer: Any,
+    max_length: int,
+    truncation: str,
+    cues: Mapping[str, str],
 ) -> list[_Text | None]:
     """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
     assert truncation in ("tldr", "start"), truncation
@@ -252,7 +286,6 @@ def _tokenize_prompts(
     room = max_length - len(leading)
     if room < 1:
         raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
-    cues = shared_cues(text for text in prompts if not isinstance(text, Conversation))
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         may_be_cut = not isinstance(prompt, Conversation)
@@ -337,16 +370,6 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
     return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
 
 
-def _with_columns(
-    row: Row, kind: Kind, index: int, prompt: str, prompt_ids: list[int], ids: list[list[int]]
-) -> Tokenized:
-    """The tokens of a row, with what tokenising leaves as it is."""
-    tokenized = ("prompt", *COMPLETION_COLUMNS[kind])
-    columns = {k: v for k, v in row.items() if k not in tokenized}
-    messages = getattr(row["prompt"], "messages", [])
-    return Tokenized(index, prompt, prompt_ids, ids, columns, row_source(row), messages)
-
-
 def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
     """Raise a UserError if too few rows are left."""
     fraction = report.num_dropped / report.num_rows
@@ -359,15 +382,10 @@ def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
         )
 
 
-def _quantiles(lengths: Sequence[int]) -> tuple[int, int, int, int]:
+def _quantiles(lengths: Sequence[int]) -> list[int]:
     """Median, 90 %, 99 % and maximum: the smallest length that the share does not exceed."""
-    if not lengths:
-        return (0, 0, 0, 0)
-    ordered = sorted(lengths)
-    median, p90, p99, longest = (
-        ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)
-    )
-    return median, p90, p99, longest
+    ordered = sorted(lengths) or [0]
+    return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)]
 
 
 def _slashed(numbers: Sequence[int]) -> str:

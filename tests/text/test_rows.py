@@ -169,7 +169,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     "name", ["data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope", "~nosuchuser/a"]
 )
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatch):
-    monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(rows_module, "_hub_data", lambda *_: pytest.fail("asked the hub"))
     assert f"{name!r} does not exist" in refusal(name, "train")
 
 
@@ -187,7 +187,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatc
 )
 def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(rows_module, "_read_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(rows_module, "_hub_data", lambda *_: pytest.fail("asked the hub"))
     assert told in refusal(name, "train")
 
 

@@ -5,6 +5,7 @@ whatever could change a token is another file; and a file or folder that cannot 
 """
 
 import copy
+import datetime
 import errno
 import json
 import os
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import tiny
 from tokenizers import AddedToken
@@ -22,9 +24,8 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from common.config import UserError
-from common.data import Example, load_examples
-from common.text import checked_file, token_cache, tokenise
-from common.text.chat import Conversation
+from common.data import Example, Examples, load_examples
+from common.text import checked_file, rows, token_cache, tokenise
 
 EOS = "<|endoftext|>"
 TEMPLATE = (
@@ -110,7 +111,7 @@ def load(tmp_path, monkeypatch, capsys) -> Callable[..., Load]:
         calls.clear()
         capsys.readouterr()
         args = (config, str(folder), split, kind, tokenizer or other_tokenizer(), [stop_id])
-        return Load(load_examples(*args), capsys.readouterr().out, not calls)
+        return Load(list(load_examples(*args)), capsys.readouterr().out, not calls)
 
     return load
 
@@ -155,33 +156,48 @@ def test_a_report_is_read_as_it_was_made(load, monkeypatch):
     assert not load(PAIRS).is_hit
     assert load(PAIRS).is_hit
     assert reports[0] == reports[1]
-    assert type(reports[0].dropped) is type(reports[1].dropped)
     assert reports[1].num_dropped == 2
 
 
-def test_an_id_is_one_object_however_often_it_occurs(load):
-    rows = [{"prompt": f"word {n}", "chosen": " a", "rejected": " b"} for n in range(9)] * 9
-    load(rows)
-    hit = load(rows)
-    ids = [i for e in hit.examples for ids in (e.prompt_ids, *e.completions) for i in ids]
-    assert hit.is_hit
-    assert max(ids) > 256  # Python has one object of each smaller number by itself
-    assert len({id(i) for i in ids}) == len(set(ids))
+def test_examples_on_disk_are_read_like_a_list(load, tmp_path, monkeypatch):
+    load(PAIRS)
+    config = tiny.train_config(
+        token_cache_dir=str(tmp_path / "cache"),
+        max_prompt_length=60,
+        max_completion_length=20,
+        max_dropped_fraction=0.9,
+    )
+    monkeypatch.setattr(tokenise, "tokenize_rows", lambda *_, **__: pytest.fail("it is there"))
+    rest = ("preference", other_tokenizer(), [0])
+    examples = load_examples(config, str(tmp_path / "rows"), "train", *rest)
+    assert isinstance(examples, Examples)
+    assert len(examples) == 4
+    rows = [0, 1, 2, 5]
+    assert [example.row for example in examples] == rows
+    assert [example.row for example in examples[1:-1]] == rows[1:-1]
+    assert examples[-1] == examples[3]
+    with pytest.raises(IndexError):
+        examples[4]
 
 
 def test_columns_that_are_not_tokenised_come_from_the_rows_of_today(load):
     load(PAIRS)
-    hit = load([{**row, "source": "new", "facts": {"k": n}} for n, row in enumerate(PAIRS)])
-    assert hit.is_hit
-    assert {example.source for example in hit.examples} == {"new"}
-    assert [e.columns["facts"] for e in hit.examples] == [{"k": e.row} for e in hit.examples]
+    now = load([{**row, "source": "new", "facts": {"k": n}} for n, row in enumerate(PAIRS)])
+    assert {example.source for example in now.examples} == {"new"}
+    assert [e.columns["facts"] for e in now.examples] == [{"k": e.row} for e in now.examples]
 
 
 def test_another_split_of_the_same_rows_has_its_own_name(load):
     load(PAIRS)
-    hit = load(PAIRS, split="validation")
+    assert load(PAIRS, split="validation").printed.startswith("validation: 4 of 6 rows")
+
+
+def test_what_was_told_of_the_rows_is_told_again(load):
+    rows = [{"prompt": "Say:", "chosen": f"Say: a{n}", "rejected": f"Say: b{n}"} for n in range(2)]
+    miss, hit = load(rows), load(rows)
     assert hit.is_hit
-    assert hit.printed.startswith("validation: 4 of 6 rows")
+    assert "chosen and rejected repeat the prompt in 2 of 2 rows" in miss.printed
+    assert hit.printed == miss.printed
 
 
 def test_too_many_dropped_rows_are_refused_on_a_hit_as_without(load):
@@ -225,81 +241,58 @@ def test_whatever_changes_a_token_is_another_file(load, tmp_path, changes):
     assert load(rows, **changed).is_hit
 
 
-def name_of(
-    rows: list[dict[str, Any]],
-    tokenizer: Any = None,
-    columns: tuple[str, ...] = ("prompt", "completion"),
-    **settings: Any,
-) -> str:
+def name_of(tokenizer: Any = None, **settings: Any) -> str:
     settings = {"stop_id": 0, **settings}
-    file = token_cache.file_for("cache", rows, columns, tokenizer or tiny.tokenizer(), settings)
+    file = token_cache.file_for("cache", tokenizer or tiny.tokenizer(), settings, lambda: "rows")
     assert file is not None
     return file.name
 
 
-def test_texts_are_told_apart_by_their_lengths():
-    def rows(*texts: str) -> list[dict[str, Any]]:
-        pairs = zip(texts[::2], texts[1::2], strict=True)
-        return [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+def test_data_sets_are_told_apart_by_their_bytes_and_by_where_a_file_ends(tmp_path):
+    def identity_of(*shards: str) -> str:
+        folder = tmp_path / "_".join(("of", *shards))
+        folder.mkdir()
+        for number, text in enumerate(shards):
+            (folder / f"train-{number}-of-{len(shards)}.jsonl").write_text(text)
+        return rows.identity(str(folder), "train", None)
 
-    names = [
-        name_of(rows("ab", "x", "c", "y")),
-        name_of(rows("a", "x", "bc", "y")),
-        name_of(rows("ab", "xy", "c", "")),
-        name_of(rows("ab", "", "cx", "y")),
-        name_of(rows("abcx", "y")),
-        name_of(rows("ab", "x", "c", "y"), other=1),
-    ]
-    assert len(set(names)) == len(names)
-    assert names[0] == name_of(rows("ab", "x", "c", "y"))
-    row = {"prompt": "p", "chosen": "a", "rejected": "a"}
-    assert name_of([row], columns=("prompt", "chosen")) != name_of(
-        [row], columns=("prompt", "rejected")
-    )
+    shards = [("ab", "c"), ("a", "bc"), ("abc", ""), ("abc",), ("abd",)]
+    assert len({identity_of(*texts) for texts in shards}) == len(shards)
 
 
-def test_lengths_are_not_taken_for_texts():
-    # One flag, one length and a text that begins with the second length of the two rows.
-    first, second = "a" * 120, "b" * 30591
-    text = "\0" + len(second).to_bytes(8, "little").decode() + first + second
-    assert len(text) == 256 * len(first)  # its length is that of `first`, shifted by one byte
-    two = [{"prompt": first}, {"prompt": second}]
-    assert name_of(two, columns=("prompt",)) != name_of([{"prompt": text}], columns=("prompt",))
+def test_a_template_names_a_file_unless_it_writes_the_date():
+    def with_template(template: str) -> Any:
+        return other_tokenizer(lambda tokenizer: setattr(tokenizer, "chat_template", template))
 
-
-def test_a_conversation_is_not_the_text_it_was_rendered_to():
-    rows = [{"prompt": prompt, "completion": "c"} for prompt in ("p", "q")]
-    wholes = [{**row, "prompt": Conversation(row["prompt"])} for row in rows]
-    names = {name_of([a, b]) for a in (rows[0], wholes[0]) for b in (rows[1], wholes[1])}
-    assert len(names) == 4
+    assert name_of(with_template("a")) != name_of(with_template("b"))
+    dated = with_template("{{ strftime_now('%d %b %Y') }}")
+    assert token_cache.file_for("cache", dated, {"stop_id": 0}, lambda: "rows") is None
 
 
 def test_versions_and_code_name_a_file(monkeypatch, tmp_path):
-    rows = [{"prompt": "p", "completion": "c"}]
-    names = [name_of(rows)]
-    for package in ("tokenizers", "transformers", "numpy"):
+    names = [name_of()]
+    for package in ("tokenizers", "transformers", "numpy", "pyarrow"):
         with monkeypatch.context() as patch:
             patch.setattr(token_cache, "package_version", lambda name, p=package: name == p)
-            names.append(name_of(rows))
+            names.append(name_of())
     with monkeypatch.context() as patch:
         patch.setattr("platform.python_version", lambda: "3.99.0")
-        names.append(name_of(rows))
+        names.append(name_of())
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "module.py").write_text("changed = True\n")
     monkeypatch.setattr(checked_file, "PACKAGE", tmp_path)
     checked_file.code_digest.cache_clear()
-    names.append(name_of(rows))
+    names.append(name_of())
     checked_file.code_digest.cache_clear()
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 7
 
 
 def test_padding_left_by_an_earlier_call_names_no_other_file():
-    rows = [{"prompt": "p", "completion": "c"}]
     tokenizer = other_tokenizer()
-    before = name_of(rows, tokenizer)
+    before = name_of(tokenizer)
     tokenizer(["a", "b c"], padding="max_length", truncation=True, max_length=9)
     assert tokenizer.backend_tokenizer.padding
-    assert name_of(rows, tokenizer) == before
+    assert name_of(tokenizer) == before
 
 
 def test_half_a_surrogate_pair_is_refused_also_where_it_would_be_cut_away(load):
@@ -349,11 +342,11 @@ def test_few_rows_and_an_empty_folder_are_not_cached(load, tmp_path, monkeypatch
 
 def test_other_ranks_read_and_do_not_write(load, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("common.distributed.is_rank0", lambda: False)
+        patch.setattr("common.distributed.is_first_on_host", lambda: False)
         first = load(PAIRS)
         assert not (tmp_path / "cache").exists()
     written = load(PAIRS)
-    monkeypatch.setattr("common.distributed.is_rank0", lambda: False)
+    monkeypatch.setattr("common.distributed.is_first_on_host", lambda: False)
     read = load(PAIRS)
     assert [result.is_hit for result in (first, written, read)] == [False, False, True]
     assert first.examples == written.examples == read.examples
@@ -394,9 +387,19 @@ def test_a_file_under_the_name_of_another_is_not_taken_for_it(load, tmp_path):
 def test_a_file_holds_no_pickle(load, tmp_path):
     load(PAIRS)
     (file,) = files(tmp_path)
-    (tmp_path / "body.npz").write_bytes(file.read_bytes()[32:])
-    with np.load(tmp_path / "body.npz", allow_pickle=False) as arrays:
-        assert all(arrays[name].dtype != object for name in arrays.files)
+    stored = token_cache.read(file)
+    arrays = (stored.id_ends, stored.text_ends, stored.ids, stored.texts)
+    assert all(array.dtype.kind in "iu" for array in arrays)
+
+
+def test_values_that_json_cannot_hold_are_not_kept_and_said_so(tmp_path, capsys):
+    table = pyarrow.table({"prompt": ["p"], "when": pyarrow.array([0], pyarrow.date32())})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    config = tiny.train_config(token_cache_dir=str(tmp_path / "cache"))
+    rest = ("prompts", tiny.tokenizer(), [0])
+    (example,) = load_examples(config, str(tmp_path), "train", *rest)
+    assert example.columns == {"when": datetime.date(1970, 1, 1)}
+    assert "warning: tokenised rows are not kept: Object of type date" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_made_is_warned_about_once(load, tmp_path):
@@ -490,7 +493,7 @@ token_cache.MIN_ROWS = 1
 rows, cache, own, other = sys.argv[1:]
 def load(folder):
     config = tiny.train_config(token_cache_dir=folder, max_prompt_length=60)
-    return load_examples(config, rows, "train", "preference", tiny.tokenizer(), [0])
+    return list(load_examples(config, rows, "train", "preference", tiny.tokenizer(), [0]))
 fresh = load("")
 open(own, "w").close()
 while not os.path.exists(other):

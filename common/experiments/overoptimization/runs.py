@@ -1,7 +1,7 @@
 """The runs of one seed of the over-optimisation experiment, and what is measured of them."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -169,7 +169,7 @@ class Chain:
         chosen = optimised_rows.choose(len(examples), number, self.seed, "num_train_prompts")
         return [examples[i] for i in chosen]
 
-    def examples(self, split: str, kind: Kind, num_rows: int) -> list[Example]:
+    def examples(self, split: str, kind: Kind, num_rows: int) -> Sequence[Example]:
         """The first rows of a split (0: all) as token ids."""
         name = self.config.prompts_name if kind == "prompts" else self.config.dataset_name
         rest = (self.tokenizer, self.stop_ids, num_rows)
@@ -206,7 +206,7 @@ class Chain:
         )
 
     @cached_property
-    def held_out(self) -> list[Example]:
+    def held_out(self) -> Sequence[Example]:
         """The prompts that policies are measured on, the same for every seed.
 
         Raises:
