@@ -5,10 +5,8 @@ result of an earlier run from the cache.
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ from common import distributed
 from common.config import CommonConfig, UserError
 from common.text import token_cache
 from common.text.chat import Conversation, render
+from common.text.data_report import DataReport
 from common.text.rows import COMPLETION_COLUMNS, Kind, Row, identity, load_rows, row_source
 from common.text.token_cache import Stored, Tokenized
 from common.text.truncate import (
@@ -33,60 +32,6 @@ from common.text.truncate import (
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
-
-
-@dataclass
-class DataReport:
-    """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
-
-    split: str
-    num_rows: int
-    num_kept: int = 0
-    dropped: dict[str, int] = field(default_factory=Counter)
-    first_dropped: int = 0  # its row, counted from 1
-    num_prompts_truncated: int = 0
-    truncated_prompt: str = ""  # the row of them that changed most, before and after
-    num_cues_cut: int = 0
-    num_completions_truncated: int = 0
-    num_duplicates: int = 0
-    num_boundary_merges: int = 0
-    num_boundaries_checked: int = 0
-    prompt_lengths: list[int] = field(default_factory=list)
-    completion_lengths: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # on the rows as they were read
-
-    @property
-    def num_dropped(self) -> int:
-        """Rows that did not become examples."""
-        return sum(self.dropped.values())
-
-    @property
-    def drop_counts(self) -> str:
-        """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
-        return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
-
-    def __str__(self) -> str:
-        """Lines to print."""
-        notes = "".join(f"{note}\n" for note in self.notes)
-        dropped = f" ({self.drop_counts})" if self.num_dropped else ""
-        cues_cut = (
-            f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
-            "max_prompt_length leaves no room\n"
-            if self.num_cues_cut
-            else ""
-        )
-        lines = (
-            f"{notes}{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
-            f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
-            f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
-            f"{cues_cut}  tokens at 50/90/99/100 %: prompt {_slashed(self.prompt_lengths)}"
-        )
-        if self.num_boundaries_checked:
-            lines += (
-                f", completion {_slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
-                f"{self.num_boundaries_checked} would merge across the boundary"
-            )
-        return lines
 
 
 class _Text(NamedTuple):
@@ -150,7 +95,7 @@ def load(
                 stored = token_cache.read(file)  # in place of what was made, which takes memory
     if stored is not None:
         report = DataReport(**stored.report)
-        _refuse_lossy(report, config.max_dropped_fraction)
+        report.refuse_lossy(config.max_dropped_fraction)
     distributed.print_rank0(report)
     return found if stored is None else stored
 
@@ -216,15 +161,36 @@ def tokenize_rows(
         report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
         answers.append(completions)
-        ids = [text.ids for text in completions]
-        rest = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
-        messages = getattr(row["prompt"], "messages", [])
-        kept.append(Tokenized(index, prompt.text, prompt.ids, ids, rest, row_source(row), messages))
+        kept.append(_tokenized(index, row, columns, prompt, completions))
 
-    report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
+    report.num_prompts_truncated, report.num_duplicates = len(cut), _num_duplicates(rows, columns)
     report.truncated_prompt = _before_and_after(rows, cut, truncation)
-    distinct = {tuple(row[name] for name in ("prompt", *columns)) for row in rows}
-    report.num_duplicates = len(rows) - len(distinct)
+    _measure(report, kept, answers, tokenizer)
+    report.refuse_lossy(max_dropped_fraction)
+    return kept, report
+
+
+def _num_duplicates(rows: Sequence[Row], columns: Sequence[str]) -> int:
+    return len(rows) - len({tuple(row[c] for c in ("prompt", *columns)) for row in rows})
+
+
+def _tokenized(
+    index: int, row: Row, columns: Sequence[str], prompt: _Text, completions: Sequence[_Text]
+) -> Tokenized:
+    ids = [text.ids for text in completions]
+    rest = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
+    messages = getattr(row["prompt"], "messages", [])
+    return Tokenized(index, prompt.text, prompt.ids, ids, rest, row_source(row), messages)
+
+
+def _measure(
+    report: DataReport,
+    kept: Sequence[Tokenized],
+    answers: Sequence[Sequence[_Text]],
+    tokenizer: Any,
+) -> None:
+    """Note lengths, and on a sample how many completions would merge with their prompts."""
+    report.num_kept = len(kept)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
     sample = slice(None, None, -(-len(kept) // MERGE_SAMPLE) or 1)
@@ -232,8 +198,6 @@ def tokenize_rows(
     pairs = [(row.prompt, text.text) for row, texts in sampled for text in texts]
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
-    _refuse_lossy(report, max_dropped_fraction)
-    return kept, report
 
 
 def _in_chunks(
@@ -370,23 +334,7 @@ def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> i
     return sum(p + c != j for p, c, j in zip(prompts, completions, joint, strict=True))
 
 
-def _refuse_lossy(report: DataReport, max_dropped_fraction: float) -> None:
-    """Raise a UserError if too few rows are left."""
-    fraction = report.num_dropped / report.num_rows
-    if fraction > max_dropped_fraction or fraction == 1:
-        raise UserError(
-            f"split {report.split!r} would lose {report.num_dropped} of {report.num_rows} rows "
-            f"({report.drop_counts}; the first is row {report.first_dropped}) and "
-            f"max_dropped_fraction is {max_dropped_fraction}; "
-            "clean the data or change the length limits or max_dropped_fraction."
-        )
-
-
 def _quantiles(lengths: Sequence[int]) -> list[int]:
     """Median, 90 %, 99 % and maximum: the smallest length that the share does not exceed."""
     ordered = sorted(lengths) or [0]
     return [ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 90, 99, 100)]
-
-
-def _slashed(numbers: Sequence[int]) -> str:
-    return "/".join(map(str, numbers))

@@ -26,6 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from common.config import UserError
 from common.data import Example, Examples, load_examples
 from common.text import checked_file, rows, token_cache, tokenise
+from common.text.data_report import DataReport
 
 EOS = "<|endoftext|>"
 TEMPLATE = (
@@ -146,13 +147,13 @@ def test_what_is_read_is_what_was_tokenised(load, tmp_path, kind, rows, change, 
 
 
 def test_a_report_is_read_as_it_was_made(load, monkeypatch):
-    refuse, reports = tokenise._refuse_lossy, []
+    refuse, reports = DataReport.refuse_lossy, []
 
     def spy(report, max_dropped_fraction):
         reports.append(report)
         refuse(report, max_dropped_fraction)
 
-    monkeypatch.setattr(tokenise, "_refuse_lossy", spy)
+    monkeypatch.setattr(DataReport, "refuse_lossy", spy)
     assert not load(PAIRS).is_hit
     assert load(PAIRS).is_hit
     assert reports[0] == reports[1]

@@ -1,0 +1,77 @@
+"""What became of the rows of a split: printed by every run, and kept with the tokens."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import UserError
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
+
+    split: str
+    num_rows: int
+    num_kept: int = 0
+    dropped: dict[str, int] = field(default_factory=Counter)
+    first_dropped: int = 0  # its row, counted from 1
+    num_prompts_truncated: int = 0
+    truncated_prompt: str = ""  # the row of them that changed most, before and after
+    num_cues_cut: int = 0
+    num_completions_truncated: int = 0
+    num_duplicates: int = 0
+    num_boundary_merges: int = 0
+    num_boundaries_checked: int = 0
+    prompt_lengths: list[int] = field(default_factory=list)
+    completion_lengths: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # on the rows as they were read
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that did not become examples."""
+        return sum(self.dropped.values())
+
+    @property
+    def drop_counts(self) -> str:
+        """The reasons for dropping rows, as `2 empty completion, 1 identical pair`."""
+        return ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items()))
+
+    def __str__(self) -> str:
+        """Lines to print."""
+        notes = "".join(f"{note}\n" for note in self.notes)
+        dropped = f" ({self.drop_counts})" if self.num_dropped else ""
+        cues_cut = (
+            f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
+            "max_prompt_length leaves no room\n"
+            if self.num_cues_cut
+            else ""
+        )
+        lines = (
+            f"{notes}{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
+            f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
+            f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
+            f"{cues_cut}  tokens at 50/90/99/100 %: prompt {slashed(self.prompt_lengths)}"
+        )
+        if self.num_boundaries_checked:
+            lines += (
+                f", completion {slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
+                f"{self.num_boundaries_checked} would merge across the boundary"
+            )
+        return lines
+
+    def refuse_lossy(self, max_dropped_fraction: float) -> None:
+        """Raise a UserError if too few rows are left."""
+        fraction = self.num_dropped / self.num_rows
+        if fraction > max_dropped_fraction or fraction == 1:
+            raise UserError(
+                f"split {self.split!r} would lose {self.num_dropped} of {self.num_rows} rows "
+                f"({self.drop_counts}; the first is row {self.first_dropped}) and "
+                f"max_dropped_fraction is {max_dropped_fraction}; "
+                "clean the data or change the length limits or max_dropped_fraction."
+            )
+
+
+def slashed(numbers: Sequence[int]) -> str:
+    """The numbers with slashes between them."""
+    return "/".join(map(str, numbers))
