@@ -4,14 +4,12 @@ A file of `ref_cache_dir` is named after everything its numbers depend on: the r
 and configuration, the rows as token ids, the tokenizer, the limits that truncate, the dtype,
 `ld_alpha`, the versions of the libraries and this package's code. The layout, the micro-batches and
 the number of ranks are not among them, since they change no score; neither is which of the rows a
-run trains on: what a file lacks is computed and added. It is an `.npz` of two numbers for each row,
-NaN where a row was not scored yet, and may be deleted at any time.
+run trains on: what a file lacks is computed and added. Its body (`text/checked_file.py`) is two
+float64 numbers for each row, NaN where a row was not scored yet. It may be deleted at any time.
 """
 
-import functools
 import hashlib
 import json
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import distributed, self_checks
-from common.config import gist
 from common.data import Example
 from common.evaluation import score
 from common.losses import sequence_logps
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.scoring import Policy
+from common.text import checked_file
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -230,7 +228,7 @@ def cache_file(
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for example in examples:
         digest.update(json.dumps([example.prompt_ids, *example.completions]).encode())
-    return Path(config.ref_cache_dir) / f"{digest.hexdigest()}.npz"
+    return Path(config.ref_cache_dir) / f"{digest.hexdigest()}.logps"
 
 
 def complete(
@@ -266,36 +264,18 @@ def complete(
 def read(file: Path) -> Tensor | None:
     """The numbers (N, 2) as `write` was given them, None where there are none.
 
-    A damaged file is reported: an .npz holds checksums, and the array is named after the file.
+    A damaged file is reported.
     """
     if not file.exists():
         return None
-    try:
-        with np.load(file, allow_pickle=False) as stored:
-            return torch.from_numpy(stored[file.stem])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    body = checked_file.read(file)
+    if body is None:
         print(f"warning: {file} is damaged; its log-probabilities are computed again.", flush=True)
         return None
+    return torch.from_numpy(np.array(np.frombuffer(body)).reshape(-1, 2))
 
 
 def write(file: Path, logps: Tensor) -> None:
     """Keep the numbers (N, 2). A disk that refuses is warned about."""
-    from common.record.jsonl import replacing
-
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as unfinished, unfinished.open("wb") as stream:
-            arrays: Any = {file.stem: logps.numpy()}
-            np.savez(stream, **arrays)
-    except OSError as error:
-        warn_once(file.parent, error.strerror or gist(error))
-
-
-@functools.cache
-def warn_once(folder: Path, reason: str) -> None:
-    """Say that a folder takes no files, once and not for each split."""
-    print(
-        f"warning: reference log-probabilities are not kept, {folder} cannot be written "
-        f"({reason}); give another --ref_cache_dir, or '' to keep none.",
-        flush=True,
-    )
+    body = [logps.contiguous().numpy()]
+    checked_file.keep(file, body, "reference log-probabilities", "ref_cache_dir")

@@ -19,6 +19,7 @@ from torch import Tensor
 from common.data import Example
 from common.pairs import reference
 from common.pairs.config import DPOConfig
+from common.text import checked_file
 
 pytestmark = pytest.mark.usefixtures("process_group")
 EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])
@@ -26,7 +27,7 @@ EXAMPLES = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)])
 
 @pytest.fixture(autouse=True)
 def _warnings_of_this_test_only():
-    reference.warn_once.cache_clear()
+    checked_file._warn_once.cache_clear()
 
 
 def name(
@@ -141,7 +142,7 @@ class Scorer:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "name.npz"
+    return tmp_path / "cache" / "name.logps"
 
 
 def test_what_a_file_has_is_not_computed_and_what_it_lacks_is_added(file, capsys):
@@ -193,10 +194,34 @@ def test_a_damaged_file_is_computed_again_and_said_so(file, capsys, damage):
     assert list(file.parent.iterdir()) == [file]
 
 
+def test_any_flipped_bit_is_found(file, capsys):
+    reference.complete(file, 4, [0], Scorer())
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 64]) + content[place + 1 :])
+        assert reference.read(file) is None
+    assert capsys.readouterr().out.count("is damaged") == len(content)
+
+
+def test_runs_that_write_the_same_file_at_once_do_not_meet(file, capsys, monkeypatch):
+    numbers = Scorer()([0, 1])
+    replace = Path.replace
+
+    def one_more_writes_first(unfinished: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        reference.write(file, numbers)
+        return replace(unfinished, target)
+
+    monkeypatch.setattr(Path, "replace", one_more_writes_first)
+    reference.write(file, numbers)
+    assert capsys.readouterr().out == ""
+    torch.testing.assert_close(reference.read(file), numbers, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_file_under_another_name_is_not_taken_for_it(file):
     score = Scorer()
     reference.complete(file, 4, [0], score)
-    other = file.rename(file.with_name("other.npz"))
+    other = file.rename(file.with_name("other.logps"))
     reference.complete(other, 4, [0], score)
     assert score.calls == [[0], [0]]
 
@@ -205,6 +230,6 @@ def test_a_folder_that_cannot_be_made_is_warned_about_once(tmp_path, capsys):
     (tmp_path / "cache").write_text("a file")
     score = Scorer()
     for row in (0, 1):
-        file = tmp_path / "cache" / f"{row}.npz"
+        file = tmp_path / "cache" / f"{row}.logps"
         assert not reference.complete(file, 4, [row], score)[row].isnan().any()
     assert capsys.readouterr().out.count("warning: reference log-probabilities are not kept") == 1
