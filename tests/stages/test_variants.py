@@ -51,7 +51,7 @@ def test_every_objective_flag_is_tried(stage: str, field: Any):
     usual = field.default if isinstance(field.default, str) else None
     if usual is None and field.metadata.get("choices"):
         usual = field.default_factory()[0]
-    for choice in field.metadata.get("choices", []):
+    for choice in field.metadata["choices"] or []:
         assert choice in tried or choice == usual, choice
 
 
