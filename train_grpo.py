@@ -78,7 +78,7 @@ def main(config: GRPOConfig) -> None:
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
-    scorer.check_rows([*train_set, *eval_set])
+    scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, train_set)
 
     # Policy, frozen reference and reward models, FSDP, optimiser

@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
 RATIO_LEVELS = ("token", "sequence")
 POLICY_OBJECTIVES = ("clip", "cispo")
 SAMPLER_CORRECTIONS = (
@@ -167,6 +166,14 @@ def sequence_logps(
 # --- policy optimisation --------------------------------------------------------------------------
 
 
+_KL: dict[str, Callable[[Tensor], Tensor]] = {  # by d = log ref - log pi, see `kl_estimate`
+    "k1": lambda d: -d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: torch.expm1(d) - d,  # expm1: near 0, exp(d) - 1 keeps no digits
+}
+KL_ESTIMATORS = tuple(_KL)
+
+
 def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str = "k3") -> Tensor:
     """Estimate KL(pi || ref), (B, C) nats, at each token that was sampled from pi (Schulman 2020).
 
@@ -181,12 +188,7 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     Nothing is masked: the log-probs at padding have to be finite.
     """
     check_choice("estimator", estimator, KL_ESTIMATORS)
-    difference = _precise(ref_token_logps) - _precise(token_logps)  # (B, C)
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return difference**2 / 2
-    return torch.expm1(difference) - difference  # expm1: near 0, exp(d) - 1 keeps no digits
+    return _KL[estimator](_precise(ref_token_logps) - _precise(token_logps))  # (B, C)
 
 
 def kl_loss(

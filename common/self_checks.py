@@ -71,7 +71,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
                 f"{gap:.3g}; use --layout padded."
             )
     if (is_shared or is_projected) and not isinstance(model, RewardModel):
-        remedy = "--layout padded" if is_shared else "--kl_estimator k1, k2 or k3"
+        remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
         refuse_changed_logits(model, padded_batch(*pairs, 0), remedy)
 
 

@@ -17,9 +17,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from common.config import UserError
+from common.config import Parser, UserError
 from common.evaluation.score import run_cost
 from common.experiments import forest
 from common.experiments.forest import Effect
@@ -67,11 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments; a UserError if one is unknown or missing."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UserError(f"{message.rstrip('.')} (see --help for the flags).")
-
     parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the sweep, a YAML file")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")

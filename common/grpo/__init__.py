@@ -1,4 +1,4 @@
 """From a step's prompts to the micro-batches that GRPO trains on.
 
-Face: config.GRPOConfig, rollouts.
+Face: config.GRPOConfig, rollouts (rewards, what is kept), minibatches, table (what is recorded).
 """

@@ -7,6 +7,7 @@ that its baseline is made of are all equal: its advantages are 0.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -211,11 +212,11 @@ def replace_flat(
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
-    fresh = [place for place in order if train_set[place].row not in used]
+    fresh = (index for index in order if train_set[index].row not in used)  # read when asked for
     for _ in range(config.max_resamples):
         flat = is_flat(groups, select(groups, config, step), config)  # (N,)
         num_flat = torch.tensor(distributed.from_all_ranks([int(flat.sum())]))  # of each rank
-        taken, fresh = fresh[: int(num_flat.sum())], fresh[int(num_flat.sum()) :]
+        taken = list(islice(fresh, int(num_flat.sum())))
         if not taken:
             break
         # The k-th flat group over the ranks gets the k-th fresh row. Ranks draw equally many, since

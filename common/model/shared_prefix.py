@@ -72,7 +72,7 @@ def last_hidden_states(
 
 
 class KeyCache(Protocol):
-    """Keys and values that a sampler keeps; see `decoding.DecodingCache`."""
+    """Keys and values that a sampler keeps; see `sampling.shared.DecodingCache`."""
 
     longest: int  # tokens of a prompt and of what is drawn after it
 

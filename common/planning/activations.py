@@ -67,7 +67,7 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     """What attention keeps in one layer besides queries, keys, values and output of each token.
 
     Padded: the mask of each row, made a number of the compute dtype in each layer. Shared on a GPU
-    (`shared_prefix.gathered_branches`): copies of queries, keys and values of the trunks and their
+    (`branches.gathered_branches`): copies of queries, keys and values of the trunks and their
     output; per completion copies of the prompt's keys and values; and both masks.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length

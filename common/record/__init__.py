@@ -1,5 +1,5 @@
 """What a run records and shows while it runs.
 
-Face: glossary (every metric), metrics (Accumulator), logger, terminal, jsonl, tracking (wandb),
-profile, output_lock; watch is a command.
+Face: glossary (every metric), metrics (Accumulator), logger, terminal, jsonl,
+folder (what a run writes where), tracking (wandb), profile, output_lock; watch is a command.
 """

@@ -5,6 +5,7 @@ import math
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +67,23 @@ class RewardScorer:
         kinds = RewardModelFunction | EncoderFunction
         return {n: f for n, f in self.functions.functions.items() if isinstance(f, kinds)}
 
-    def check_rows(self, examples: Sequence[Example]) -> None:
+    def check_rows(self, *splits: Sequence[Example]) -> None:
         """Refuse rows that the functions cannot judge, before any model is loaded.
 
         Raises:
             UserError: rows differ in their columns, as `RewardSet.check_rows`, or a reward model
                 cannot read messages.
         """
-        for example in examples:
-            if example.columns.keys() != examples[0].columns.keys():
+        first = next(chain(*splits), None)
+        for example in chain(*splits):
+            if first and example.columns.keys() != first.columns.keys():
                 raise UserError(
                     f"row {example.row + 1} of the prompts has the columns "
-                    f"{sorted(example.columns)} and row {examples[0].row + 1} has "
-                    f"{sorted(examples[0].columns)}; give all rows the same, null where empty."
+                    f"{sorted(example.columns)} and row {first.row + 1} has "
+                    f"{sorted(first.columns)}; give all rows the same, null where empty."
                 )
-        self.functions.check_rows((e.row + 1, e.columns) for e in examples)
-        self.check_messages(examples)
+        self.functions.check_rows((e.row + 1, e.columns) for e in chain(*splits))
+        self.check_messages([first] if first else [])
 
     def check_messages(self, examples: Sequence[Example]) -> None:
         """Raise a UserError for rows of messages if a reward model cannot read such."""

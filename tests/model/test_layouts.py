@@ -45,7 +45,7 @@ CASES: dict[str, Groups] = {
 def public_functions(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
-    """`shared_prefix.branch_attention` as on devices other than a CPU."""
+    """`branches.branch_attention` as on devices other than a CPU."""
     gathers = branches.Gathers.of(layout, is_tail)
     return branches.gathered_branches(query, key, value, gathers, scaling)
 
