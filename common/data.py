@@ -194,11 +194,7 @@ class BatchOrder:
             UserError: the global batch cannot be shared evenly, or is nearly all filler.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
-        if config.batch_size % world_size != 0:
-            raise UserError(
-                f"--batch_size is {config.batch_size}, which {world_size} processes cannot share "
-                f"evenly; make it a multiple of {world_size}."
-            )
+        refuse_uneven(config.batch_size, world_size)
         most = max(MOST_FILLER, len(examples))
         if config.batch_size > most:
             raise UserError(
@@ -256,6 +252,15 @@ class BatchOrder:
             order = permutation(self.num_rows, self.seed, epoch) if self.shuffle else rows
             self._epoch_order = (epoch, order)
         return self._epoch_order[1]
+
+
+def refuse_uneven(batch_size: int, num_ranks: int) -> None:
+    """Raise a UserError for a batch that so many processes cannot share evenly."""
+    if batch_size % num_ranks != 0:
+        raise UserError(
+            f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
+            f"make it a multiple of {num_ranks}."
+        )
 
 
 @dataclass

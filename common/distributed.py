@@ -223,16 +223,21 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def refuse_replicas(num_replicas: int, num_ranks: int) -> None:
+    """Raise a UserError for processes that do not split into so many equal groups."""
+    if num_ranks % num_replicas != 0:
+        raise UserError(
+            f"--num_replicas is {num_replicas}; it must divide the {num_ranks} processes."
+        )
+
+
 def mesh(num_replicas: int = 1) -> DeviceMesh:
     """The mesh to shard over: 1-D, or (replicate, shard) for HSDP. Collective.
 
     Raises:
         UserError: the processes do not split into `num_replicas` equal groups.
     """
-    if world_size() % num_replicas != 0:
-        raise UserError(
-            f"--num_replicas is {num_replicas}; it must divide the {world_size()} processes."
-        )
+    refuse_replicas(num_replicas, world_size())
     if num_replicas == 1:
         return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("shard",))
     shape = (num_replicas, world_size() // num_replicas)

@@ -38,12 +38,14 @@ def compare(table: PairScores) -> dict[str, Any]:
     """
     clusters = intervals.cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
     wins = {name: intervals.outcomes(*scores.T) for name, scores in table.systems.items()}
-    whole = accuracies(table, np.arange(len(table.pairs)))
+    whole = accuracies(wins, clusters)
     by_part: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in wins}
     for split, labels in splits(table.pairs).items():
         for part in sorted(set(labels), key=part_order):
             rows = np.flatnonzero([label == part for label in labels])
-            for name, accuracy in accuracies(table, rows).items():
+            own = {name: counts[rows] for name, counts in wins.items()}
+            own_clusters = intervals.cluster_numbers(clusters[rows].tolist())
+            for name, accuracy in accuracies(own, own_clusters).items():
                 by_part[name].setdefault(split, {})[part] = accuracy
     return {
         "num_pairs": len(table.pairs),
@@ -59,15 +61,13 @@ def compare(table: PairScores) -> dict[str, Any]:
     }
 
 
-def accuracies(table: PairScores, rows: Numbers) -> dict[str, dict[str, Any]]:
-    """Accuracy on some of the pairs by system, with both intervals."""
-    clusters = intervals.cluster_numbers([table.pairs[row]["prompt_sha256"] for row in rows])
+def accuracies(wins: Mapping[str, Floats], clusters: Numbers) -> dict[str, dict[str, Any]]:
+    """Accuracy by system, with both intervals; wins and clusters as in `paired_differences`."""
     num_prompts = int(clusters.max()) + 1
-    columns = [intervals.outcomes(*scores[rows].T) for scores in table.systems.values()]
-    means = intervals.bootstrap_means(np.stack(columns, axis=1), clusters)  # (R, S)
+    means = intervals.bootstrap_means(np.stack(list(wins.values()), axis=1), clusters)  # (R, S)
     found = {}
-    for (name, scores), column in zip(table.systems.items(), means.T, strict=True):
-        accuracy = asdict(intervals.preference_accuracy(*scores[rows].T))
+    for (name, counts), column in zip(wins.items(), means.T, strict=True):
+        accuracy = asdict(intervals.accuracy_of(counts))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
         found[name] = accuracy | over_prompts

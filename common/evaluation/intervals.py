@@ -69,7 +69,11 @@ def preference_accuracy(
     Raises:
         RuntimeError: a score is not finite; it would silently count as a failure.
     """
-    counts = outcomes(chosen_scores, rejected_scores)  # (N,)
+    return accuracy_of(outcomes(chosen_scores, rejected_scores))
+
+
+def accuracy_of(counts: Floats) -> PreferenceAccuracy:
+    """The mean of `outcomes` (N,), with its interval."""
     low, high = wilson_interval(float(counts.sum()), counts.size)
     num_ties = int((counts == 0.5).sum())
     return PreferenceAccuracy(float(counts.mean()), low, high, counts.size, num_ties)

@@ -17,7 +17,7 @@ penalty that decides only what the likelihood leaves open.
 """
 
 from collections.abc import Hashable, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +50,13 @@ def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
         As `win_rate`; a judge that compared nothing of two systems is left out.
     """
     rates = []
+    rewarding = reward_judges(answers)
+    comparing = dict.fromkeys(verdict.judge for row in answers for verdict in row.verdicts)
     for first, second in combinations(system_names(answers), 2):
         # The later of two systems is the one that is asked about, but a row's own completion.
         a, b = (second, first) if second in answers[0].systems else (first, second)
-        judged = {judge: by_reward(answers, a, b, judge) for judge in reward_judges(answers)}
-        judges = dict.fromkeys(verdict.judge for row in answers for verdict in row.verdicts)
-        judged |= {judge: given(answers, a, b, judge) for judge in judges}
+        judged = {judge: by_reward(answers, a, b, judge) for judge in rewarding}
+        judged |= {judge: given(answers, a, b, judge) for judge in comparing}
         for judge, verdicts in judged.items():
             if any(verdict is not None for verdict in verdicts):
                 rates.append(win_rate(answers, a, b, judge, verdicts))
@@ -175,14 +176,15 @@ def length_controlled(
     wins, differences = np.asarray(verdicts, float), np.asarray(length_differences, float)
     if differences.min() == differences.max() != 0 or wins.min() == wins.max():
         return None
-    if len(set(clusters)) < MIN_PROMPTS:
+    numbers = cluster_numbers(clusters)
+    num_clusters = int(numbers.max()) + 1
+    if num_clusters < MIN_PROMPTS:
         return None
     covariate = np.tanh(differences / (differences.std() or 1.0))
     fitted = fit_logistic(covariate, wins, np.ones((1, wins.size)))  # (1, 2)
-    numbers = cluster_numbers(clusters)
-    weights = list(resamples(int(numbers.max()) + 1))  # (R, G)
     at_once = max(1, NUMBERS_AT_ONCE // wins.size)
-    parts = [weights[i : i + at_once] for i in range(0, len(weights), at_once)]
+    weights = resamples(num_clusters)  # (G,) each
+    parts = iter(lambda: list(islice(weights, at_once)), [])
     thetas = np.concatenate(
         [fit_logistic(covariate, wins, np.stack(p)[:, numbers], fitted)[:, 0] for p in parts]
     )

@@ -38,7 +38,6 @@ class Effect:
 
 def draw(panels: Mapping[tuple[str, str], Sequence[Effect]], path: Path) -> Path | None:
     """Draw the effects by stage and outcome, the outcomes of a stage side by side; None without."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = {key: effects for key, effects in panels.items() if effects}
@@ -50,7 +49,6 @@ def draw(panels: Mapping[tuple[str, str], Sequence[Effect]], path: Path) -> Path
     size = (LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights))
     with style():
         figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(stages), num_columns, height_ratios=heights)
         for i, keys in enumerate(stages.values()):
             for j, (stage, outcome) in enumerate(keys):

@@ -116,8 +116,12 @@ def main(config: ReplicateConfig) -> None:
         for stages in chains.values():
             for stage in stages.values():
                 run(stage, config.num_processes)
-    found = measured(chains, published)
-    run_dirs = [s.output_dir for c in chains.values() for s in c.values() if is_finished(s)]
+    finished = {
+        seed: {name: stage.output_dir for name, stage in stages.items() if is_finished(stage)}
+        for seed, stages in chains.items()
+    }
+    found = measured(finished, published)
+    run_dirs = [run_dir for made in finished.values() for run_dir in made.values()]
     spent, made_with = cost(run_dirs), commits(run_dirs)
     record: dict[str, Any] = {
         "recipe": config.recipe,
@@ -280,11 +284,13 @@ def config_class(script: str) -> type[Any]:
 # ---- what was measured, and what others report ---------------------------------------------------
 
 
-def measured(chains: Chains, published: Sequence[Published]) -> Measured:
-    """Every outcome of every finished run, in its unit."""
+def measured(
+    finished: Mapping[int, Mapping[str, Path]], published: Sequence[Published]
+) -> Measured:
+    """Every outcome of every finished run by seed and stage, in its unit."""
     found: Measured = {}
-    for seed, stages in chains.items():
-        made = {name: stage.output_dir for name, stage in stages.items() if is_finished(stage)}
+    for seed, own in finished.items():
+        made = dict(own)
         evaluation = made.pop("evaluate", None)
         systems = systems_by_run(evaluation) if evaluation else {}
         for name, run_dir in made.items():

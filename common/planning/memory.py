@@ -56,18 +56,18 @@ class Moment:
 def moments(run: Run, ranks: int) -> list[Moment]:
     """What a rank holds at each moment at which that may be most, from the second step on."""
     base = resident(run, ranks, models_of(run))
-    found = update_moments(run, ranks) + sampling_moments(run, ranks, base)
+    found = update_moments(run, ranks, base) + sampling_moments(run, ranks, base)
     if run.reference:  # DPO's scores ahead of the policy
         is_alone = isinstance(run.config, DPOConfig)
         beside = resident(run, ranks, [run.reference], trains=False) if is_alone else base
         found.append(scoring_moment(run, ranks, "reference", run.reference, beside))
+    of_kl = kept_for_kl(run, ranks)
     for moment in found:
-        of_kl = kept_for_kl(run, ranks)
         moment.parts["activations"] = moment.parts.get("activations", 0.0) + of_kl
     if run.on_gpu:
         return found
     if run.config.save_steps:
-        found.append(save_moment(run, ranks, found))
+        found.append(save_moment(run, ranks, found, base | {"activations": of_kl}))
     return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
 
 
@@ -122,14 +122,13 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
 # ---- an update -----------------------------------------------------------------------------------
 
 
-def update_moments(run: Run, ranks: int) -> list[Moment]:
+def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """The loss of a micro-batch, the backward of its last block, and the end of its backward.
 
     Gradients of several micro-batches are added up whole, and become shards in the last backward
     only: that saves traffic, and costs the memory of all gradients.
     """
     policy, batch = run.policy, micro_batch(run, ranks)
-    base = resident(run, ranks, models_of(run))
     added_up = FLOAT32 * policy.numbers(trained=True) if batch.number > 1 else 0
     head = FLOAT32 * policy.head_numbers * policy.trains_head
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
@@ -304,18 +303,18 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
 # the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
 
 
-def save_moment(run: Run, ranks: int, found: Sequence[Moment]) -> Moment:
+def save_moment(run: Run, ranks: int, found: Sequence[Moment], at_rest: Parts) -> Moment:
     """A checkpoint is written, on a CPU: beside the most that a step takes, if training goes on.
 
     Args:
         run: with `save_steps`.
         ranks: of it.
         found: the other moments, of which DPO's but for the updates are ahead of training.
+        at_rest: what a rank holds between two steps.
     """
     in_step = found[:NUM_UPDATE_MOMENTS] if isinstance(run.config, DPOConfig) else found
-    beside = max(in_step, key=lambda moment: moment.total).parts
-    if not run.config.async_save:
-        beside = resident(run, ranks, models_of(run)) | {"activations": kept_for_kl(run, ranks)}
+    in_background = run.config.async_save
+    beside = max(in_step, key=lambda moment: moment.total).parts if in_background else at_rest
     return Moment("save", beside | {"checkpoint": sum(saved_bytes(run, ranks))})
 
 

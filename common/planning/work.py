@@ -8,7 +8,7 @@ sizes of GPT-2).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.planning.footprint import Decoder, Footprint
@@ -86,19 +86,6 @@ def has_reference(config: TrainConfig) -> bool:
     return isinstance(config, GRPOConfig) and config.beta > 0
 
 
-def check_ranks(config: TrainConfig, ranks: int) -> None:
-    """Raise a UserError for a number of processes on which the run would be refused."""
-    if ranks % config.num_replicas != 0:
-        raise UserError(
-            f"--num_replicas is {config.num_replicas}; it must divide the {ranks} processes."
-        )
-    if config.batch_size % ranks != 0:
-        raise UserError(
-            f"--batch_size is {config.batch_size}, which {ranks} processes cannot share evenly; "
-            f"make it a multiple of {ranks}."
-        )
-
-
 # ---- tokens --------------------------------------------------------------------------------------
 
 
@@ -151,9 +138,7 @@ def step_flops(run: Run) -> dict[str, float]:
 
     def forward(model: Footprint, num_completions: int) -> float:
         count = group_flops if run.is_shared else copied_flops
-        has_head = model.head_numbers > 0
-        one = count(model.decoder, prompt, [own] * num_completions, head=has_head)
-        return config.batch_size * one
+        return config.batch_size * count(model.decoder, prompt, [own] * num_completions)
 
     scored = forward(policy, run.num_completions)
     num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
@@ -162,7 +147,7 @@ def step_flops(run: Run) -> dict[str, float]:
     found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
         completions = [own] * config.num_candidates
-        sampling = group_flops(policy.decoder, prompt, completions, head=True)
+        sampling = group_flops(policy.decoder, prompt, completions)
         found["sampling"] = config.batch_size * sampling
         if config.num_updates > 1:
             found["old log-probabilities"] = scored
@@ -182,7 +167,7 @@ def causal_pairs(num_queries: float, num_before: float = 0) -> float:
 
 
 def group_flops(
-    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool
+    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool = True
 ) -> float:
     """One forward pass of a prompt, computed once, and its completions.
 
@@ -202,10 +187,8 @@ def group_flops(
     return whole - unread
 
 
-def copied_flops(
-    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool
-) -> float:
+def copied_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -> float:
     """As `group_flops`, of every completion with a copy of its prompt, without padding."""
     lengths = [prompt + length for length in completions]
-    read = head * sum(length + 1 for length in completions)
+    read = sum(length + 1 for length in completions)
     return decoder.flops(sum(lengths), sum(map(causal_pairs, lengths)), read)

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
-from common.record.folder import METRICS
+from common.record.folder import METRICS, read_metrics
 from common.record.terminal import NOT_MEASURED, markdown_table
 from common.record.tracking import Tracker
 from common.report import sections, tables
@@ -110,7 +110,8 @@ def chain_report(
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    picture = summary_figure(results, run_dirs, output_dir / "plots" / "summary.png")
+    records = {name: read_metrics(run) for name, run in run_dirs.items()}
+    picture = summary_figure(results, records, output_dir / "plots" / "summary.png")
     systems: list[Block] = [
         Text(f"Held-out, {results['num_pairs']:,} preference pairs."),
         systems_table(results),
@@ -121,7 +122,7 @@ def chain_report(
         *_comparison_section(results, output_dir),
         *_generation_section(results),
         *sections.completions_section(results, output_dir),
-        *sections.curves_section(run_dirs),
+        *sections.curves_section(run_dirs, records),
         *sections.samples_section(run_dirs),
         _reading_section(results),
     ]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from common.record.folder import read_metrics
 from common.record.glossary import FUNCTION_PREFIX
 from common.report.blocks import Line, Panel
 from common.report.plots import (
@@ -29,19 +28,18 @@ LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 
 
 def summary_figure(
-    results: Mapping[str, Any], run_dirs: Mapping[str, Path], output_path: Path
+    results: Mapping[str, Any], records: Mapping[str, Records], output_path: Path
 ) -> Path:
     """Draw the chain in one picture: accuracy, reward, and how the training went.
 
     Args:
         results: what `results.json` holds.
-        run_dirs: folder of each stage's run by the stage's name, for the curves.
+        records: what each stage's run logged, by the stage's name, for the curves.
         output_path: the PNG to write.
     """
     number = f"held-out, {results['num_pairs']:,} preference pairs"
-    names = dict.fromkeys([*(system["name"] for system in results["systems"]), *run_dirs])
+    names = dict.fromkeys([*(system["name"] for system in results["systems"]), *records])
     colours = dict(zip(names, cycle(COLOURS)))
-    records = {name: read_metrics(Path(run)) for name, run in run_dirs.items()}
     with style():
         figure = titled_figure(f"{dataset_title(results['dataset'])}: {number}", 14, 5)
         grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))
@@ -181,19 +179,16 @@ def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping
 # --- calibration ---
 
 
-def calibration_figure(comparison: Mapping[str, Any], path: Path) -> list[Path]:
-    """Draw the observed share against the predicted probability, one panel a system.
+def calibration_figure(comparison: Mapping[str, Any], path: Path) -> None:
+    """Draw the observed share against the predicted probability of systems that give log odds.
 
     Args:
         comparison: What `comparison.compare` returns.
-        path: The PNG to write.
-
-    Returns:
-        The file written; none if no system gives log odds.
+        path: The PNG to write; none if no system gives them.
     """
     curves = comparison["calibration"]
     if not curves:
-        return []
+        return
     num_bins = len(next(iter(curves.values()))["bins"])
     title = f"Calibration, {comparison['num_pairs']:,} pairs, {num_bins} bins"
     with style():
@@ -203,7 +198,7 @@ def calibration_figure(comparison: Mapping[str, Any], path: Path) -> list[Path]:
             error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
             axes.set(title=f"{textwrap.fill(name, 34)}\n{error}", aspect="equal")
             axes.set(xlabel="predicted probability", ylabel="share preferred")
-        return [save(figure, path)]
+        save(figure, path)
 
 
 def draw_calibration(axes: Any, bins: Sequence[Mapping[str, Any]], colour: str) -> None:

@@ -72,13 +72,14 @@ def save(figure: Any, path: Path, dpi: int = DPI) -> Path:
 
 
 def titled_figure(title: str, width: float, height: float) -> Any:
-    """A figure of so many inches."""
+    """A figure of so many inches; without a title no room is kept for one."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
     figure = Figure(figsize=(width, height), layout=layout)
-    figure.suptitle(title, fontweight="bold")
+    if title:
+        figure.suptitle(title, fontweight="bold")
     return figure
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from common.evaluation.completions import FILE
 from common.losses import kl_estimate
-from common.record.folder import SAMPLES, read_metrics
+from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
 from common.report.blocks import (
@@ -21,7 +22,7 @@ from common.report.blocks import (
     Section,
     Token,
 )
-from common.report.plots import curve_panels
+from common.report.plots import Records, curve_panels
 
 Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
@@ -40,7 +41,7 @@ def completions_section(results: Mapping[str, Any], output_dir: Path) -> list[Se
 
     From `completions.jsonl` in the folder; without it, from the samples in `results.json`.
     """
-    lines = read_jsonl(output_dir / "completions.jsonl")[:MOST_PROMPTS]
+    lines = read_jsonl(output_dir / FILE)[:MOST_PROMPTS]
     found = [(row["prompt"], {"reference": row["reference"], **row["systems"]}) for row in lines]
     for sample in [] if lines else results.get("samples", []):
         texts = {"reference": sample.get("reference"), **sample["completions"]}
@@ -67,11 +68,11 @@ def measured(name: str, generation: Row) -> Completion:
 # --- runs ---
 
 
-def curves_section(run_dirs: Mapping[str, Path]) -> list[Section]:
-    """What each run logged, under its name; [] if none logged anything."""
+def curves_section(run_dirs: Mapping[str, Path], records: Mapping[str, Records]) -> list[Section]:
+    """What each run logged, its `records`, under its name; [] if none logged anything."""
     found: dict[str, Block] = {}
     for name, run in run_dirs.items():
-        panels, picture = curve_panels(read_metrics(run)), run / "plots/curves.png"
+        panels, picture = curve_panels(records[name]), run / "plots/curves.png"
         if panels:
             found[name] = Curves(panels, picture=picture if picture.is_file() else None)
     return by_run("Training curves", found)

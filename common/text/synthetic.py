@@ -187,18 +187,6 @@ def gold_reward(completion: str, facts: Facts) -> float:
     return max(0.0, reward - REPEATED_FACT * num_repeated - EXTRA_WORD * num_extra)
 
 
-def gold(
-    prompts: Sequence[str],
-    completions: Sequence[str],
-    completion_ids: Sequence[Sequence[int]] | None = None,
-    *,
-    facts: Sequence[Facts],
-    **columns: Any,
-) -> list[float]:
-    """`gold_reward` of each completion, as a reward function in TRL's signature."""
-    return [gold_reward(text, row) for text, row in zip(completions, facts, strict=True)]
-
-
 def attainable_accuracy(rows: Sequence[dict[str, Any]]) -> float:
     """Expected accuracy on preference rows of a judge that knows the gold reward: mean max(p, 1-p).
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import UserError
+from common.rewards.functions import gold
 from common.text import synthetic
 
 FACTS = {
@@ -142,7 +143,7 @@ def test_any_text_has_a_reward_between_zero_and_one(text):
 
 def test_reward_function_takes_columns_as_keywords_and_keeps_the_order():
     other = {**FACTS, "who": "brother"}
-    rewards = synthetic.gold(
+    rewards = gold(
         prompts=["a", "b"],
         completions=[ALL_TOLD, ALL_TOLD],
         completion_ids=[[1], [2]],
@@ -151,7 +152,7 @@ def test_reward_function_takes_columns_as_keywords_and_keeps_the_order():
     )
     assert rewards == pytest.approx([3.5 / 5, 1.0])
     with pytest.raises(ValueError, match="zip"):
-        synthetic.gold(["a"], [ALL_TOLD], [[1]], facts=[FACTS, FACTS])
+        gold([ALL_TOLD], [FACTS, FACTS])
 
 
 # --- the grammar ---

@@ -64,11 +64,11 @@ def tracks_of(points: SeedPoints, sizes: Sequence[int]) -> dict[str, Track]:
     """A seed's points by method, best of n from the pool first."""
     pool = points.pool
 
-    def track(settings: Sequence[float], policies: Any, *values: Values) -> Track:
-        kl, gold, proxy = values
-        gains = (gold - pool.gold.mean(1), proxy - pool.proxy.mean(1))
-        names = ("kl", "gold", "proxy", "gold_gain", "proxy_gain")
-        return Track(list(settings), dict(zip(names, (*values, *gains), strict=True)), policies)
+    def track(
+        settings: Sequence[float], policies: Any, kl: Values, gold: Values, proxy: Values
+    ) -> Track:
+        gains = {"gold_gain": gold - pool.gold.mean(1), "proxy_gain": proxy - pool.proxy.mean(1)}
+        return Track(list(settings), {"kl": kl, "gold": gold, "proxy": proxy} | gains, policies)
 
     gold, proxy = (best_of_n(pool.proxy, values, sizes) for values in (pool.gold, pool.proxy))
     kl = np.array([best_of_n_kl(size) for size in sizes])[:, None] * np.ones_like(gold)

@@ -97,12 +97,8 @@ def draw_fit(axes: Any, results: Results, method: str, longest: float) -> None:
 
 def draw_frontier(results: Results, path: Path) -> Path:
     """Gold reward over KL, every method in one panel."""
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     with style():
-        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-        figure = Figure(figsize=(8, 4.8), layout=layout)
+        figure = titled_figure("", 8, 4.8)
         axes = figure.subplots()
         start = float(np.mean([seed["gold"]["mean"] for seed in results["seeds"]]))
         axes.axhline(start, color=GREY, linestyle="--", linewidth=1)
