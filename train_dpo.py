@@ -71,7 +71,7 @@ def main(config: DPOConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set = load_pairs(config, tokenizer, stop_ids, configs[0], mesh)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
-    order = data.BatchOrder.of_training(config, train_set)
+    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shared_lengths = shorter_lengths(train_set)  # (rows,)
     shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
@@ -97,7 +97,6 @@ def main(config: DPOConfig) -> None:
         pair_logps = score.score_examples(policy, train_set[:1], config, pad_id, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
     run = Run("DPO", policy, order, config, resume_from)
-    numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -134,8 +133,7 @@ def main(config: DPOConfig) -> None:
             if config.is_per_token:
                 implicit_rewards = implicit_rewards / lengths
             score.add_pair_metrics(run.metrics, implicit_rewards, real)
-        numbers_of = (numbers[batch.places // 2] for batch in batches)
-        run.update(batches, numbers_of)
+        run.update(batches, (data.row_numbers(train_set, batch.places // 2) for batch in batches))
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation

@@ -79,7 +79,7 @@ def main(config: GRPOConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     scorer.check_rows(train_set, eval_set)
-    order = data.BatchOrder.of_training(config, train_set)
+    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)

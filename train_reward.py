@@ -64,7 +64,7 @@ def main(config: RewardConfig) -> None:
     # What a step takes batch_size of: pairs, or prompts with all their pairs
     grouped = groups.group(train_set, by_prompt=config.group_comparisons)
     weights = groups.weights(grouped).to(device)  # (rows,) 1 / pairs of the group
-    order = data.BatchOrder.of_training(config, grouped)
+    order = data.BatchOrder.of_training(config, [own.num_tokens for own in grouped])
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
@@ -77,7 +77,6 @@ def main(config: RewardConfig) -> None:
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
     run = Run("reward model", model, order, config, resume_from)
-    numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -103,7 +102,7 @@ def main(config: RewardConfig) -> None:
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             run.metrics.add("chosen_longer", groups.longer_chosen(lengths).sum(), len(lengths))
         batches = [part.batch for part in parts]
-        rows = (numbers[part.rows_of_completions()] for part in parts)
+        rows = (data.row_numbers(train_set, part.rows_of_completions()) for part in parts)
         run.update(batches, rows)
         run.end_step(evaluate)
 

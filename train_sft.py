@@ -43,7 +43,7 @@ def main(config: SFTConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
-    order = data.BatchOrder.of_training(config, train_set)
+    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
@@ -54,7 +54,6 @@ def main(config: SFTConfig) -> None:
     # Self-checks, resume
     self_checks.loaded_model(policy, config)
     run = Run("SFT", policy, order, config, resume_from)
-    numbers = data.row_numbers(train_set)  # (rows,)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -73,7 +72,7 @@ def main(config: SFTConfig) -> None:
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             run.metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        rows = (numbers[batch.places] for batch in batches)
+        rows = (data.row_numbers(train_set, batch.places) for batch in batches)
         run.update(batches, rows)
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 

@@ -7,7 +7,7 @@ gives each rank its rows as a function of the step; `pack` puts them into micro-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -57,6 +57,11 @@ class Examples(Sequence[Example]):
     def __init__(self, rows: Any) -> None:
         """Take the rows, by number, with the fields of `Example`."""
         self._rows = rows
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """See the function of this name."""
+        return torch.from_numpy(self._rows.lengths)
 
     def __len__(self) -> int:
         """Number of examples."""
@@ -117,29 +122,36 @@ def to_end_of_turn(
     """
     from common.text import chat
 
-    conversations = [example for example in examples if example.messages]
-    if not conversations:
+    first = next((example for example in examples if example.messages), None)
+    if first is None:
         return examples
-    end = chat.turn_end(conversations[0].messages, tokenizer)
-    closed = {
-        e.row: replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
-        for e in conversations
-    }
-    longest = max(len(e.prompt_ids) + len(c) for e in closed.values() for c in e.completions)
+    end = chat.turn_end(first.messages, tokenizer)
+    closed = [
+        replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
+        if e.messages
+        else e
+        for e in examples
+    ]
+    longest = max(len(e.prompt_ids) + len(c) for e in closed if e.messages for c in e.completions)
     if limit is not None and longest > limit:
         raise UserError(
             f"a conversation with the end of its turn is {longest} tokens, and the model has "
             f"{limit} positions; lower --max_completion_length by {longest - limit}."
         )
-    return [closed.get(example.row, example) for example in examples]
+    return closed
 
 
-class HasTokens(Protocol):
-    """What is put in order: a row, or rows that stay together."""
+def lengths(examples: Sequence[Example]) -> torch.Tensor:
+    """(rows, 1 + K) int64, tokens of each prompt and of its K completions."""
+    if isinstance(examples, Examples):
+        return examples.lengths
+    return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
 
-    @property
-    def num_tokens(self) -> int:
-        """Its tokens."""
+
+def num_tokens(examples: Sequence[Example]) -> list[int]:
+    """Tokens of each prompt, once, and of its completions."""
+    found: list[int] = lengths(examples).sum(1).tolist()
+    return found
 
 
 class BatchOrder:
@@ -187,23 +199,22 @@ class BatchOrder:
         self._epoch_order: tuple[int, list[int]] = (-1, [])  # the last epoch asked for
 
     @classmethod
-    def of_training(cls, config: TrainConfig, examples: Sequence[HasTokens]) -> "BatchOrder":
-        """The order in which this process trains on the examples.
+    def of_training(cls, config: TrainConfig, lengths: Sequence[int]) -> "BatchOrder":
+        """The order in which this process trains on rows of so many tokens.
 
         Raises:
             UserError: the global batch cannot be shared evenly, or is nearly all filler.
         """
         rank, world_size = distributed.rank(), distributed.world_size()
-        refuse_uneven(config.batch_size, world_size)
-        most = max(MOST_FILLER, len(examples))
+        distributed.refuse_uneven(config.batch_size, world_size)
+        most = max(MOST_FILLER, len(lengths))
         if config.batch_size > most:
             raise UserError(
-                f"--batch_size is {config.batch_size}, and there are {len(examples)} rows to take "
+                f"--batch_size is {config.batch_size}, and there are {len(lengths)} rows to take "
                 f"a batch of; lower it to {most} or less."
             )
-        lengths = [example.num_tokens for example in examples]
         return cls(
-            len(examples),
+            len(lengths),
             config.batch_size,
             seed=config.seed,
             rank=rank,
@@ -252,15 +263,6 @@ class BatchOrder:
             order = permutation(self.num_rows, self.seed, epoch) if self.shuffle else rows
             self._epoch_order = (epoch, order)
         return self._epoch_order[1]
-
-
-def refuse_uneven(batch_size: int, num_ranks: int) -> None:
-    """Raise a UserError for a batch that so many processes cannot share evenly."""
-    if batch_size % num_ranks != 0:
-        raise UserError(
-            f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
-            f"make it a multiple of {num_ranks}."
-        )
 
 
 @dataclass
@@ -359,15 +361,12 @@ def micro_batches(
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
-    pieces = [
-        Piece(
-            examples[row].prompt_ids,
-            examples[row].completions,
-            list(range(row * num_completions, (row + 1) * num_completions)),
-        )
-        for row in rows
-        if row is not None
-    ]
+    pieces = []
+    for row in rows:
+        if row is not None:
+            example, first = examples[row], row * num_completions
+            places = list(range(first, first + num_completions))
+            pieces.append(Piece(example.prompt_ids, example.completions, places))
     packs = pack(pieces, config, num_completions)
     return [collate(part, config.layout, pad_id) for part in packs]
 
@@ -376,13 +375,16 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
     """The first example of each of so many prompts, for tables: the others would show it again."""
     firsts: dict[str, Example] = {}
     for example in examples:
+        if len(firsts) == number:
+            break
         firsts.setdefault(example.prompt, example)
-    return list(firsts.values())[:number]
+    return list(firsts.values())
 
 
-def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
-    """(rows,) int64, where each example was in its data set: some rows may have been dropped."""
-    return torch.tensor([example.row for example in examples])
+def row_numbers(examples: Sequence[Example], places: torch.Tensor | None = None) -> torch.Tensor:
+    """(rows,) int64, where examples, all or those at the places, were before rows were dropped."""
+    chosen = examples if places is None else (examples[i] for i in places.tolist())
+    return torch.tensor([example.row for example in chosen])
 
 
 def prompts(

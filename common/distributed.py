@@ -231,6 +231,15 @@ def refuse_replicas(num_replicas: int, num_ranks: int) -> None:
         )
 
 
+def refuse_uneven(batch_size: int, num_ranks: int) -> None:
+    """Raise a UserError for a batch that so many processes cannot share evenly."""
+    if batch_size % num_ranks != 0:
+        raise UserError(
+            f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
+            f"make it a multiple of {num_ranks}."
+        )
+
+
 def mesh(num_replicas: int = 1) -> DeviceMesh:
     """The mesh to shard over: 1-D, or (replicate, shard) for HSDP. Collective.
 

@@ -605,7 +605,9 @@ def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("common.distributed.world_size", lambda: 4)
     config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=6)
     with pytest.raises(UserError, match="--batch_size is 6, which 4 processes cannot share"):
-        BatchOrder.of_training(config, [pair_example(row, 2, (1, 1)) for row in range(10)])
+        BatchOrder.of_training(
+            config, data.num_tokens([pair_example(row, 2, (1, 1)) for row in range(10)])
+        )
 
 
 @pytest.mark.parametrize(
@@ -617,7 +619,7 @@ def test_the_length_of_a_run(tmp_path, fields, total_steps):
     config = TrainConfig(batch_size=4, seed=3, **paths, **fields)
     lengths = [9, 2, 5, 5, 1, 8, 3, 7, 4, 6]
     examples = [pair_example(row, length, (2, 1)) for row, length in enumerate(lengths)]
-    order = BatchOrder.of_training(config, examples)
+    order = BatchOrder.of_training(config, data.num_tokens(examples))
     rows = BatchOrder(10, 4, seed=3, rank=0, world_size=1).rows(1)
     assert sorted(order.rows(1)) == sorted(rows)
     assert order.rows(1) == sorted(rows, key=lambda row: lengths[row])

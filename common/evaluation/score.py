@@ -70,7 +70,8 @@ def score_examples(
 
 def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
     """This rank's share of the rows, dealt out by length; completion k of row n: n * K + k."""
-    by_length = sorted(rows, key=lambda row: -examples[row].num_tokens)
+    num_tokens = data.num_tokens(examples)
+    by_length = sorted(rows, key=lambda row: -num_tokens[row])
     pieces = []
     for row in by_length[distributed.rank() :: distributed.world_size()]:
         example = examples[row]
@@ -85,8 +86,7 @@ def sft_loss(
 ) -> float:
     """Mean negative log-likelihood per completion token over all examples, in nats. Collective."""
     logps = score_examples(model, examples, config, pad_id, "evaluating")  # (N, 1)
-    num_tokens = sum(len(example.completions[0]) for example in examples)
-    return float(-logps.sum()) / num_tokens
+    return float(-logps.sum()) / int(data.lengths(examples)[:, 1].sum())
 
 
 def preferences(
@@ -118,7 +118,7 @@ def preferences(
     if ref_scores is not None:
         scores = scores - ref_scores
     if per_token:
-        scores = scores / torch.tensor([[len(ids) for ids in e.completions] for e in examples])
+        scores = scores / data.lengths(examples)[:, 1:]
     return preference_accuracy(scores[:, 0], scores[:, 1]), scores
 
 

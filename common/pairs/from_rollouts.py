@@ -50,7 +50,7 @@ def pairs_from_rollouts(
     )
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
     scorer.check_rows(prompts)
-    order = data.BatchOrder.of_training(config, prompts)
+    order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
     lm = load.load_policy(config.model_name_or_path, model_config, config)
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
     self_checks.loaded_model(policy, config)

@@ -53,13 +53,17 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
     Raises:
         UserError: it is not a finite number in some row.
     """
-    values: list[Any] = [example.columns.get(column) if column else 0.0 for example in examples]
-    for example, value in zip(examples, values, strict=True):
+    if not column:
+        return torch.zeros(len(examples))
+    values = []
+    for example in examples:
+        value: Any = example.columns.get(column)
         if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN compares as False
             raise UserError(
                 f"row {example.row + 1} of the pairs has {value!r} in its column {column!r}; "
                 "--margin_column names one with a finite number in every row."
             )
+        values.append(value)
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -71,8 +75,7 @@ def longer_chosen(lengths: Tensor) -> Tensor:
 
 def length_balance(examples: Sequence[Example]) -> float:
     """Share of the pairs whose chosen completion is longer: the accuracy of preferring length."""
-    lengths = torch.tensor([[len(ids) for ids in example.completions] for example in examples])
-    return float(longer_chosen(lengths).double().mean())
+    return float(longer_chosen(data.lengths(examples)[:, 1:]).double().mean())
 
 
 # ---- micro-batches -------------------------------------------------------------------------------
@@ -137,12 +140,13 @@ def cut(
     """The comparisons of a prompt, in their order, in pieces that the limits allow."""
     pieces: list[ComparedPiece] = []
     for row in rows:
-        longer = with_pair(pieces[-1], examples[row], row) if pieces else None
+        example = examples[row]
+        longer = with_pair(pieces[-1], example, row) if pieces else None
         if longer and data.fits([longer], config):
             pieces[-1] = longer
         else:
-            alone = ComparedPiece(examples[row].prompt_ids, [], [], weight=0)
-            pieces.append(with_pair(alone, examples[row], row))
+            alone = ComparedPiece(example.prompt_ids, [], [], weight=0)
+            pieces.append(with_pair(alone, example, row))
     return pieces
 
 

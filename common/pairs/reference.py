@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import distributed, self_checks
+from common import data, distributed, self_checks
 from common.data import Example
 from common.evaluation import score
 from common.losses import sequence_logps
@@ -170,8 +170,8 @@ def reference_logps(
 
 def shorter_lengths(examples: Sequence[Example]) -> Tensor:
     """Tokens of the shorter completion of each pair, (rows,) on the device."""
-    lengths = [min(map(len, example.completions)) for example in examples]
-    return torch.tensor(lengths, device=distributed.device())
+    shorter: Tensor = data.lengths(examples)[:, 1:].amin(1)
+    return shorter.to(distributed.device())
 
 
 def desensitised(
@@ -214,7 +214,6 @@ def cache_file(
     ld_alpha: float = 1.0,
 ) -> Path:
     """Where the log-probabilities of all pairs of a split, in their order, are or belong."""
-    code = sorted(Path(distributed.__file__).parent.rglob("*.py"))
     description = {
         "weights": weights,
         "tokenizer": [type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items())],
@@ -223,7 +222,7 @@ def cache_file(
         "dtype": "bfloat16" if config.bf16 else "float32",
         "ld_alpha": ld_alpha,
         "versions": {name: version(name) for name in PACKAGES},
-        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in code],
+        "code": checked_file.code_digest(),
     }
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     for example in examples:

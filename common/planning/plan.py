@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from common import data, distributed
+from common import distributed
 from common.config import TrainConfig
 from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
@@ -71,7 +71,7 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
     config = run.config
     for ranks in all_ranks:
         distributed.refuse_replicas(config.num_replicas, ranks)
-        data.refuse_uneven(config.batch_size, ranks)
+        distributed.refuse_uneven(config.batch_size, ranks)
     roles = [("trained model", run.policy)]
     roles += [("reference", run.reference)] if run.reference else []
     roles += [("reward model", model) for model in run.reward_models]

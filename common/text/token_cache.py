@@ -55,6 +55,11 @@ class Stored:
             start += arrays[-1].nbytes
         self.id_ends, self.text_ends, self.ids, self.texts = arrays
 
+    @property
+    def lengths(self) -> Any:
+        """(rows, 1 + K) int64, tokens of prompt and completions, without decoding a row."""
+        return np.diff(self.id_ends).reshape(-1, self.num_lists)
+
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.text_ends) - 1
