@@ -6,7 +6,7 @@ from pathlib import Path
 from common import distributed
 from common.checkpoint import files
 from common.config import TrainConfig, UserError
-from common.record.folder import read_config, read_environment
+from common.record.folder import MODELS, read_config, read_environment
 
 
 def find(config: TrainConfig) -> Path | None:
@@ -89,7 +89,7 @@ def set_aside_other_model(config: TrainConfig) -> None:
     """Rename a finished model of another config, which would stand beside this run's config."""
     if not of_other_model(config):
         return
-    for name in ("model", "adapter"):
+    for name in MODELS:
         place = (Path(config.output_dir) / name).resolve()
         if place.is_dir():
             files.discard(before := place.with_name(f"{place.name}.before"))

@@ -290,23 +290,32 @@ def load(
     from common.model import lora
 
     adapter, path = path, lora.base_path(path)
-    try:
-        if not distributed.is_rank0():
-            with torch.device("meta"):
-                return auto_class.from_config(
-                    model_config, trust_remote_code=config.trust_remote_code
-                )
-        if path.endswith(".json"):
-            torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
-            model = auto_class.from_config(model_config)
-            distributed.seed_everything(config.seed)
-            return model
-    except ValueError as error:
-        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    if not distributed.is_rank0():
+        with torch.device("meta"):
+            return build(auto_class, path, model_config, config)
+    if path.endswith(".json"):
+        torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
+        model = build(auto_class, path, model_config, config)
+        distributed.seed_everything(config.seed)
+        return model
     model = read_weights(auto_class, path, model_config, config, new)
     if merge:
         lora.merge_folder(model, fsdp.blocks(model), adapter)
     return model
+
+
+def build(
+    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
+) -> PreTrainedModel:
+    """A model of random weights, or of none on the meta device.
+
+    Raises:
+        UserError: its config is of no model.
+    """
+    try:
+        return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    except ValueError as error:
+        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
 
 
 def read_weights(

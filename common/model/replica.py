@@ -1,6 +1,6 @@
 """A plain copy of a sharded language model to sample from, and its products on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,15 +42,16 @@ class RolloutCopy:
         fsdp.reshard(policy)
         weights = {lora.plain_name(name): p for name, p in self.source.named_parameters()}
         adapted = lora.adapted_layers(self.source)
-        for name, target in list(self.replica.named_parameters()):
+
+        def filled(name: str, target: nn.Parameter) -> torch.Tensor:
             layer = adapted.get(name.removesuffix(".weight"))
             if layer is None:
-                full = gather(weights[name], target.dtype)
-            else:
-                matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
-                parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
-                full = lora.merged_weight(layer, *parts).to(target.dtype)
-            set_parameter(self.replica, name, full)
+                return gather(weights[name], target.dtype)
+            matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
+            parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
+            return lora.merged_weight(layer, *parts).to(target.dtype)
+
+        set_parameters(self.replica, filled)
         head = self.replica.get_output_embeddings()
         shared = head.weight
         head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token
@@ -58,8 +59,7 @@ class RolloutCopy:
             yield self.replica
         finally:
             head.weight = shared
-            for name, target in list(self.replica.named_parameters()):
-                set_parameter(self.replica, name, torch.empty_like(target, device="meta"))
+            set_parameters(self.replica, lambda _, p: torch.empty_like(p, device="meta"))
 
 
 def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -68,14 +68,14 @@ def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Replace a parameter by a frozen one, in every module that shares it (tied embeddings)."""
-    old = module.get_parameter(name)
-    new = nn.Parameter(value, requires_grad=False)
-    for part in module.modules():
-        for leaf, parameter in list(part.named_parameters(recurse=False)):
-            if parameter is old:
-                setattr(part, leaf, new)
+def set_parameters(module: nn.Module, value: Callable[[str, nn.Parameter], torch.Tensor]) -> None:
+    """Replace every parameter by a frozen one; one that is shared (tied embeddings) stays so."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, old in list(module.named_parameters(remove_duplicate=False)):
+        if old not in new:
+            new[old] = nn.Parameter(value(name, old), requires_grad=False)
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, new[old])
 
 
 class PackedLinear(nn.Module):
@@ -108,7 +108,6 @@ def packed(lm: nn.Module) -> Iterator[None]:
 
     The weights that were packed are given up, so that there is one copy; embeddings keep theirs.
     """
-    swapped: list[tuple[nn.Module, str, nn.Module]] = []
     is_bfloat16 = any(p.dtype == torch.bfloat16 for p in lm.parameters())
     has_kernels = (
         distributed.device().type == "cpu"
@@ -117,17 +116,16 @@ def packed(lm: nn.Module) -> Iterator[None]:
     )
     layers = [
         (part, name, layer)
-        for part in lm.modules()
+        for part in (lm.modules() if has_kernels else ())
         for name, layer in part.named_children()
         if type(layer) in (nn.Linear, Conv1D, fsdp.Float32Head)
     ]
     try:
-        for part, name, layer in layers if has_kernels else []:
-            swapped.append((part, name, layer))
+        for part, name, layer in layers:
             setattr(part, name, PackedLinear(layer))
             given_up: Any = layer.weight.new_empty(0, device="meta")  # type: ignore[operator]
             layer.weight = nn.Parameter(given_up, requires_grad=False)
         yield
     finally:
-        for part, name, layer in swapped:
+        for part, name, layer in layers:
             setattr(part, name, layer)

@@ -121,11 +121,8 @@ def of_model(
     auto_class = AutoModelForCausalLM
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
-    try:
-        with torch.device("meta"):
-            lm = auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    except ValueError as error:
-        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    with torch.device("meta"):
+        lm = load.build(auto_class, path, model_config, config)
     if not trains:
         lm.requires_grad_(False)
     elif config.lora_r:

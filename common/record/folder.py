@@ -50,7 +50,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """
     import torch
 
-    installed = {package.name: package.version for package in metadata.distributions()}
+    installed = {n: one.version for n in PACKAGES for one in metadata.distributions(name=n)}
     environment = {
         "python": platform.python_version(),
         "platform": platform.platform(),

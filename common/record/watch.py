@@ -27,15 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from common.record.folder import CONFIG, METRICS, read_config
+from common.record.folder import CONFIG, METRICS, SAMPLES, read_config
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
 from common.record.jsonl import read_jsonl
-from common.record.terminal import (
-    format_cell,
-    format_number,
-    rendered,
-    wrapped_table,
-)
+from common.record.terminal import format_cell, format_number, rendered, wrapped_table
 
 LEVELS = 4  # of folders below a sweep: seed, variant, stage
 FRESH = 10  # logged steps from which the speed is taken
@@ -70,17 +65,18 @@ class Run:
 
     def read(self) -> None:
         """Read the files that have changed, but for a line that is still being written."""
-        for name in ("metrics", "samples"):
-            path = self.folder / f"{name}.jsonl"
-            with suppress(FileNotFoundError):
+        for name, file in (("metrics", METRICS), ("samples", SAMPLES), ("config", CONFIG)):
+            path, is_config = self.folder / file, name == "config"
+            with suppress(FileNotFoundError, ValueError):  # a config may be half written
                 state = path.stat()
                 now = (state.st_ino, state.st_size, state.st_mtime_ns)
                 if now != self._seen.get(name):
-                    setattr(self, name, read_jsonl(path))
+                    if is_config:
+                        self.config = read_config(self.folder) or self.config
+                    else:
+                        setattr(self, name, read_jsonl(path))
+                        self.changed = max(self.changed, state.st_mtime)
                     self._seen[name] = now
-                    self.changed = max(self.changed, state.st_mtime)
-        with suppress(ValueError):  # half written
-            self.config = read_config(self.folder) or self.config
 
     @property
     def step(self) -> int:

@@ -251,7 +251,7 @@ def test_on_a_terminal_it_follows_a_run_until_ctrl_c(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_it_starts_is_no_traceback(tmp_path: Path) -> None:
     interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "yaml.py").write_text(interrupt)
+    (tmp_path / "argparse.py").write_text(interrupt)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     process = program("x", env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.communicate(timeout=60) == ("", "")
