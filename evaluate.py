@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common import data, distributed, launch, self_checks
-from common.config import CommonConfig, UserError, dial, knob, path_knob
+from common.config import CommonConfig, flag, free_flag, path_flag
 from common.data import Example
-from common.errors import SMALLEST_TEMPERATURE, refuse_twice
+from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import completions, judges, pair_scores, score
 from common.evaluation.completions import Answers, Generation, collect
 from common.evaluation.pair_scores import PairScores, token_counts
@@ -51,43 +51,43 @@ class EvaluateConfig(CommonConfig):
     unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
 
     _systems: ClassVar = "what is evaluated"
-    policies: list[str] = path_knob([], "folders or hub ids of causal language models")
-    reward_models: list[str] = path_knob([], "folders or hub ids of reward models, encoders too")
-    ref_model_name_or_path: str = path_knob("", "for implicit rewards (empty: first policy)")
-    policy_scores: list[str] = knob(
+    policies: list[str] = path_flag([], "folders or hub ids of causal language models")
+    reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
+    ref_model_name_or_path: str = path_flag("", "for implicit rewards (empty: first policy)")
+    policy_scores: list[str] = flag(
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
         "log_ratio, log_ratio_per_token, logp, logp_per_token",
         pair_scores.POLICY_SCORES,
         required=True,
     )
-    beta: float = knob(
+    beta: float = flag(
         0.0,
         "of implicit rewards, for their calibration (0: that of the run beside each policy)",
         ge=0,
     )
-    score_stop_token: bool = knob(
+    score_stop_token: bool = flag(
         True, "count the stop token in a policy's scores (false: for one not trained to end so)"
     )
-    scores_from: list[str] = path_knob(
+    scores_from: list[str] = path_flag(
         [], "scores.jsonl of other evaluations of the same pairs, to compare with"
     )
-    margin_column: str = knob(
+    margin_column: str = flag(
         "", "column of rating differences, by which accuracies are split (empty: none)"
     )
 
     _generations: ClassVar = "generations"
-    prompts_dataset_name: str = path_knob("", "rows to sample from (empty: dataset_name)")
-    num_prompts: int = knob(256, "prompts to sample from (0: no generations)")
-    temperature: float = knob(1.0, "of sampling; 0 takes the most likely token", ge=0)
-    max_new_tokens: int = knob(0, "tokens of a generation (0: max_completion_length)")
-    reward_funcs: list[str] = path_knob(
+    prompts_dataset_name: str = path_flag("", "rows to sample from (empty: dataset_name)")
+    num_prompts: int = flag(256, "prompts to sample from (0: no generations)")
+    temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
+    max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
+    reward_funcs: list[str] = path_flag(
         [], "further judges of generations: gold, file.py:function (your file is run as code)"
     )
-    judge_funcs: list[str] = path_knob(
+    judge_funcs: list[str] = path_flag(
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
-    report_to: str = dial("none", "none or wandb", ["none", "wandb"])
+    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""

@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 
-from common.errors import UserError as UserError
-from common.errors import check_fields, hint, shown, values_of
-from common.errors import gist as gist
+from common.errors import UserError, check_fields, gist, hint, shown, values_of
 
 Config = TypeVar("Config")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 
-def knob(
+def flag(
     default: Any,
     description: str,
     choices: Sequence[Any] | None = None,
@@ -63,8 +61,8 @@ def knob(
 
 
 # A field that changes how a run is watched, stored and computed, but for rounding not what.
-dial = functools.partial(knob, may_change=True)
-path_knob = functools.partial(knob, is_path=True)
+free_flag = functools.partial(flag, may_change=True)
+path_flag = functools.partial(flag, is_path=True)
 
 
 @dataclass
@@ -78,60 +76,60 @@ class CommonConfig:
     unused: ClassVar[Sequence[str]] = ()
 
     _what: ClassVar = "what"
-    output_dir: str = dial("", "folder this run writes to", required=True, is_path=True)
-    seed: int = knob(0, "row order, initialisation and sampling noise follow from it", lt=2**63)
+    output_dir: str = free_flag("", "folder this run writes to", required=True, is_path=True)
+    seed: int = flag(0, "row order, initialisation and sampling noise follow from it", lt=2**63)
 
     _model: ClassVar = "model"
-    model_name_or_path: str = path_knob("", "hub id, folder, or config .json (random weights)")
-    tokenizer_name_or_path: str = path_knob("", "the same or `synthetic` (empty: beside the model)")
-    trust_remote_code: bool = dial(False, "run Python code that comes with a model folder")
-    stop_token: str = knob("eos", "what ends a completion: `eos` or a text that is one token")
+    model_name_or_path: str = path_flag("", "hub id, folder, or config .json (random weights)")
+    tokenizer_name_or_path: str = path_flag("", "the same or `synthetic` (empty: beside the model)")
+    trust_remote_code: bool = free_flag(False, "run Python code that comes with a model folder")
+    stop_token: str = flag("eos", "what ends a completion: `eos` or a text that is one token")
 
     _data: ClassVar = "data"
-    dataset_name: str = path_knob(
+    dataset_name: str = path_flag(
         "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic", required=True
     )
-    dataset_config: str = knob("", "name of the hub data set's configuration")
-    dataset_test_split: str = knob("validation", "split to evaluate on; empty: no evaluation")
-    num_eval_rows: int = knob(0, "use the first rows only (0: all)")
-    max_prompt_length: int = knob(512, "tokens; longer prompts are truncated", gt=0)
-    max_completion_length: int = knob(56, "tokens, stop token included", gt=0)
-    prompt_truncation: str = knob(
+    dataset_config: str = flag("", "name of the hub data set's configuration")
+    dataset_test_split: str = flag("validation", "split to evaluate on; empty: no evaluation")
+    num_eval_rows: int = flag(0, "use the first rows only (0: all)")
+    max_prompt_length: int = flag(512, "tokens; longer prompts are truncated", gt=0)
+    max_completion_length: int = flag(56, "tokens, stop token included", gt=0)
+    prompt_truncation: str = flag(
         "tldr",
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
-    max_dropped_fraction: float = knob(0.05, "refuse a split that loses a larger share", ge=0, le=1)
-    token_cache_dir: str = dial(
+    max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
+    token_cache_dir: str = free_flag(
         "output/token_cache",
         "folder where runs keep and find tokenised rows; may be deleted at any time (empty: none)",
     )
 
     _speed: ClassVar = "speed, memory and sharding: none but bf16 changes a loss"
-    layout: str = dial(
+    layout: str = free_flag(
         "shared_prefix",
         "shared_prefix: a prompt is computed once for all its completions; padded: the reference, "
         "one row per completion",
         ["shared_prefix", "padded"],
     )
-    micro_batch_tokens: int = dial(4096, "tokens in one forward pass on one process", gt=0)
-    micro_batch_size: int = dial(1024, "rows (GRPO, scoring: completions) in such a pass", gt=0)
-    generation_batch_size: int = dial(64, "completions decoded at once on one process", gt=0)
-    generation_cache_tokens: int = dial(65536, "tokens in sampling's cache on one process", gt=0)
-    bf16: bool = knob(False, "compute in bfloat16; parameters and reductions stay in float32")
-    gradient_checkpointing: bool = dial(False, "recompute each block's activations in backward")
-    reshard_after_forward: bool = dial(
+    micro_batch_tokens: int = free_flag(4096, "tokens in one forward pass on one process", gt=0)
+    micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
+    generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
+    generation_cache_tokens: int = free_flag(65536, "tokens in its cache on one process", gt=0)
+    bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
+    gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")
+    reshard_after_forward: bool = free_flag(
         True, "free a block's gathered weights between forward and backward (false: ZeRO-2)"
     )
-    prefetch_blocks: int = dial(0, "gather this many blocks ahead of the one that computes")
-    compile: bool = dial(False, "torch.compile every block")
-    cpu_offload: bool = dial(False, "keep parameters and optimiser state in host memory")
-    num_replicas: int = dial(1, "HSDP: groups of processes, each with all shards", gt=0)
-    ddp_timeout: int = dial(1800, "seconds to wait for other processes, as for a download", gt=0)
+    prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
+    compile: bool = free_flag(False, "torch.compile every block")
+    cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
+    num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
+    ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)
 
     _watching: ClassVar = "checks and watching"
-    self_check: bool = dial(True, "check every loaded model before it is used")
-    num_sample_prompts: int = dial(3, "prompts in the printed table of samples (0: no table)")
+    self_check: bool = free_flag(True, "check every loaded model before it is used")
+    num_sample_prompts: int = free_flag(3, "prompts in the printed table of samples (0: no table)")
 
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
@@ -156,57 +154,57 @@ class TrainConfig(CommonConfig):
     stage: ClassVar[str]
 
     _data: ClassVar = "data"
-    dataset_train_split: str = knob("train", "split to train on", required=True)
-    num_train_rows: int = knob(0, "use the first rows only (0: all)")
-    require_stop_token: bool = dial(
+    dataset_train_split: str = flag("train", "split to train on", required=True)
+    num_train_rows: int = flag(0, "use the first rows only (0: all)")
+    require_stop_token: bool = free_flag(
         True, "refuse completions that are all cut before their stop token (false: by design)"
     )
 
     _optimisation: ClassVar = "optimisation"
-    batch_size: int = knob(64, "prompts or pairs per optimiser step, over all processes", gt=0)
-    learning_rate: float = knob(1e-5, "peak learning rate", gt=0)
-    warmup_steps: int = knob(0, "steps of linear warmup from 0")
-    lr_scheduler_type: str = knob("cosine", "decay after it", ["cosine", "linear", "constant"])
-    num_train_epochs: float = knob(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
-    max_steps: int = knob(0, "steps of this run (0: num_train_epochs)")
-    weight_decay: float = knob(0.0, "AdamW weight decay, on matrices only", ge=0)
-    adam_beta1: float = knob(0.9, "AdamW beta 1", ge=0, lt=1)
-    adam_beta2: float = knob(0.999, "AdamW beta 2", ge=0, lt=1)
+    batch_size: int = flag(64, "prompts or pairs per optimiser step, over all processes", gt=0)
+    learning_rate: float = flag(1e-5, "peak learning rate", gt=0)
+    warmup_steps: int = flag(0, "steps of linear warmup from 0")
+    lr_scheduler_type: str = flag("cosine", "decay after it", ["cosine", "linear", "constant"])
+    num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
+    max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
+    weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only", ge=0)
+    adam_beta1: float = flag(0.9, "AdamW beta 1", ge=0, lt=1)
+    adam_beta2: float = flag(0.999, "AdamW beta 2", ge=0, lt=1)
     # with 0 a parameter without gradient becomes 0 / 0
-    adam_epsilon: float = knob(1e-8, "AdamW epsilon", gt=0)
-    max_grad_norm: float = knob(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
+    adam_epsilon: float = flag(1e-8, "AdamW epsilon", gt=0)
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
 
     _logging: ClassVar = "logging, evaluation, checkpoints"
-    report_to: str = dial("none", "none or wandb", ["none", "wandb"])
-    run_name: str = dial("", "name of the run in wandb; empty: the name of output_dir")
-    logging_steps: int = dial(10, "steps between lines of metrics.jsonl", gt=0)
-    eval_steps: int = dial(0, "steps between evaluations (0: at the end only)")
-    sample_steps: int = dial(0, "steps between printed samples (0: at the end only)")
-    save_steps: int = dial(0, "steps between checkpoints (0: none)")
-    profile: bool = dial(False, "record some steps with torch.profiler, into output_dir/profile")
-    profile_steps: int = dial(3, "steps that profile records, after two of warm-up", gt=0)
-    resume_from_checkpoint: str = dial(
+    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
+    run_name: str = free_flag("", "name of the run in wandb; empty: the name of output_dir")
+    logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
+    eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
+    sample_steps: int = free_flag(0, "steps between printed samples (0: at the end only)")
+    save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
+    profile: bool = free_flag(False, "record steps with torch.profiler, into output_dir/profile")
+    profile_steps: int = free_flag(3, "steps that profile records, after two of warm-up", gt=0)
+    resume_from_checkpoint: str = free_flag(
         "auto",
         "auto: the newest whole checkpoint in output_dir, if it is of a run like this one; latest: "
         "of any run; none: start anew, removing those in output_dir; or a checkpoint's folder",
         is_path=True,
     )
-    keep_last: int = dial(3, "checkpoints to keep in output_dir, with the best one (0: all)")
-    async_save: bool = dial(True, "write checkpoints while training goes on, from a host copy")
-    metric_for_best_model: str = dial(
+    keep_last: int = free_flag(3, "checkpoints to keep in output_dir, with the best one (0: all)")
+    async_save: bool = free_flag(True, "write checkpoints while training goes on, from a host copy")
+    metric_for_best_model: str = free_flag(
         "", "a logged metric, as eval_loss: keep the checkpoint where it was best (loss: lowest)"
     )
-    load_best_model_at_end: bool = dial(False, "export that checkpoint and not the last step")
+    load_best_model_at_end: bool = free_flag(False, "export that checkpoint and not the last step")
 
     _planning: ClassVar = "planning"
-    dry_run: bool = dial(False, "print what the run takes, from the models' configs, and end")
-    dry_run_ranks: list[int] = dial([], "processes to plan for (empty: those launched)", gt=0)
-    dry_run_device: str = dial("", "plan for such a machine (empty: this)", ["", "cpu", "cuda"])
+    dry_run: bool = free_flag(False, "print what the run takes, from the models' configs, and end")
+    dry_run_ranks: list[int] = free_flag([], "processes to plan for (empty: those launched)", gt=0)
+    dry_run_device: str = free_flag("", "plan for such a device (empty: this)", ["", "cpu", "cuda"])
 
     _lora: ClassVar = "LoRA"
-    lora_r: int = knob(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
-    lora_alpha: int = knob(32, "adapters are scaled by lora_alpha / lora_r", gt=0)
-    lora_target_modules: list[str] = knob(
+    lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
+    lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r", gt=0)
+    lora_target_modules: list[str] = flag(
         [], "layers with an adapter, by the end of their name (empty: every linear of the blocks)"
     )
 

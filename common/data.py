@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig, UserError
+from common.config import CommonConfig, TrainConfig
+from common.errors import UserError
 from common.noise import permutation
 from common.padding import AnyBatch, make_batch
 

@@ -11,7 +11,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig, UserError, parse
+from common.config import CommonConfig, TrainConfig, parse
+from common.errors import UserError
 
 Config = TypeVar("Config", bound=CommonConfig)
 REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig, UserError
+from common.config import CommonConfig, TrainConfig
 from common.data import Example
+from common.errors import UserError
 from common.losses import kl_estimate, preference_loss
 from common.model import fsdp
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch

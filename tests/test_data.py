@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from common import data, distributed
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
 from common.data import (
     BatchOrder,
     Example,
@@ -27,6 +27,7 @@ from common.data import (
     micro_batches,
     prompts,
 )
+from common.errors import UserError
 from common.text import synthetic
 from common.text.rows import load_rows
 from common.text.tokenise import count_boundary_merges, tokenize_rows

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, padding, self_checks
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import score
 from common.model import fsdp, load
 from common.padding import Batch

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.checkpoint.saver import Checkpointer
-from common.config import UserError
+from common.errors import UserError
 from common.model.optim import NonFiniteError
 from common.padding import AnyBatch
 from common.record.folder import CONFIG, save_config

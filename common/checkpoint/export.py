@@ -12,7 +12,7 @@ from common import distributed
 from common.checkpoint.files import replacing
 from common.checkpoint.saver import Checkpointer, cause
 from common.checkpoint.state import once_each
-from common.config import UserError, gist
+from common.errors import UserError, gist
 from common.exits import signals
 from common.model import fsdp, lora
 from common.record.logger import RunLogger

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import TrainConfig, UserError, default_of
+from common.config import TrainConfig, default_of
+from common.errors import UserError
 from common.record.folder import METRICS, SAMPLES
 from common.record.glossary import is_defined
 

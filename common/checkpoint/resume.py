@@ -5,7 +5,8 @@ from pathlib import Path
 
 from common import distributed
 from common.checkpoint import files
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
+from common.errors import UserError
 from common.record.folder import MODELS, read_config, read_environment
 
 

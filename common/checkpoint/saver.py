@@ -27,7 +27,8 @@ from common import distributed
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files, resume
 from common.checkpoint.state import State, reference_state, restore_state, trained_state
-from common.config import TrainConfig, UserError, gist
+from common.config import TrainConfig
+from common.errors import UserError, gist
 from common.exits import signals
 from common.model import fsdp, lora
 from common.record import output_lock

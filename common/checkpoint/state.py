@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
 from common.checkpoint import files
-from common.config import UserError, gist
+from common.errors import UserError, gist
 from common.model import lora
 
 State = dict[str, Any]

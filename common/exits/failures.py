@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from common.config import gist
+from common.errors import gist
 
 Answer = TypeVar("Answer")
 

@@ -30,8 +30,8 @@ from typing import Any, cast, get_type_hints
 import yaml
 
 from common.checkpoint import best
-from common.config import UserError, knob, parse, read_recipe
-from common.errors import check_fields, hint
+from common.config import flag, parse, read_recipe
+from common.errors import UserError, check_fields, hint
 from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
@@ -68,15 +68,15 @@ CHAIN = {
 class ReplicateConfig:
     """What is replicated, and how often."""
 
-    recipe: str = knob("", "folder in assets/recipes, as tldr-gpt2 (required)")
-    seeds: list[int] = knob([0, 1, 2], "one chain for each", required=True, ge=0)
-    num_processes: int = knob(
+    recipe: str = flag("", "folder in assets/recipes, as tldr-gpt2 (required)")
+    seeds: list[int] = flag([0, 1, 2], "one chain for each", required=True, ge=0)
+    num_processes: int = flag(
         1, "processes of a stage on this machine, by torchrun if several", gt=0
     )
-    output_dir: str = knob("", "folder of all runs (empty: output/replicate/<recipe>)")
-    overrides: list[str] = knob([], "flag=value for all stages that have it, or stage.flag=value")
-    report_only: bool = knob(False, "run nothing: report what is finished")
-    dry_run: bool = knob(False, "check and print the commands of all stages, and end")
+    output_dir: str = flag("", "folder of all runs (empty: output/replicate/<recipe>)")
+    overrides: list[str] = flag([], "flag=value for all stages that have it, or stage.flag=value")
+    report_only: bool = flag(False, "run nothing: report what is finished")
+    dry_run: bool = flag(False, "check and print the commands of all stages, and end")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be replicated."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common import distributed, launch
-from common.config import UserError
+from common.errors import UserError
 from common.model import load
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts

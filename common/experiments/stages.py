@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.checkpoint.files import describe
-from common.config import UserError, parse, read_recipe
+from common.config import parse, read_recipe
+from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import Parser, UserError
+from common.config import Parser
+from common.errors import UserError
 from common.evaluation.score import run_cost
 from common.experiments import forest
 from common.experiments.forest import Effect

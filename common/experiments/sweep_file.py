@@ -23,8 +23,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config import UserError, read_recipe
-from common.errors import hint
+from common.config import read_recipe
+from common.errors import UserError, hint
 from common.experiments.stages import Stage
 
 Entry = TypeVar("Entry")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import TrainConfig, knob, path_knob
+from common.config import TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     AGGREGATIONS,
@@ -23,96 +23,96 @@ class GRPOConfig(TrainConfig):
     unused: ClassVar = ("eval_steps", "require_stop_token")
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
-    num_generations: int = knob(8, "completions of a prompt that are trained on", ge=2)
-    num_candidates: int = knob(0, "completions sampled per prompt (0: num_generations)")
-    temperature: float = knob(
+    num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)
+    num_candidates: int = flag(0, "completions sampled per prompt (0: num_generations)")
+    temperature: float = flag(
         1.0, "of sampling and of every log-probability", ge=SMALLEST_TEMPERATURE
     )
-    top_k: int = knob(0, "sample from the k most likely tokens only (0: all)")
-    top_p: float = knob(1.0, "sample from the most likely tokens that hold this share", gt=0, le=1)
+    top_k: int = flag(0, "sample from the k most likely tokens only (0: all)")
+    top_p: float = flag(1.0, "sample from the most likely tokens that hold this share", gt=0, le=1)
 
     _rewards: ClassVar = "rewards"
-    reward_funcs: list[str] = path_knob(
+    reward_funcs: list[str] = path_flag(
         [],
         "`gold`, file.py:function (your file is run as code), or reward-model folders",
         required=True,
     )
-    reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
-    missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
-    penalize_missing_eos: bool = knob(True, "false: such a completion keeps its own reward")
-    overlong_buffer: int = knob(
+    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
+    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
+    overlong_buffer: int = flag(
         0, "tokens before max_completion_length over which the reward falls by up to 1 (0: none)"
     )
 
     _selection: ClassVar = "selection and advantages"
-    rejection_method: str = knob("rso", "how candidates are kept", REJECTION_METHODS)
-    rejection_temperature: float = knob(
+    rejection_method: str = flag("rso", "how candidates are kept", REJECTION_METHODS)
+    rejection_temperature: float = flag(
         0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
     )
-    distinct_candidates: bool = knob(
+    distinct_candidates: bool = flag(
         False, "rso and gumbel draw from a set of texts, as RSO's paper does, not from all samples"
     )
-    baseline: str = knob("all", "mean over all candidates or the kept ones", ["all", "kept"])
-    advantage_baseline: str = knob(
+    baseline: str = flag("all", "mean over all candidates or the kept ones", ["all", "kept"])
+    advantage_baseline: str = flag(
         "mean", "subtract the mean of the group, or of the other completions (RLOO)", BASELINES
     )
-    scale_rewards: str = knob(
+    scale_rewards: str = flag(
         "group", "divide by the standard deviation of the group, of the batch, or by none", SCALES
     )
-    normalize_globally: bool = knob(False, "normalise kept advantages again, over all ranks")
-    zero_variance: str = knob(
+    normalize_globally: bool = flag(False, "normalise kept advantages again, over all ranks")
+    zero_variance: str = flag(
         "keep",
         "groups of equal rewards: keep; drop from batch and denominators; resample: put fresh "
         "prompts in their place, and drop those that are left",
         ["keep", "drop", "resample"],
     )
-    max_resamples: int = knob(
+    max_resamples: int = flag(
         4, "rounds of fresh prompts in a step with zero_variance resample", gt=0
     )
-    mask_truncated_completions: bool = knob(
+    mask_truncated_completions: bool = flag(
         False, "completions that did not stop leave loss and denominators, not the baseline"
     )
 
     _objective: ClassVar = "objective"
-    num_iterations: int = knob(1, "passes over the completions of a rollout", gt=0)
-    num_minibatches: int = knob(1, "updates in a pass, each on its share of the prompts", gt=0)
-    policy_objective: str = knob(
+    num_iterations: int = flag(1, "passes over the completions of a rollout", gt=0)
+    num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
+    policy_objective: str = flag(
         "clip",
         "clip: no gradient outside of the bounds; cispo: a bounded weight",
         POLICY_OBJECTIVES,
     )
-    ratio_level: str = knob("token", "ratio of a token, or of the sequence (GSPO)", RATIO_LEVELS)
-    epsilon_low: float = knob(0.2, "the ratio is clipped below 1 - epsilon_low", ge=0)
-    epsilon_high: float = knob(0.2, "the ratio is clipped above 1 + epsilon_high", ge=0)
-    delta: float = knob(0.0, "bound on the ratio where the advantage is negative (0: none)", ge=0)
-    aggregation: str = knob(
+    ratio_level: str = flag("token", "ratio of a token, or of the sequence (GSPO)", RATIO_LEVELS)
+    epsilon_low: float = flag(0.2, "the ratio is clipped below 1 - epsilon_low", ge=0)
+    epsilon_high: float = flag(0.2, "the ratio is clipped above 1 + epsilon_high", ge=0)
+    delta: float = flag(0.0, "bound on the ratio where the advantage is negative (0: none)", ge=0)
+    aggregation: str = flag(
         "grpo",
         "grpo: mean per completion, then over completions; token: over all tokens (DAPO); "
         "constant: sum / max_completion_length (Dr. GRPO); prompt: mean per prompt, then over them",
         AGGREGATIONS,
     )
-    entropy_coef: float = knob(0.0, "weight of each token's entropy, which is subtracted", ge=0)
-    sampler_correction: str = knob(
+    entropy_coef: float = flag(0.0, "weight of each token's entropy, which is subtracted", ge=0)
+    sampler_correction: str = flag(
         "none", "weigh by trainer / sampler probability, truncated or masked", SAMPLER_CORRECTIONS
     )
-    sampler_correction_cap: float = knob(
+    sampler_correction_cap: float = flag(
         2.0, "largest weight; with a mask 1 / cap is the smallest", ge=1
     )
 
     _reference: ClassVar = "tie to the reference"
-    beta: float = knob(0.04, "weight of the KL to the reference, per nat (0: no reference)", ge=0)
-    kl_estimator: str = knob(
+    beta: float = flag(0.04, "weight of the KL to the reference, per nat (0: no reference)", ge=0)
+    kl_estimator: str = flag(
         "k3", "of the KL at each token; full: exact, over the vocabulary", (*KL_ESTIMATORS, "full")
     )
-    kl_in: str = knob(
+    kl_in: str = flag(
         "loss", "add beta KL to the loss, or subtract it from the reward", ["loss", "reward"]
     )
-    kl_correction: bool = knob(
+    kl_correction: bool = flag(
         False, "multiply the estimate by the ratio: its gradient is then that of the KL"
     )
-    ref_model_name_or_path: str = path_knob("", "frozen reference (empty: model_name_or_path)")
-    ref_update_steps: int = knob(0, "steps between updates of the reference (0: none)")
-    ref_mixup_alpha: float = knob(
+    ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
+    ref_update_steps: int = flag(0, "steps between updates of the reference (0: none)")
+    ref_mixup_alpha: float = flag(
         1.0, "share of the policy in the updated reference (1: a copy)", gt=0, le=1
     )
 

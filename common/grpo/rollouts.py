@@ -21,8 +21,8 @@ from common.advantages import (
     penalise_steps,
     rejection_sample,
 )
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
 from common.sampling.sampler import Rollouts

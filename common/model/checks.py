@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from common.config import CommonConfig, UserError, gist
-from common.errors import hint, shown
+from common.config import CommonConfig
+from common.errors import UserError, gist, hint, shown
 from common.text import hub
 
 Kind = Literal["policy", "reward_model", "trunk", "encoder"]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import TrainConfig, UserError, gist
-from common.errors import shown
+from common.config import TrainConfig
+from common.errors import UserError, gist, shown
 from common.model.checks import refuse_not_finite
 from common.noise import derive_seed
 

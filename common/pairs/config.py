@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, UserError, dial, knob, path_knob
-from common.errors import SMALLEST_TEMPERATURE
+from common.config import TrainConfig, flag, free_flag, path_flag
+from common.errors import SMALLEST_TEMPERATURE, UserError
 from common.losses import (
     PER_TOKEN_LOSSES,
     PREFERENCE_LOSSES,
@@ -24,25 +24,25 @@ class RewardConfig(TrainConfig):
     unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
 
     _reward: ClassVar = "reward model"
-    head_init: str = knob(
+    head_init: str = flag(
         "stiennon",
         "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
         "a std of 0.02; zeros",
         HEAD_INITS,
     )
-    center_rewards_coefficient: float = knob(
+    center_rewards_coefficient: float = flag(
         0.0, "weight of the square of a pair's summed rewards, which keeps them near 0", ge=0
     )
-    margin_column: str = knob(
+    margin_column: str = flag(
         "", "column by which the chosen reward should be the higher (empty: no margin)"
     )
-    group_comparisons: bool = knob(
+    group_comparisons: bool = flag(
         False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
     )
-    sft_dataset_name: str = path_knob(
+    sft_dataset_name: str = path_flag(
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
-    num_sft_rows: int = knob(512, "rows of its training split that are scored for it", gt=0)
+    num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)
 
 
 @dataclass
@@ -52,54 +52,54 @@ class DPOConfig(TrainConfig):
     stage: ClassVar = "DPO"
 
     _objective: ClassVar = "objective"
-    loss_type: list[str] = knob(
+    loss_type: list[str] = flag(
         ["sigmoid"], "one or several losses", PREFERENCE_LOSSES, required=True
     )
-    loss_weights: list[float] = knob([], "one per loss_type (empty: 1 each)", gt=0)
-    beta: float = knob(
+    loss_weights: list[float] = flag([], "one per loss_type (empty: 1 each)", gt=0)
+    beta: float = flag(
         0.1, "strength of the pull to the reference, per nat; simpo: reward scale", gt=0
     )
-    label_smoothing: float = knob(0.0, "assumed share of wrongly labelled pairs", ge=0, lt=0.5)
-    gamma: float = knob(0.0, "simpo: margin by which the chosen reward should be the higher", ge=0)
-    ld_alpha: float = knob(
+    label_smoothing: float = flag(0.0, "assumed share of wrongly labelled pairs", ge=0, lt=0.5)
+    gamma: float = flag(0.0, "simpo: margin by which the chosen reward should be the higher", ge=0)
+    ld_alpha: float = flag(
         1.0, "weight of tokens beyond the length of the shorter completion", ge=0, le=1
     )
-    sft_weight: float = knob(
+    sft_weight: float = flag(
         0.0, "weight of the chosen completion's mean negative log-likelihood", ge=0
     )
 
     _reference: ClassVar = "reference"
-    reference_free: bool = knob(False, "take every completion as equally likely in the reference")
-    ref_model_name_or_path: str = path_knob("", "frozen reference (empty: model_name_or_path)")
-    precompute_ref_log_probs: bool = knob(
+    reference_free: bool = flag(False, "take every completion as equally likely in the reference")
+    ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
+    precompute_ref_log_probs: bool = flag(
         True, "score all pairs with the reference first and free it (false: beside each step)"
     )
-    ref_cache_dir: str = dial(
+    ref_cache_dir: str = free_flag(
         "", "folder where runs keep and find the reference's log-probabilities (empty: none)"
     )
 
     _pairs: ClassVar = "pairs"
-    pairs_from: str = knob(
+    pairs_from: str = flag(
         "dataset", "dataset: its columns; rollouts: of the starting policy", ["dataset", "rollouts"]
     )
-    pair_method: str = knob(
+    pair_method: str = flag(
         "rso_tournament",
         "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
         "all: every pair",
         PAIR_METHODS,
     )
-    num_candidates: int = knob(8, "completions sampled per prompt")
-    num_generations: int = knob(4, "rso_tournament: candidates accepted, twice the pairs; even")
-    rejection_temperature: float = knob(
+    num_candidates: int = flag(8, "completions sampled per prompt")
+    num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
+    rejection_temperature: float = flag(
         0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
     )
-    temperature: float = knob(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
-    reward_funcs: list[str] = path_knob(
+    temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
+    reward_funcs: list[str] = path_flag(
         [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
     )
-    reward_weights: list[float] = knob([], "one per reward function (empty: 1 each)")
-    missing_eos_penalty: float = knob(-1.0, "reward of a completion that did not stop")
-    penalize_missing_eos: bool = knob(True, "false: such a completion keeps its own reward")
+    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
+    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
 
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""

@@ -20,8 +20,8 @@ from common.advantages import (
     first_of_text,
     rejection_sample,
 )
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.losses import check_choice
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from common import data
-from common.config import CommonConfig, UserError
+from common.config import CommonConfig
 from common.data import Example, Piece
-from common.errors import LARGEST
+from common.errors import LARGEST, UserError
 from common.losses import wins
 from common.padding import AnyBatch
 

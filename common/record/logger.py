@@ -14,8 +14,9 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
+from common.errors import UserError
 from common.exits.failures import note_step
 from common.record import folder, output_lock
 from common.record.glossary import CONSOLE, POSTFIX, check_names

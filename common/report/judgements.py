@@ -20,8 +20,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from common.config import UserError, knob, parse
-from common.errors import check_fields
+from common.config import flag, parse
+from common.errors import UserError, check_fields
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE, Answers, Verdict, system_names
 from common.evaluation.judges import is_swapped, text_of
@@ -39,14 +39,14 @@ WINNERS = {"first": 1.0, "second": 0.0, "tie": 0.5}
 class JudgementsConfig:
     """With `verdicts` an import, else an export."""
 
-    output_dir: str = knob("", "folder of an evaluation, with its completions.jsonl", required=True)
-    systems: list[str] = knob(
+    output_dir: str = flag("", "folder of an evaluation, with its completions.jsonl", required=True)
+    systems: list[str] = flag(
         [], f"names to export every two of, '{REFERENCE}' among them (empty: all)"
     )
-    num_prompts: int = knob(0, "export the first prompts only (0: all)")
-    seed: int = knob(0, "of the order of comparisons and of the two completions in each")
-    verdicts: str = knob("", "file with a line of `id` and `winner` for each comparison")
-    judge: str = knob("", "what tables call whoever gave the verdicts")
+    num_prompts: int = flag(0, "export the first prompts only (0: all)")
+    seed: int = flag(0, "of the order of comparisons and of the two completions in each")
+    verdicts: str = flag("", "file with a line of `id` and `winner` for each comparison")
+    judge: str = flag("", "what tables call whoever gave the verdicts")
 
     def __post_init__(self) -> None:
         """Refuse values that no export or import may have."""

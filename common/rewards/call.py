@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from common.advantages import Steps
-from common.config import UserError, gist
-from common.errors import LARGEST, shown
+from common.errors import LARGEST, UserError, gist, shown
 from common.rewards.functions import RewardFunction, is_built_in
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it

@@ -18,8 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from common.config import UserError, gist
-from common.errors import refuse_forbidden
+from common.errors import UserError, gist, refuse_forbidden
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row

@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForSequenceClassification
 
 from common import data, distributed, self_checks
-from common.config import CommonConfig, UserError
+from common.config import CommonConfig
 from common.data import Piece
+from common.errors import UserError
 from common.model import checks, fsdp, load
 from common.padding import Batch
 from common.scoring import RewardModel

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig, UserError
+from common.config import CommonConfig, TrainConfig
 from common.data import Example
+from common.errors import UserError
 from common.rewards.call import Rewards, RewardSet
 from common.rewards.functions import find_function, is_built_in
 from common.sampling.sampler import Rollouts

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from common.config import UserError, gist
+from common.errors import UserError, gist
 from common.text.truncate import encode
 
 

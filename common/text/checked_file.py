@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.config import gist
+from common.errors import gist
 
 CHECKSUM_BYTES = 32
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common import distributed
-from common.config import UserError, gist
+from common.errors import UserError, gist
 from common.text import checked_file, forms, hub
 from common.text.chat import is_messages
 from common.text.forms import Row as Row

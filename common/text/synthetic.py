@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common.config import UserError
+from common.errors import UserError
 from common.noise import derive_seed
 
 SLOTS: dict[str, tuple[str, ...]] = {

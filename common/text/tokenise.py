@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from common import distributed
-from common.config import CommonConfig, UserError
+from common.config import CommonConfig
+from common.errors import UserError
 from common.text import token_cache
 from common.text.chat import Conversation, render
 from common.text.data_report import DataReport

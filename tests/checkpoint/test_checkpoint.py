@@ -27,8 +27,8 @@ from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files, resume
 from common.checkpoint import saver as checkpoint
 from common.checkpoint.saver import Checkpointer
-from common.config import UserError
 from common.distributed import mesh
+from common.errors import UserError
 from common.exits import signals
 from common.model import fsdp, optim
 from common.record import output_lock

@@ -22,7 +22,7 @@ import train_reward
 import train_sft
 from common.checkpoint import export
 from common.checkpoint.files import folder_of
-from common.config import UserError
+from common.errors import UserError
 from common.evaluation import score
 from common.model import optim
 from common.record.jsonl import read_jsonl

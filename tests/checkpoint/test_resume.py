@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from common import distributed
 from common.checkpoint import files as checkpoint_files
 from common.checkpoint import resume
-from common.config import UserError
+from common.errors import UserError
 from common.model import fsdp, load, optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger

@@ -25,8 +25,8 @@ from transformers import (
 
 import evaluate
 from common import data, distributed
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import comparison, pair_scores
 from common.evaluation.pair_scores import BASELINES, PairScores
 from common.report import tables

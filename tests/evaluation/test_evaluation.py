@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from common import distributed
 from common.checkpoint import export
-from common.config import UserError
 from common.data import Example, Piece
+from common.errors import UserError
 from common.evaluation import score as evaluation
 from common.model import fsdp
 from common.padding import padded_batch

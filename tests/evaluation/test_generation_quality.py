@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 import evaluate
 from common import distributed
 from common.checkpoint import export
-from common.config import UserError, parse
+from common.config import parse
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE
 from common.evaluation.pair_scores import BASELINES, read_scores

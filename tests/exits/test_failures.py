@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import common.launch
 from common import distributed
-from common.config import UserError
+from common.errors import UserError
 from common.exits import failures
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger

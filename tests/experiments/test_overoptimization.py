@@ -21,7 +21,8 @@ import train_reward
 import train_sft
 from common import data, distributed
 from common.checkpoint import export
-from common.config import UserError, parse
+from common.config import parse
+from common.errors import UserError
 from common.evaluation import score
 from common.experiments import stages
 from common.experiments.overoptimization import __main__ as overoptimization

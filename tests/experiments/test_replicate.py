@@ -15,7 +15,8 @@ import yaml
 from scipy import stats
 from stages_here import run_here
 
-from common.config import UserError, parse
+from common.config import parse
+from common.errors import UserError
 from common.experiments import replicate
 from common.experiments.replicate import (
     Published,

@@ -18,7 +18,7 @@ from stages_here import run_here
 from transformers import AutoModelForSequenceClassification
 
 from common import distributed, padding
-from common.config import UserError
+from common.errors import UserError
 from common.experiments import sweep
 from common.experiments.replicate import config_class
 from common.experiments.stages import ROOT, Stage, description, write_mark

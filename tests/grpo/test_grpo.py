@@ -24,7 +24,7 @@ from common import distributed, self_checks
 from common.advantages import EPSILON
 from common.checkpoint import files as checkpoint_files
 from common.checkpoint.state import restore_state
-from common.config import UserError
+from common.errors import UserError
 from common.grpo import minibatches, rollouts, table
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import Before, MicroBatch

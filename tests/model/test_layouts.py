@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed, padding, self_checks
-from common.config import UserError
+from common.errors import UserError
 from common.model import branches, fsdp, load, shared_prefix
 from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl

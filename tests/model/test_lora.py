@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from common import distributed
 from common.checkpoint import export, files
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
+from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, lora, optim
 from common.model.lora import AdapterReference

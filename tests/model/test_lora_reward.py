@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from common.checkpoint import files as checkpoint_files
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
+from common.errors import UserError
 from common.model import load
 from common.record.jsonl import read_jsonl
 

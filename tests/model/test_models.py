@@ -30,7 +30,8 @@ from transformers import (
 
 from common import distributed
 from common.checkpoint import export
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
+from common.errors import UserError
 from common.model import fsdp, optim
 from common.model import load as models
 from common.padding import padded_batch

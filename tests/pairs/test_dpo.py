@@ -17,8 +17,8 @@ from ranks import launch, run_stages
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from common import losses
-from common.config import UserError
 from common.data import BatchOrder
+from common.errors import UserError
 from common.evaluation import score
 from common.model import load
 from common.padding import padded_batch

@@ -13,8 +13,8 @@ import pytest
 import tiny
 import torch
 
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.pairs import from_rollouts, groups
 from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows

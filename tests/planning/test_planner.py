@@ -15,7 +15,8 @@ import ranks
 import tiny
 import torch
 
-from common.config import TrainConfig, UserError
+from common.config import TrainConfig
+from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
 from common.padding import make_batch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.record import output_lock
 
 ROOT = Path(__file__).resolve().parents[2]

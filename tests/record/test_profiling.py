@@ -16,7 +16,8 @@ import torch
 from ranks import launch
 
 from common import distributed
-from common.config import TrainConfig, UserError, parse
+from common.config import TrainConfig, parse
+from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics
 from common.record.glossary import METRICS

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import tiny
 
-from common.config import UserError, parse
+from common.config import parse
 from common.data import Example
+from common.errors import UserError
 from common.evaluation import completions, judges
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
 from common.report import judgements

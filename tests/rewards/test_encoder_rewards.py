@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from common import distributed
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.model import load
 from common.rewards.models import EncoderFunction, model_function
 from common.rewards.scorer import RewardScorer

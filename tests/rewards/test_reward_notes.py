@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import launch, run_stages
 
-from common.config import UserError
+from common.errors import UserError
 from common.record.jsonl import read_jsonl
 from common.rewards.call import Notes, RewardSet
 

@@ -22,8 +22,8 @@ from transformers import AutoModelForSequenceClassification, TrainerState
 
 from common import distributed
 from common.advantages import apply_missing_eos_penalty
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.rewards.call import RewardSet
 from common.rewards.functions import is_reward_model, rouge_l_f1
 from common.rewards.scorer import (

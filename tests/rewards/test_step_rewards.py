@@ -14,8 +14,8 @@ import tiny
 import torch
 
 from common.advantages import EPSILON, penalise_steps, step_advantages
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.padding import right_pad
 from common.rewards.call import RewardSet
 from common.rewards.scorer import RewardScorer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.experiments import stages
 from common.experiments.stages import Stage, StageFailed, description, is_finished, run
 

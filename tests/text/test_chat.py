@@ -13,8 +13,8 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 
 from common import data
-from common.config import UserError
 from common.data import Piece, collate, load_examples
+from common.errors import UserError
 from common.rewards.models import RewardModelFunction
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.config import UserError
+from common.errors import UserError
 from common.text import hub
 from common.text import rows as rows_module
 from common.text.rows import COMPLETION_COLUMNS, load_rows, row_source

@@ -17,7 +17,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import UserError
+from common.errors import UserError
 from common.rewards.functions import gold
 from common.text import synthetic
 

@@ -23,8 +23,8 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common.config import UserError
 from common.data import Example, Examples, load_examples
+from common.errors import UserError
 from common.text import checked_file, rows, token_cache, tokenise
 from common.text.data_report import DataReport
 

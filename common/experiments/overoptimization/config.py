@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import CommonConfig, UserError, knob, path_knob
+from common.config import CommonConfig, flag, path_flag
+from common.errors import UserError
 
 
 @dataclass
@@ -14,33 +15,33 @@ class OveroptimizationConfig(CommonConfig):
     """
 
     _stages: ClassVar = "stages"
-    sft_recipe: str = knob("", "recipe of train_sft.py (with model_name_or_path: none is trained)")
-    reward_recipe: str = knob("", "recipe of train_reward.py for the proxy")
-    rejection_recipe: str = knob("", "recipe of train_sft.py for the best of n")
-    dpo_recipe: str = knob("", "recipe of train_dpo.py")
-    grpo_recipe: str = knob("", "recipe of train_grpo.py; its save_steps are measured (empty: no)")
-    num_processes: int = knob(1, "processes of each stage", gt=0)
+    sft_recipe: str = flag("", "recipe of train_sft.py (with model_name_or_path: none is trained)")
+    reward_recipe: str = flag("", "recipe of train_reward.py for the proxy")
+    rejection_recipe: str = flag("", "recipe of train_sft.py for the best of n")
+    dpo_recipe: str = flag("", "recipe of train_dpo.py")
+    grpo_recipe: str = flag("", "recipe of train_grpo.py; its save_steps are measured (empty: no)")
+    num_processes: int = flag(1, "processes of each stage", gt=0)
 
     _what: ClassVar = "what is optimised"
-    seeds: list[int] = knob([0, 1, 2], "one chain each", required=True, ge=0)
-    gold: str = knob("gold", "judge that is not optimised: as one of reward_funcs")
-    num_proxy_pairs: int = knob(400, "pairs that the proxy learns from, others per seed", gt=0)
-    missing_eos_penalty: float = knob(-1.0, "proxy reward of a completion that did not stop")
-    dataset_train_split: str = knob("train", "split of pairs and prompts to train on")
-    prompts_dataset_name: str = path_knob("", "rows with prompts (empty: dataset_name)")
+    seeds: list[int] = flag([0, 1, 2], "one chain each", required=True, ge=0)
+    gold: str = flag("gold", "judge that is not optimised: as one of reward_funcs")
+    num_proxy_pairs: int = flag(400, "pairs that the proxy learns from, others per seed", gt=0)
+    missing_eos_penalty: float = flag(-1.0, "proxy reward of a completion that did not stop")
+    dataset_train_split: str = flag("train", "split of pairs and prompts to train on")
+    prompts_dataset_name: str = path_flag("", "rows with prompts (empty: dataset_name)")
 
     _far: ClassVar = "how far"
-    best_of: list[int] = knob(
+    best_of: list[int] = flag(
         [1, 2, 4, 8, 16, 32, 64], "sizes n; the largest is that of the pool", gt=0
     )
-    rejection_sizes: list[int] = knob([2, 4, 16], "train on the best of n, for each n", gt=0)
-    dpo_betas: list[float] = knob([1.0, 0.3, 0.1, 0.03, 0.01], "DPO's beta, for each one run", gt=0)
-    num_train_prompts: int = knob(800, "whose completions rejection and DPO learn from", gt=0)
-    num_candidates: int = knob(16, "completions of each; DPO compares neighbours, so even", gt=0)
+    rejection_sizes: list[int] = flag([2, 4, 16], "train on the best of n, for each n", gt=0)
+    dpo_betas: list[float] = flag([1.0, 0.3, 0.1, 0.03, 0.01], "DPO's beta, for each one run", gt=0)
+    num_train_prompts: int = flag(800, "whose completions rejection and DPO learn from", gt=0)
+    num_candidates: int = flag(16, "completions of each; DPO compares neighbours, so even", gt=0)
 
     _measuring: ClassVar = "measuring"
-    num_prompts: int = knob(256, "held-out prompts", gt=0)
-    num_samples: int = knob(2, "completions of each, of every policy", gt=0)
+    num_prompts: int = flag(256, "held-out prompts", gt=0)
+    num_samples: int = flag(2, "completions of each, of every policy", gt=0)
 
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""

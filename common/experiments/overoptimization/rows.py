@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.experiments import stages
 from common.noise import derive_seed, permutation
 from common.pairs.from_rollouts import PairReport, write_jsonl

@@ -9,8 +9,8 @@ from typing import Any
 
 from common import data
 from common.checkpoint import files
-from common.config import UserError
 from common.data import Example
+from common.errors import UserError
 from common.evaluation.intervals import PreferenceAccuracy
 from common.experiments import stages
 from common.experiments.overoptimization import measuring
