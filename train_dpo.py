@@ -96,7 +96,7 @@ def main(config: DPOConfig) -> None:
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
         pair_logps = score.score_examples(policy, train_set[:1], config, pad_id, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
-    run = Run("DPO", policy, order, config, resume_from)
+    run = Run(policy, order, config, resume_from)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -114,7 +114,7 @@ def main(config: DPOConfig) -> None:
     for step in run.steps():
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
-        for batch in run.micro_batches(batches):
+        for batch in run.accumulate(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
             shared = shared_lengths[batch.places // 2]  # (B,)

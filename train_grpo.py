@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
-from common.grpo import minibatches, rollouts, table
+from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.rollouts import Groups
@@ -95,14 +95,14 @@ def main(config: GRPOConfig) -> None:
     updated = reference if moves else None  # else it is read again on resuming
     if updated is not None:
         fsdp.require_same_shapes(updated, policy)
-    run = Run("GRPO", policy, order, config, resume_from, updated)
+    run = Run(policy, order, config, resume_from, updated)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
 
     def show_samples(step: int) -> None:
         fixed = (eval_set or train_set)[: config.num_sample_prompts]
         given = (fixed, config, step, run.total_steps)
-        run.logger.samples(step, table.sample_table(sampler, scorer, reference, *given))
+        run.logger.samples(step, monitor.sample_table(sampler, scorer, reference, *given))
 
     # Loop
     for step in run.steps():
@@ -113,23 +113,27 @@ def main(config: GRPOConfig) -> None:
             groups, num_replaced = rollouts.replace_flat(groups, train_set, draw, config, step)
             run.metrics.add_values(replaced_groups=num_replaced)
         # 2. Select G of the K, say which of them count, and which share an update and a forward
-        kept = rollouts.keep(groups, config, step)  # (N, G)
-        table.warn(kept, config, step, said)
-        packed = minibatches.pack(kept, config, pad_id, step)
-        # 3. Log-probabilities under the reference, and under the policy before its updates
+        kept = rollouts.keep(groups, rollouts.select(groups, config, step), config)
+        monitor.warn(kept, config, step, said)
+        updates = minibatches.pack(kept, config, pad_id, step)
+        # 3. Log-probabilities (N*G, C) under the reference, and the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):
-            before = minibatches.before_updates(policy, reference, packed, kept, config)
+            scores = minibatches.score(policy, reference, updates, kept, config)
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
-        advantages = minibatches.advantages(kept, before.ref_logps, config)
-        updates = minibatches.collate(kept, packed, before, advantages, config)
-        if config.self_check and step == 0 and updates:
-            check_first(policy, updates[0][0], paths[0] == paths[1], config)
-        # 5. Update
+        advantages = minibatches.advantages(kept, scores.ref_logps, config)
+        # 5. Micro-batches of every update, with all of this in them
+        collated = minibatches.collate(kept, updates, scores, advantages, config)
+        if config.self_check and step == 0 and collated:
+            first, is_same = collated[0][0], paths[0] == paths[1]
+            ref_logps = first.ref_logps if is_same else None
+            drawn = (first.batch, first.sampled_logps, ref_logps)
+            self_checks.first_rollout(policy, *drawn, config, config.temperature)
+        # 6. Update
         weights: list[tuple[Tensor, Tensor]] = []  # of the sampler correction, with their masks
         with run.metrics.timed("update_seconds"):
-            for iteration, parts in product(range(config.num_iterations), updates):
+            for iteration, parts in product(range(config.num_iterations), collated):
                 is_new = iteration == 0  # the completions are trained on for the first time
-                for part in run.micro_batches(parts, may_stop=is_new and parts is updates[0]):
+                for part in run.accumulate(parts, may_stop=is_new and parts is collated[0]):
                     loss = grpo_loss(policy, part, config, run.metrics, weights, is_new=is_new)
                     loss.backward()
                 batches = [part.batch for part in parts]
@@ -137,8 +141,8 @@ def main(config: GRPOConfig) -> None:
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
             fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
         if config.sampler_correction != "none":
-            run.metrics.add("sampler_weight_share", *table.effective_share(weights))
-        table.add_metrics(run.metrics, kept, advantages, config, step)
+            run.metrics.add("sampler_weight_share", *monitor.effective_share(weights))
+        monitor.add_metrics(run.metrics, kept, advantages, config, step)
         run.end_step(show_samples=show_samples)
 
     # Export, last samples
@@ -190,12 +194,6 @@ def sample_and_reward(
     for name, values in scored.notes.metrics.items():
         run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
     return Groups(examples, real, drawn, scored.total, scored.by_function, scored.steps)
-
-
-def check_first(policy: Policy, part: MicroBatch, is_same: bool, config: GRPOConfig) -> None:
-    """Hold the sampler, and the reference if it `is_same`, against the policy. Collective."""
-    given = (part.batch, part.sampled_logps, part.ref_logps if is_same else None)
-    self_checks.first_rollout(policy, *given, config, config.temperature)
 
 
 def grpo_loss(

@@ -76,7 +76,7 @@ def main(config: RewardConfig) -> None:
     self_checks.loaded_model(model, config)
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
-    run = Run("reward model", model, order, config, resume_from)
+    run = Run(model, order, config, resume_from)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -89,7 +89,7 @@ def main(config: RewardConfig) -> None:
         own = [grouped[i].rows for i in order.rows(step) if i is not None]
         parts = groups.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
-        for part in run.micro_batches(parts):
+        for part in run.accumulate(parts):
             rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
             margin, weight = margins[part.rows], weights[part.rows]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)

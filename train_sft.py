@@ -53,7 +53,7 @@ def main(config: SFTConfig) -> None:
 
     # Self-checks, resume
     self_checks.loaded_model(policy, config)
-    run = Run("SFT", policy, order, config, resume_from)
+    run = Run(policy, order, config, resume_from)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -67,7 +67,7 @@ def main(config: SFTConfig) -> None:
     for step in run.steps():
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
-        for batch in run.micro_batches(batches):
+        for batch in run.accumulate(batches):
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()

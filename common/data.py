@@ -349,6 +349,14 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
     )
 
 
+def batches(
+    pieces: Sequence[Piece], config: CommonConfig, pad_id: int, num_completions: int = 1
+) -> list[AnyBatch]:
+    """What `pack` puts together, as batches on the device. Collective."""
+    packs = pack(pieces, config, num_completions)
+    return [collate(own, config.layout, pad_id).to(distributed.device()) for own in packs]
+
+
 def micro_batches(
     examples: Sequence[Example],
     rows: Sequence[int | None],
@@ -368,8 +376,7 @@ def micro_batches(
             example, first = examples[row], row * num_completions
             places = list(range(first, first + num_completions))
             pieces.append(Piece(example.prompt_ids, example.completions, places))
-    packs = pack(pieces, config, num_completions)
-    return [collate(part, config.layout, pad_id) for part in packs]
+    return batches(pieces, config, pad_id, num_completions)
 
 
 def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:

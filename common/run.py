@@ -5,7 +5,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,14 +26,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return resume.find(config)
 
 
-class Movable(Protocol):
-    """What can be taken to another device."""
-
-    def to(self, device: Any) -> Any:
-        """The same there."""
-
-
-Batch = TypeVar("Batch", bound=Movable)
+Batch = TypeVar("Batch")
 
 
 class Run:
@@ -49,7 +42,6 @@ class Run:
 
     def __init__(
         self,
-        name: str,
         module: nn.Module,
         order: BatchOrder,
         config: TrainConfig,
@@ -59,7 +51,6 @@ class Run:
         """Restore the state, if there is one to start from. Collective.
 
         Args:
-            name: of the stage, before the bar.
             module: sharded; what is trained.
             order: of the training rows.
             config: of the run.
@@ -76,7 +67,7 @@ class Run:
         self.metrics = Accumulator(distributed.device())
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
         self.step = self.saver.load(resume_from)
-        self.logger = RunLogger(config, name, self.total_steps, self.step)
+        self.logger = RunLogger(config, config.stage, self.total_steps, self.step)
         self.profiler: Any = None
         if config.profile and self.step < self.total_steps and distributed.is_rank0():
             from common.record.profile import start_profiler
@@ -89,8 +80,8 @@ class Run:
             self.step = step
             yield step
 
-    def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
-        """An update's, on the device; gradients are reduced in the last's backward. Collective.
+    def accumulate(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
+        """An update's micro-batches; gradients are reduced in the last's backward. Collective.
 
         Args:
             batches: each goes through one forward and backward pass.
@@ -103,7 +94,7 @@ class Run:
             if may_stop:
                 self.saver.stop_if_asked(self.step)
             fsdp.reduce_gradients_in_next_backward(self.module, i == len(batches) - 1)
-            yield batch.to(distributed.device())
+            yield batch
 
     def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:
         """Clip and take an optimiser step. Collective.

@@ -16,7 +16,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from common import distributed
-from common.errors import UserError, gist
+from common.errors import UserError
 from common.evaluation.completions import Answers, Verdict, system_names
 from common.noise import derive_seed, uniform
 
@@ -79,27 +79,22 @@ def ask(
     Raises:
         UserError: the judge raised, or returned what are no N verdicts.
     """
-    from common.rewards.call import as_number, call_by_name, one_for_each
+    from common.rewards.call import as_number, call
+
+    swapped = [is_swapped(seed, a, b, row.id) for row in answers]
+    orders = [(b, a) if swap else (a, b) for swap in swapped]
+
+    def inputs(rows: Sequence[int]) -> dict[str, Any]:
+        given = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
+        given["prompts"] = [answers[i].prompt for i in rows]
+        for side, key in enumerate(("completions_a", "completions_b")):
+            given[key] = [text_of(answers[i], orders[i][side]) for i in rows]
+        return given
 
     rows = [i for i, row in enumerate(answers) if row.pair(a, b)]
-    swapped = [is_swapped(seed, a, b, answers[i].id) for i in rows]
-    orders = [(b, a) if swap else (a, b) for swap in swapped]
-    inputs = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
-    inputs["prompts"] = [answers[i].prompt for i in rows]
-    for side, key in enumerate(("completions_a", "completions_b")):
-        inputs[key] = [
-            text_of(answers[i], order[side]) for i, order in zip(rows, orders, strict=True)
-        ]
-    try:
-        values = call_by_name(judge, inputs, name)
-    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
-        raise UserError(
-            f"judge function {name!r} raised {type(error).__name__} on a batch of {len(rows)} "
-            f"prompts: {gist(error)}."
-        ) from error
-    values = one_for_each(values, len(rows), f"judge function {name!r}", "verdicts", "prompts")
+    values = call(judge, inputs, rows, f"judge function {name!r}", "verdicts")
     verdicts: list[list[Verdict]] = [[] for _ in answers]
-    for i, value, swap in zip(rows, values, swapped, strict=True):
+    for i, value in zip(rows, values, strict=True):
         if value is None:
             continue
         number = as_number(value)
@@ -108,7 +103,7 @@ def ask(
                 f"judge function {name!r} returned {value!r} for prompt {answers[i].id}; a verdict "
                 "must be None or a number from 0 to 1."
             )
-        verdicts[i] = [Verdict(a, b, name, 1 - number if swap else number)]
+        verdicts[i] = [Verdict(a, b, name, 1 - number if swapped[i] else number)]
     return verdicts
 
 

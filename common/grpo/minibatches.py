@@ -1,11 +1,11 @@
 """From kept completions to the micro-batches of a step's updates.
 
-`pack` says which completions share an update and a forward pass; `before_updates` scores them,
-`advantages` compares them; `collate` puts all of it together. What is known of a completion is kept
-by its place n * G + g in between.
+`pack` says which completions share an update and a forward pass; `score` asks reference and policy
+about them, `advantages` compares them; `collate` puts all of it together, once. In between what is
+known of the completions stands by their place.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,7 +44,7 @@ class Update(NamedTuple):
     denominators: Denominators
 
 
-class Before(NamedTuple):
+class Scores(NamedTuple):
     """What is said of the completions before the updates; log-probabilities by place, (N*G, C)."""
 
     ref_logps: Tensor | None  # None with beta 0
@@ -57,16 +57,12 @@ class MicroBatch:
     """Kept completions that go through one forward pass, with all that their loss needs."""
 
     batch: AnyBatch  # B completions
+    denominators: Denominators
     advantages: Tensor  # (B,), or (B, C) where steps are rewarded
     sampled_logps: Tensor  # (B, C) from the sampler
     old_logps: Tensor | None  # (B, C)
     ref_logps: Tensor | None  # (B, C)
     ref_states: ReferenceStates | None
-    denominators: Denominators
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Itself: it was made on the device."""
-        return self
 
     def aggregated(self, per_token: Tensor, config: GRPOConfig) -> Tensor:
         """The part of the update's loss that these terms (B, C) are, a scalar."""
@@ -74,11 +70,9 @@ class MicroBatch:
             per_token,
             self.batch.completion_mask,
             aggregation=config.aggregation,
-            num_sequences=self.denominators.num_sequences,
-            num_tokens=self.denominators.num_tokens,
-            num_prompts=self.denominators.num_prompts,
             max_length=config.max_completion_length,
             num_generations=config.num_generations,
+            **self.denominators._asdict(),
         )
 
 
@@ -90,15 +84,14 @@ def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]
 
     An update in which nothing counts on any rank is left out.
     """
-    chosen, device = deal(kept, config, step), distributed.device()
-    parts = [kept.counts & (chosen == m)[:, None] for m in range(config.num_minibatches)]
-    totals = [[own.sum(), kept.lengths[own].sum(), own.any(1).sum()] for own in parts]
+    dealt, device = deal(kept, config, step), distributed.device()
+    shares = [kept.counts & (dealt == m)[:, None] for m in range(config.num_minibatches)]  # (N, G)
+    sums = [[share.sum(), kept.lengths[share].sum(), share.any(1).sum()] for share in shares]
     updates = []
-    for own, counts in zip(parts, distributed.all_reduce_sum(torch.tensor(totals)), strict=True):
-        if counts[0] > 0:
-            packs = data.pack(cut(kept, own, config), config)
-            batches = [data.collate(pieces, config.layout, pad_id).to(device) for pieces in packs]
-            updates.append(Update(batches, Denominators(*counts.float().to(device))))
+    for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
+        if totals[0] > 0:
+            batches = data.batches(pieces(kept, share, config), config, pad_id)
+            updates.append(Update(batches, Denominators(*totals.float().to(device))))
     return updates
 
 
@@ -116,42 +109,42 @@ def deal(kept: Kept, config: GRPOConfig, step: int) -> Tensor:
     return torch.searchsorted(everyone, keys) % config.num_minibatches
 
 
-def cut(kept: Kept, counts: Tensor, config: GRPOConfig) -> list[data.Piece]:
-    """The completions that count (N, G) as pieces that fit into a forward pass."""
-    pieces = []
+def pieces(kept: Kept, share: Tensor, config: GRPOConfig) -> list[data.Piece]:
+    """The completions of a share (N, G) in pieces that fit into a forward pass."""
+    found = []
     for n, example in enumerate(kept.groups.examples):
-        places = (n * counts.shape[1] + counts[n].nonzero().flatten()).tolist()
+        places = (n * share.shape[1] + share[n].nonzero().flatten()).tolist()
         completions = [kept.rollouts.completion_ids[place] for place in places]
         if places:
-            pieces += data.cut_group(example.prompt_ids, completions, places, config)
-    return pieces
+            found += data.cut_group(example.prompt_ids, completions, places, config)
+    return found
 
 
 # ---- log-probabilities by place ------------------------------------------------------------------
 
 
-def before_updates(
+def score(
     policy: Policy,
     reference: "Policy | AdapterReference | None",
-    updates: Iterable[Update],
+    updates: Sequence[Update],
     kept: Kept,
     config: GRPOConfig,
-) -> Before:
+) -> Scores:
     """What the reference and, before several updates, the policy say. Collective."""
     batches = [batch for update in updates for batch in update.batches]
     ref_logps = old_logps = None
-    temperature, exact = config.temperature, config.has_exact_kl
     ref_states: list[ReferenceStates] = []
+    exact = config.has_exact_kl
     if reference:
-        scores = [reference(b, temperature=temperature, with_hidden=exact) for b in batches]
-        ref_logps = by_place(kept, batches, [own.token_logps for own in scores])
+        own = [reference(b, temperature=config.temperature, with_hidden=exact) for b in batches]
+        ref_logps = by_place(kept, batches, [scores.token_logps for scores in own])
         if exact:
             head = reference_head(reference, config)
-            ref_states = [ReferenceStates(own.hidden, head) for own in scores]
+            ref_states = [ReferenceStates(scores.hidden, head) for scores in own]
     if config.num_updates > 1:
-        logps = [policy(batch, temperature=temperature).token_logps for batch in batches]
+        logps = [policy(batch, temperature=config.temperature).token_logps for batch in batches]
         old_logps = by_place(kept, batches, logps)
-    return Before(ref_logps, old_logps, ref_states)
+    return Scores(ref_logps, old_logps, ref_states)
 
 
 def by_place(kept: Kept, batches: Sequence[AnyBatch], values: Sequence[Tensor]) -> Tensor:
@@ -185,7 +178,8 @@ def advantages(kept: Kept, ref_logps: Tensor | None, config: GRPOConfig) -> Tens
     comes from: against the mean of all candidates the kept advantages are positive on average,
     against their own mean they are not. `ref_logps` (N*G, C) are for a KL in the reward.
     """
-    if kept.groups.steps:
+    groups, in_reward = kept.groups, config.beta > 0 and config.kl_in == "reward"
+    if groups.steps:
         return advantages_of_steps(kept, config)
     relative = partial(
         group_advantages,
@@ -194,13 +188,16 @@ def advantages(kept: Kept, ref_logps: Tensor | None, config: GRPOConfig) -> Tens
         counted=kept.counts.any(1),
         all_reduce=distributed.all_reduce_sum,
     )
-    if config.beta > 0 and config.kl_in == "reward":
+    if in_reward:
+        # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
-        found = relative(kept.rewards - config.beta * sampled_kl(kept, ref_logps))
+        gaps = (kept.rollouts.token_logps - ref_logps.cpu()) * kept.rollouts.mask  # (N*G, C)
+        kl = gaps.sum(1).view(kept.rewards.shape) * kept.counts  # (N, G) nats
+        found = relative(kept.rewards - config.beta * kl)
     elif config.baseline == "kept":
         found = relative(kept.rewards)
     else:
-        found = relative(kept.groups.rewards).gather(1, kept.indices)
+        found = relative(groups.rewards).gather(1, kept.indices)
     if config.normalize_globally:
         found = normalise_globally(found, kept.counts, distributed.all_reduce_sum)
     return found
@@ -209,54 +206,45 @@ def advantages(kept: Kept, ref_logps: Tensor | None, config: GRPOConfig) -> Tens
 def advantages_of_steps(kept: Kept, config: GRPOConfig) -> Tensor:
     """Advantages (N, G, C) of the kept candidates' tokens; see `advantages.step_advantages`."""
     mask, against_all = kept.groups.rollouts.mask, config.baseline == "all"
-    rows = torch.arange(len(mask)) if against_all else kept.sources
-    steps = [kept.groups.steps[row] for row in rows.tolist()]
+    candidates = torch.arange(len(mask)) if against_all else kept.candidates
+    steps = [kept.groups.steps[i] for i in candidates.tolist()]
     found = step_advantages(
         [list(own.values()) for own in steps],
         [list(own) for own in steps],
-        mask[rows],
-        num_generations=len(rows) // len(kept.indices),
+        mask[candidates],
+        num_generations=len(candidates) // len(kept.indices),
     )
-    return (found[kept.sources] if against_all else found).view(*kept.indices.shape, -1)
-
-
-def sampled_kl(kept: Kept, ref_logps: Tensor) -> Tensor:
-    """Log-probability under the sampler minus that under the reference, (N, G) nats.
-
-    The estimate k1 of the KL of whole completions, which PPO's reward has (Ziegler et al. 2019,
-    eq. 2). 0 for completions that do not count.
-    """
-    gaps = (kept.rollouts.token_logps - ref_logps.cpu()) * kept.rollouts.mask  # (N*G, C)
-    return gaps.sum(1).view(kept.indices.shape) * kept.counts
+    return (found[kept.candidates] if against_all else found).view(*kept.indices.shape, -1)
 
 
 # ---- all of it -----------------------------------------------------------------------------------
 
 
 def collate(
-    kept: Kept, updates: Sequence[Update], before: Before, advantages: Tensor, config: GRPOConfig
+    kept: Kept, updates: Sequence[Update], scores: Scores, advantages: Tensor, config: GRPOConfig
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every update, from what is known by place."""
-    device, ref_states = distributed.device(), iter(before.ref_states)
-    of_place = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
+    device, ref_states = distributed.device(), iter(scores.ref_states)
+    of_completion = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
     sampled_logps = kept.rollouts.token_logps.to(device)
-    tokens_of_prompt = (kept.lengths * kept.counts).sum(1, keepdim=True).expand_as(kept.counts)
-    tokens_of_prompt = tokens_of_prompt.flatten().to(device)  # (N*G,)
-    by_prompt = config.aggregation == "prompt"
+    of_prompt = (kept.lengths * kept.counts).sum(1, keepdim=True).expand_as(kept.counts)
+    of_prompt = of_prompt.flatten().to(device)  # (N*G,) tokens
 
-    def micro_batch(batch: AnyBatch, counts: Denominators) -> MicroBatch:
-        def own(by_place: Tensor) -> Tensor:
-            values, mask = by_place[batch.places], batch.completion_mask
+    def micro_batch(batch: AnyBatch, denominators: Denominators) -> MicroBatch:
+        def own(known: Tensor) -> Tensor:
+            values, mask = known[batch.places], batch.completion_mask
             return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
 
+        if config.aggregation == "prompt":
+            denominators = denominators._replace(num_tokens=own(of_prompt))
         return MicroBatch(
             batch,
-            advantages=own(of_place),
+            denominators,
+            advantages=own(of_completion),
             sampled_logps=own(sampled_logps),
-            old_logps=None if before.old_logps is None else own(before.old_logps),
-            ref_logps=None if before.ref_logps is None else own(before.ref_logps),
+            old_logps=None if scores.old_logps is None else own(scores.old_logps),
+            ref_logps=None if scores.ref_logps is None else own(scores.ref_logps),
             ref_states=next(ref_states, None),
-            denominators=counts._replace(num_tokens=own(tokens_of_prompt)) if by_prompt else counts,
         )
 
-    return [[micro_batch(batch, counts) for batch in batches] for batches, counts in updates]
+    return [[micro_batch(batch, totals) for batch in batches] for batches, totals in updates]

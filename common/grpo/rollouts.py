@@ -1,12 +1,13 @@
 """From a step's prompts to the completions that GRPO keeps of each.
 
-N prompts of this rank, K candidates of each, of which G are kept. A group is *flat* if the rewards
-that its baseline is made of are all equal: its advantages are 0.
+N prompts of this rank, K candidates of each, of which G are kept. A prompt's *row* is its number in
+the data set; the *place* of completion g of prompt n is n * G + g, and what is known of the kept
+completions stands by place. A group is *flat* if the rewards that its baseline is made of are all
+equal: its advantages are 0.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -50,41 +51,25 @@ class Groups:
 
     @property
     def rows(self) -> Tensor:
-        """(N,) int64, the prompts' row numbers."""
+        """(N,) int64."""
         return data.row_numbers(self.examples)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The candidates that are trained on. The place of completion g of prompt n is n * G + g."""
+    """The candidates that are trained on."""
 
     groups: Groups
     indices: Tensor  # (N, G), which of the K
+    candidates: Tensor  # (N*G,) by place, which of the N*K
+    rollouts: Rollouts  # N*G completions, by place
+    lengths: Tensor  # (N, G) int64, tokens
+    rewards: Tensor  # (N, G), raw
+    flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counts: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
-    @property
-    def sources(self) -> Tensor:
-        """(N*G,) int64, where they stand among the N*K candidates."""
-        num_prompts, num_candidates = self.groups.rewards.shape
-        return (torch.arange(num_prompts)[:, None] * num_candidates + self.indices).flatten()
-
-    @cached_property
-    def rollouts(self) -> Rollouts:
-        """N*G completions, by place."""
-        return self.groups.rollouts[self.sources]
-
-    @property
-    def lengths(self) -> Tensor:
-        """(N, G) int64, tokens of each completion."""
-        return self.rollouts.lengths.view(self.indices.shape)
-
-    @property
-    def rewards(self) -> Tensor:
-        """(N, G) raw rewards."""
-        return self.groups.rewards.gather(1, self.indices)
-
     def rows(self, places: Tensor) -> Tensor:
-        """The row numbers (B,) of the prompts of completions, by their places."""
+        """The rows (B,) of the prompts of completions at these places."""
         return self.groups.rows[places.cpu() // self.indices.shape[1]]
 
 
@@ -149,12 +134,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 # ---- selection -----------------------------------------------------------------------------------
 
 
-def keep(groups: Groups, config: GRPOConfig, step: int) -> Kept:
-    """Select G of every prompt's K candidates, and say which of them count."""
-    indices = select(groups, config, step)
-    return Kept(groups, indices, counted(groups, indices, config))
-
-
 def select(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
     """Which of the candidates (N, K) are kept: indices (N, G)."""
     num_prompts, num_candidates = groups.rewards.shape
@@ -172,26 +151,26 @@ def of_rejection(
         num_keep=config.num_generations,
         temperature=config.rejection_temperature,
         method=config.rejection_method,
-        # The noise belongs to the prompt, not to its place.
+        # The noise belongs to the prompt, not to where it stands.
         seed=hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
         texts=groups.rollouts.numbered(len(groups.rows)) if config.distinct_candidates else None,
     )
 
 
-def is_flat(groups: Groups, indices: Tensor, config: GRPOConfig) -> Tensor:
-    """Groups (N,) in which all rewards behind the baseline are equal; False for filler."""
-    rewards = groups.rewards if config.baseline == "all" else groups.rewards.gather(1, indices)
-    return (rewards == rewards[:, :1]).all(1) & groups.real
-
-
-def counted(groups: Groups, indices: Tensor, config: GRPOConfig) -> Tensor:
-    """Which kept completions (N, G) are in the loss and in its denominators."""
+def keep(groups: Groups, indices: Tensor, config: GRPOConfig) -> Kept:
+    """The candidates with these indices (N, G), and which of them count."""
+    num_prompts, num_candidates = groups.rewards.shape
+    candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
+    rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
+    behind = groups.rewards if config.baseline == "all" else rewards
+    flat = (behind == behind[:, :1]).all(1) & groups.real
     counts = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
-        counts = counts & ~is_flat(groups, indices, config)[:, None]
+        counts = counts & ~flat[:, None]
     if config.mask_truncated_completions:
         counts = counts & groups.has_stop.gather(1, indices)
-    return counts
+    lengths = rollouts.lengths.view(indices.shape)
+    return Kept(groups, indices, candidates, rollouts, lengths, rewards, flat, counts)
 
 
 def replace_flat(
@@ -214,27 +193,27 @@ def replace_flat(
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
     fresh = (index for index in order if train_set[index].row not in used)  # read when asked for
     for _ in range(config.max_resamples):
-        flat = is_flat(groups, select(groups, config, step), config)  # (N,)
-        num_flat = torch.tensor(distributed.from_all_ranks([int(flat.sum())]))  # of each rank
-        taken = list(islice(fresh, int(num_flat.sum())))
+        flat = keep(groups, select(groups, config, step), config).flat.nonzero().flatten().tolist()
+        num_flat = distributed.from_all_ranks([len(flat)])  # of each rank
+        taken = list(islice(fresh, sum(num_flat)))
         if not taken:
             break
         # The k-th flat group over the ranks gets the k-th fresh row. Ranks draw equally many, since
         # a reward model is called by all or by none.
-        start = int(num_flat[:rank].sum())
-        mine = taken[start : start + int(num_flat[rank])]
-        filler: list[int | None] = [None] * (int(num_flat.max()) - len(mine))
+        start = sum(num_flat[:rank])
+        mine = taken[start : start + len(flat)]
+        filler: list[int | None] = [None] * (max(num_flat) - len(mine))
         drawn = draw_more(*data.prompts(train_set, [*mine, *filler]))
-        groups = replaced(groups, flat.nonzero().flatten()[: len(mine)], drawn)
+        groups = replaced(groups, flat[: len(mine)], drawn)
         num_replaced += len(taken)
     return groups, num_replaced
 
 
-def replaced(groups: Groups, places: Tensor, others: Groups) -> Groups:
-    """The groups with the first of the others in these places (n,)."""
+def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
+    """The groups with the first of the others in the place of so many flat ones."""
     num_prompts = len(groups.examples)
     origin = torch.arange(num_prompts)  # (N,), in both one after the other
-    origin[places] = num_prompts + torch.arange(len(places))
+    origin[flat] = num_prompts + torch.arange(len(flat))
 
     def mixed(one: Tensor, other: Tensor) -> Tensor:
         by_prompt = torch.cat([one, other]).view(-1, one.numel() // num_prompts)

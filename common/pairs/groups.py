@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import data
+from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example, Piece
 from common.errors import LARGEST, UserError
@@ -98,13 +98,9 @@ class PairBatch:
 
     def rows_of_completions(self) -> Tensor:
         """(B,) int64, a comparison in which each completion is; that of a filler means nothing."""
-        rows = torch.zeros(len(self.batch.is_real), dtype=torch.int64)
+        rows = self.rows.new_zeros(len(self.batch.is_real))
         rows[self.pairs] = self.rows[:, None]
         return rows
-
-    def to(self, device: torch.device | str) -> "PairBatch":
-        """Copy to a device."""
-        return PairBatch(self.batch.to(device), self.pairs.to(device), self.rows.to(device))
 
 
 @dataclass
@@ -174,5 +170,7 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
         for row, chosen, rejected in piece.pairs if isinstance(piece, ComparedPiece) else []:
             found.append((row, first + chosen, first + rejected))
         first += len(piece.completions)
-    table = torch.tensor(found, dtype=torch.int64).view(-1, 3)  # (N, 3)
-    return PairBatch(data.collate(pieces, layout, pad_id), table[:, 1:], table[:, 0])
+    device = distributed.device()
+    table = torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3)  # (N, 3)
+    batch = data.collate(pieces, layout, pad_id).to(device)
+    return PairBatch(batch, table[:, 1:], table[:, 0])

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,11 @@ Arguments = Mapping[str, Sequence[Any]]  # B values each
 
 @dataclass
 class Notes:
-    """What functions say about B completions beside rewards: TRL's `log_metric` and `log_extra`.
+    """What functions say about B completions beside rewards: TRL's (1.16) logging functions.
 
     Metrics reach `metrics.jsonl` and wandb as `logged/<name>`, columns the table of samples; where
-    a run has neither (pairs from rollouts, evaluation) both are dropped.
+    a run has neither (pairs from rollouts, evaluation) both are dropped. Both raise a ValueError
+    for what cannot be logged.
     """
 
     num_rows: int  # B
@@ -53,36 +55,31 @@ class Notes:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # a value for each call
     columns: dict[str, list[Any]] = field(default_factory=dict)  # B values, None where none is said
 
-    def arguments(self, rows: Sequence[int]) -> dict[str, Any]:
-        """What a function that is called on some of the rows gets, as TRL (1.16) names it.
+    def log_metric(self, name: str, value: float) -> None:
+        """Note a number."""
+        check_name("log_metric", name)
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"log_metric({name!r}) got {value!r}; it must be a finite number")
+        self.metrics.setdefault(name, []).append(number)
 
-        Both functions raise a ValueError for what cannot be logged.
-        """
+    def log_extra(self, rows: Sequence[int], column: str, values: Sequence[Any]) -> None:
+        """Note a value for each of the rows that the function was called on."""
+        check_name("log_extra", column)
+        if len(values) != len(rows):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {len(rows)} completions"
+            )
+        noted = self.columns.setdefault(column, [None] * self.num_rows)
+        for row, value in zip(rows, map(scalar, values), strict=True):
+            is_plain = value is None or isinstance(value, str | int | float)
+            noted[row] = value if is_plain else str(value)
 
-        def log_extra(column: str, values: Sequence[Any]) -> None:
-            check_name("log_extra", column)
-            if len(values) != len(rows):
-                raise ValueError(
-                    f"log_extra({column!r}) got {len(values)} values for {len(rows)} completions"
-                )
-            noted = self.columns.setdefault(column, [None] * self.num_rows)
-            for row, value in zip(rows, map(scalar, values), strict=True):
-                is_plain = value is None or isinstance(value, str | int | float)
-                noted[row] = value if is_plain else str(value)
 
-        def log_metric(name: str, value: float) -> None:
-            check_name("log_metric", name)
-            number = as_number(value)
-            if number is None:
-                raise ValueError(f"log_metric({name!r}) got {value!r}; it must be a finite number")
-            self.metrics.setdefault(name, []).append(number)
-
-        def check_name(function: str, name: Any) -> None:  # it stands in files and tables
-            if not isinstance(name, str) or not name.strip() or not name.isprintable():
-                raise ValueError(f"{function} got the name {name!r}; it must be a text of one line")
-
-        notes = {"log_extra": log_extra, "log_metric": log_metric}
-        return {"trainer_state": self.trainer_state, **notes}
+def check_name(function: str, name: Any) -> None:
+    """Raise a ValueError for what cannot stand in files and tables."""
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ValueError(f"{function} got the name {name!r}; it must be a text of one line")
 
 
 @dataclass
@@ -234,34 +231,17 @@ def ask(
 
     A number is one step, which ends with the completion.
     """
-    if not rows:
-        return {}, False
-    try:
-        rewards = call_by_name(function, inputs(arguments, notes, rows), name)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
-        # A reward model is no code of the user's.
-        kind = RuntimeError if is_collective(function) else UserError
-        is_text = isinstance(arguments["completions"][0], str)
-        given = "" if is_text else "; its prompts and completions were lists of messages"
-        raise kind(
-            f"reward function {name!r} raised {type(error).__name__} on "
-            f"{where_it_fails(function, arguments, notes, rows)}: {gist(error)}"
-            f"{line_of(function, error)}{given}."
-        ) from error
-    rewards = one_for_each(
-        rewards, len(rows), f"reward function {name!r}", "rewards", "completions"
-    )
-    answers, last = {}, [len(ids) - 1 for ids in arguments["completion_ids"]]
+    is_text = isinstance(arguments["completions"][0], str)
+    who = f"reward function {name!r}" + ("" if is_text else ", given lists of messages,")
+    rewards = call(function, partial(inputs, arguments, notes), rows, who, "rewards")
+    answers = {}
     for row, reward in zip(rows, rewards, strict=True):
         try:
             if reward is not None:
-                answers[row] = as_steps(reward, last[row])
+                answers[row] = as_steps(reward, len(arguments["completion_ids"][row]) - 1)
         except ValueError as error:
             raise UserError(
-                f"reward function {name!r} returned {shown(reward)} for row {row} of the batch; "
-                f"{error}."
+                f"{who} returned {shown(reward)} for row {row} of the batch; {error}."
             ) from None
     return answers, any(isinstance(reward, list | tuple) for reward in rewards)
 
@@ -292,83 +272,90 @@ def inputs(arguments: Arguments, notes: Notes, rows: Sequence[int]) -> dict[str,
             return {key: copied(inner) for key, inner in value.items()}
         return [copied(inner) for inner in value] if isinstance(value, list) else value
 
-    copies = {key: [copied(values[row]) for row in rows] for key, values in arguments.items()}
-    return copies | notes.arguments(rows)
+    return {
+        **{key: [copied(values[row]) for row in rows] for key, values in arguments.items()},
+        "trainer_state": notes.trainer_state,
+        "log_metric": notes.log_metric,
+        "log_extra": partial(notes.log_extra, rows),
+    }
 
 
-def where_it_fails(
-    function: RewardFunction, arguments: Arguments, notes: Notes, rows: Sequence[int]
-) -> str:
-    """The first row on which a function that raised on the batch raises alone."""
-    for row in [] if is_collective(function) else rows:
-        try:
-            call_by_name(function, inputs(arguments, notes, [row]), "")
-        except (Exception, SystemExit):
-            return f"row {row} of the batch"
-    return f"a batch of {len(rows)} rows"
+def call(
+    function: Callable[..., Any],
+    inputs: Callable[[Sequence[int]], Mapping[str, Any]],
+    rows: Sequence[int],
+    who: str,
+    what: str,
+) -> list[Any]:
+    """What a user's function says of some rows, a value for each; a coroutine is waited for.
+
+    It gets what it takes of the `inputs` of the rows. Errors call it `who`, and its values `what`.
+
+    Raises:
+        UserError: it raised (a RuntimeError if it is a model's), or returned no value for each row.
+            A function that raised is called on single rows, to name the first that it fails on.
+    """
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def answers(some: Sequence[int]) -> list[Any] | None:
+        given = inputs(some)
+        with put_back():
+            found = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+            found = asyncio.run(found) if inspect.iscoroutine(found) else found
+        # A dict or a set has no order that a list of completions could follow.
+        is_list = isinstance(found, Iterable) and not isinstance(found, Mapping | Set | str | bytes)
+        return list(found) if is_list else None
+
+    try:
+        values = answers(rows) if rows else []
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # exit() would end the run with the status of success
+        where, is_model = f"a batch of {len(rows)} rows", is_collective(function)
+        for row in [] if is_model else rows:
+            try:
+                answers([row])
+            except (Exception, SystemExit):
+                where = f"row {row} of the batch"
+                break
+        kind = RuntimeError if is_model else UserError
+        raised = f"{who} raised {type(error).__name__} on {where}"
+        raise kind(f"{raised}: {gist(error)}{line_of(function, error)}.") from error
+    if values is None or len(values) != len(rows):
+        found = "no list of" if values is None else len(values)
+        raise UserError(
+            f"{who} returned {found} {what} for {len(rows)} rows; it must return a list with one "
+            "for each."
+        )
+    return values
 
 
-def line_of(function: RewardFunction, error: BaseException) -> str:
+@contextmanager
+def put_back() -> Iterator[None]:
+    """Around a user's function: what is global, and would change the training, stays as it is.
+
+    Random numbers do not: no stage draws from a global generator while it trains.
+    """
+    folder, dtype, device = os.getcwd(), torch.get_default_dtype(), torch.get_default_device()
+    num_threads = torch.get_num_threads()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None)  # no stage sets one
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+
+
+def line_of(function: Callable[..., Any], error: BaseException) -> str:
     """Where in its file a function raised, as ` (rewards.py, line 7)`: no traceback is printed."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
-
-
-def call_by_name(
-    function: Callable[..., Any], inputs: Mapping[str, Any], name: str
-) -> list[Any] | None:
-    """Call a function with what it takes; a coroutine is waited for. None: it gave no list."""
-    parameters = inspect.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        inputs = {key: value for key, value in inputs.items() if key in parameters}
-    with put_back(name):
-        answers: Any = function(**inputs)
-        answers = asyncio.run(answers) if inspect.iscoroutine(answers) else answers
-    # A dict or a set has no order that a list of completions could follow.
-    is_list = isinstance(answers, Iterable) and not isinstance(answers, Mapping | Set | str | bytes)
-    return list(answers) if is_list else None
-
-
-@contextmanager
-def put_back(name: str) -> Iterator[None]:
-    """Around a function of the user's: what is global, and would change the training, stays.
-
-    Random numbers are not: no stage draws from a global generator while it trains.
-
-    Raises:
-        UserError: it cannot be put back; names the function.
-    """
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    has_grad, num_threads = torch.is_grad_enabled(), torch.get_num_threads()
-    has_group = torch.distributed.is_initialized()
-    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # found also if it is moved
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)  # no stage sets one
-        torch.set_grad_enabled(has_grad)
-        if torch.get_num_threads() != num_threads:
-            torch.set_num_threads(num_threads)
-        os.fchdir(folder)
-        os.close(folder)
-        if has_group and not torch.distributed.is_initialized():
-            raise UserError(f"the function {name!r} ended the process group of the run.")
-
-
-def one_for_each(
-    values: list[Any] | None, number: int, function: str, what: str, rows: str
-) -> list[Any]:
-    """The values that a user's function returned; a UserError if they are no list of so many."""
-    if values is None or len(values) != number:
-        found = "no list of" if values is None else len(values)
-        raise UserError(
-            f"{function} returned {found} {what} for {number} {rows}; it must return a list with "
-            "one for each."
-        )
-    return values
 
 
 def as_number(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import data, distributed
+from common import data
 from common.config import CommonConfig
 from common.data import Example
 from common.model import fsdp
@@ -48,8 +48,7 @@ def token_logps(
         places = list(range(len(found), len(found) + len(example.completions)))
         pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
         found += [[] for _ in places]
-    for part in data.pack(pieces, config):
-        batch = data.collate(part, config.layout, pad_id).to(distributed.device())
+    for batch in data.batches(pieces, config, pad_id):
         logps = model(batch, temperature=temperature).token_logps  # (B, C)
         for row, place in enumerate(batch.places.tolist()):
             if batch.is_real[row]:

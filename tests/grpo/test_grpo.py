@@ -9,6 +9,7 @@
 """
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,9 +26,9 @@ from common.advantages import EPSILON
 from common.checkpoint import files as checkpoint_files
 from common.checkpoint.state import restore_state
 from common.errors import UserError
-from common.grpo import minibatches, rollouts, table
+from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
-from common.grpo.minibatches import Before, MicroBatch
+from common.grpo.minibatches import MicroBatch, Scores
 from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import fsdp
@@ -88,13 +89,18 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
 def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.advantages(kept, None, config)
-    packed = minibatches.pack(kept, config, PAD, 0)
-    return minibatches.collate(kept, packed, Before(None, None, []), advantages, config)
+    updates = minibatches.pack(kept, config, PAD, 0)
+    return minibatches.collate(kept, updates, Scores(None, None, []), advantages, config)
+
+
+def keep(groups: Groups, config: GRPOConfig, step: int = 0) -> Kept:
+    """What a step keeps, and says that counts."""
+    return rollouts.keep(groups, rollouts.select(groups, config, step), config)
 
 
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
     """The micro-batches of the only update, if there is one, and which completions count."""
-    kept = rollouts.keep(groups, config, 0)
+    kept = keep(groups, config)
     return [part for update in collated(kept, config) for part in update], kept.counts
 
 
@@ -152,7 +158,7 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
     groups.rollouts.has_stop[:] = torch.tensor(has_stop)
     said: set[str] = set()
     for step in (4, 5):
-        table.warn(rollouts.keep(groups, config, step), config, step, said)
+        monitor.warn(keep(groups, config, step), config, step, said)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == bool(words), told
     if words:
@@ -182,12 +188,14 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
-    counts = rollouts.counted(groups, kept, config).clone()
+    own = rollouts.keep(groups, kept, config)
+    counts = own.counts.clone()
     counts[1, 2] = False
+    own = replace(own, counts=counts)
     ids = groups.rollouts.completion_ids
     logps = groups.rollouts.as_lists(groups.rollouts.token_logps)
     found = set()
-    (micro_batches,) = collated(Kept(groups, kept, counts), config)
+    (micro_batches,) = collated(own, config)
     for part in micro_batches:
         assert part.ref_logps is part.old_logps is part.ref_states is None
         assert part.sampled_logps.shape == part.batch.completion_mask.shape
@@ -201,7 +209,6 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
             torch.testing.assert_close(part.sampled_logps[row][mask], torch.tensor(logps[source]))
             found.add((n, g))
     assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
-    own = Kept(groups, kept, counts)
     batches = [part.batch for part in micro_batches]
     again = minibatches.by_place(own, batches, [part.sampled_logps for part in micro_batches])
     expected = own.rollouts.token_logps * counts.view(-1, 1)
@@ -244,7 +251,8 @@ def test_a_step_in_which_nothing_counts_has_no_update():
 def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
     """Places on the device must not index what is kept on the host."""
     groups = new_groups([[0.0, 1.0], [1.0, 0.0]])
-    kept = Kept(groups, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2, dtype=torch.bool))
+    config = new_config(num_generations=2)
+    kept = rollouts.keep(groups, torch.tensor([[0, 1], [1, 0]]), config)
     places = torch.arange(4)
     assert torch.equal(kept.rows(tiny.on_gpu(places)), groups.rows[[0, 0, 1, 1]])
 
@@ -252,7 +260,7 @@ def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
     config = new_config(num_generations=2, num_minibatches=3)
-    kept = rollouts.keep(groups, config, 0)
+    kept = keep(groups, config)
     chosen = [tuple(minibatches.deal(kept, config, step)[:3].tolist()) for step in range(9)]
     assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
     assert len(set(chosen)) > 2
@@ -277,7 +285,7 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     config = new_config(
         beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards="none", micro_batch_size=2
     )
-    kept = rollouts.keep(groups, config, 0)
+    kept = keep(groups, config)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
     advantages = minibatches.advantages(kept, ref_logps, config)
     lengths = groups.rollouts.lengths.view(2, 3)
@@ -331,7 +339,7 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
         groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
         assert replaced == expected
-        assert not rollouts.counted(groups, rollouts.select(groups, config, 0), config).any()
+        assert not keep(groups, config).counts.any()
 
 
 def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
@@ -359,8 +367,7 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    counts = torch.ones(1, 2, dtype=torch.bool)
-    found = minibatches.advantages(Kept(groups, kept, counts), None, config)
+    found = minibatches.advantages(rollouts.keep(groups, kept, config), None, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )

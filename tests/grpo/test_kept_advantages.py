@@ -11,7 +11,7 @@ import torch
 
 from common.grpo import minibatches, rollouts
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import Groups, Kept
+from common.grpo.rollouts import Groups
 from common.sampling.sampler import Rollouts
 
 REWARDS = [[0.0, 1.0, 2.0, 9.0]]  # mean 3; of the kept 5.5
@@ -38,14 +38,15 @@ def new_config(**flags: Any) -> GRPOConfig:
 def new_groups(rewards: list[list[float]]) -> Groups:
     values = torch.tensor(rewards)
     real = torch.ones(len(rewards), dtype=torch.bool)
-    return Groups([], real, Rollouts.of([], [], []), values, {"f": values})
+    drawn = Rollouts.of([[1]] * values.numel(), [[0.0]] * values.numel(), [True] * values.numel())
+    return Groups([], real, drawn, values, {"f": values})
 
 
 @pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)
 def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
     config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
-    counts = torch.ones_like(KEPT, dtype=torch.bool)
-    advantages = minibatches.advantages(Kept(new_groups(REWARDS), KEPT, counts), None, config)
+    kept = rollouts.keep(new_groups(REWARDS), KEPT, config)
+    advantages = minibatches.advantages(kept, None, config)
     expected = torch.tensor([BY_BASELINE[baseline, scale]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
 
@@ -54,4 +55,4 @@ def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, 
 def test_a_group_is_flat_if_the_rewards_behind_its_baseline_are_equal(baseline, expected):
     groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     kept = torch.tensor([[1, 3], [0, 1]])
-    assert rollouts.is_flat(groups, kept, new_config(baseline=baseline)).tolist() == expected
+    assert rollouts.keep(groups, kept, new_config(baseline=baseline)).flat.tolist() == expected

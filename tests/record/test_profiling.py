@@ -298,7 +298,7 @@ def test_off_nothing_is_started(why: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(distributed, "is_rank0", lambda: why != "other rank")
     order: Any = SimpleNamespace(total_steps=lambda _: 0 if why == "no steps left" else 5)
     flags = [] if why == "off" else ["--profile", "true"]
-    run = Run("SFT", torch.nn.Linear(2, 2), order, config(tmp_path, *flags), None)
+    run = Run(torch.nn.Linear(2, 2), order, config(tmp_path, *flags), None)
     assert run.profiler is None
 
 

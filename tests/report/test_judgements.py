@@ -239,7 +239,7 @@ def test_a_judge_may_leave_a_prompt_out():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ([1.0], "returned 1 verdicts for 40 prompts"),
+        ([1.0], "returned 1 verdicts for 40 rows"),
         (None, "returned no list of verdicts"),
         ([2] * 40, "returned 2 for prompt 0"),
         ([float("nan")] * 40, "returned nan for prompt 0"),
@@ -255,9 +255,7 @@ def test_a_judge_that_raises_is_named():
     def judge(prompts):
         raise KeyError("model")
 
-    with pytest.raises(
-        UserError, match="'j' raised KeyError on a batch of 40 prompts: there is no"
-    ):
+    with pytest.raises(UserError, match="'j' raised KeyError on row 0 of the batch: there is no"):
         asked(judge)
 
 

@@ -131,10 +131,6 @@ def test_a_function_changes_nothing_that_is_trained_on(tmp_path, monkeypatch):
     assert torch.get_num_threads() == threads
     assert os.getcwd() == "/"
 
-    monkeypatch.setattr(torch.distributed, "is_initialized", iter([True, False]).__next__)
-    with pytest.raises(UserError, match="the function 'wild' ended the process group"):
-        RewardSet({"wild": wild}, [1])(**given, columns=columns)
-
 
 def test_a_row_may_name_its_own_functions():
     seen = []
@@ -250,8 +246,8 @@ def test_a_function_written_for_trl_s_conversations_works():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([1.0], "returned 1 rewards for 2 completions; it must return a list with one for each."),
-        ([1.0, 2.0, 3.0], "returned 3 rewards for 2 completions"),
+        ([1.0], "returned 1 rewards for 2 rows; it must return a list with one for each."),
+        ([1.0, 2.0, 3.0], "returned 3 rewards for 2 rows"),
         ([1.0, "2"], "returned '2' for row 1"),
         ([math.nan, 1.0], "returned nan for row 0"),
         ([1.0, math.inf], "returned inf for row 1"),
@@ -285,7 +281,9 @@ def test_an_exception_names_function_row_and_cause():
 
     functions = RewardSet({"strips": lambda completions: [c.strip() for c in completions]}, [1])
     chat = [{"role": "user", "content": "Why?"}]
-    with pytest.raises(UserError, match="no attribute 'strip' .*; its .* were lists of messages"):
+    with pytest.raises(
+        UserError, match="'strips', given lists of messages, raised .* no attribute 'strip' "
+    ):
         functions([chat], [chat], [[1]], {})
 
     def moody(completions: list[str], **columns: Any) -> list[float]:
@@ -295,7 +293,7 @@ def test_an_exception_names_function_row_and_cause():
 
     with pytest.raises(UserError, match="'moody' raised KeyError on a batch of 2 rows"):
         call({"moody": moody}, [1.0])
-    with pytest.raises(UserError, match="'none' returned no list of rewards for 2 completions"):
+    with pytest.raises(UserError, match="'none' returned no list of rewards for 2 rows"):
         call({"none": lambda **_: None}, [1.0])
 
 

@@ -1,4 +1,4 @@
-"""What is recorded of GRPO's steps: tables of samples, metrics, warnings."""
+"""What is told of GRPO's steps: warnings, metrics, tables of samples."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from common.advantages import (
 )
 from common.data import Example
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import Kept, is_flat, of_rejection, reward
+from common.grpo.rollouts import Kept, of_rejection, reward
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -79,7 +79,7 @@ def add_metrics(
     weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
     values = {
         "reward_std": rewards.std(1),
-        "zero_variance_fraction": is_flat(groups, kept.indices, config),
+        "zero_variance_fraction": kept.flat,
         "effective_sample_size": effective_sample_size(weights),
         "reward": rewards,
         "completion_length": groups.rollouts.lengths.view(rewards.shape),
@@ -124,9 +124,9 @@ def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:
     if penalty is not None:
         below = has_stop & (groups.rewards < penalty)
         is_paid = ~has_stop & below.any(1, keepdim=True) & real
-    counted = (real, is_flat(groups, kept.indices, config), has_stop & real, is_paid)
-    counts = distributed.all_reduce_sum(torch.stack([which.sum() for which in counted]))
-    num_groups, num_flat, num_stopped, num_paid = counts.tolist()
+    counted = [which.sum() for which in (real, kept.flat, has_stop & real, is_paid)]
+    counts = distributed.all_reduce_sum(torch.stack(counted)).tolist()
+    num_groups, num_flat, num_stopped, num_paid = counts
     causes = {}
     if num_stopped == 0 and penalty is not None:
         causes["no completion stopped"] = (
@@ -145,6 +145,6 @@ def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:
             f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in the "
             f"groups of {num_paid} that did not; lower it below every reward."
         )
-    for cause in [cause for cause in causes if cause not in said]:
+    for cause in causes.keys() - said:
         said.add(cause)
         distributed.print_rank0(f"warning: step {step + 1}: {cause} {causes[cause]}")
