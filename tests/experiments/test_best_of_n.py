@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from common.experiments.overoptimization.curves import best_of_n, best_of_n_kl, share_of_subsets
+from common.experiments.overoptimization.curves import best_of_n, best_of_n_kl
 
 
 def best_of_subset(proxy: np.ndarray, values: np.ndarray, subset: tuple[int, ...]) -> float:
@@ -75,8 +75,10 @@ def test_the_kl_is_that_of_many_small_completions_and_a_bound_for_few(size):
     assert best_of_n_kl(1) == 0
 
 
-def test_shares_sum_to_one_and_sizes_beyond_the_pool_are_refused():
-    assert share_of_subsets(64, 16).sum() == pytest.approx(1)
+def test_what_all_samples_share_is_kept_and_sizes_beyond_the_pool_are_refused():
+    generator = np.random.default_rng(2)
+    found = best_of_n(generator.normal(size=(1, 64)), np.full((1, 64), 3.0), [16])
+    assert found == pytest.approx(3.0)
     for size in (0, 5):
-        with pytest.raises(ValueError, match=f"best of {size} cannot be estimated from 4"):
-            share_of_subsets(4, size)
+        with pytest.raises(AssertionError, match="of 4 samples"):
+            best_of_n(np.zeros((1, 4)), np.zeros((1, 4)), [size])

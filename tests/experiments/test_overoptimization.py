@@ -24,17 +24,16 @@ from common.checkpoint import export
 from common.config import parse
 from common.errors import UserError
 from common.evaluation import score
+from common.evaluation.intervals import preference_accuracy
 from common.experiments import stages
 from common.experiments.overoptimization import __main__ as overoptimization
-from common.experiments.overoptimization import measuring
-from common.experiments.overoptimization import rows as optimised_rows
 from common.experiments.overoptimization.config import OveroptimizationConfig
-from common.experiments.overoptimization.frontier import SeedPoints, Setting, summarise
+from common.experiments.overoptimization.frontier import SeedPoints, summarise
 from common.experiments.overoptimization.measuring import Measured, Measurer
+from common.experiments.overoptimization.runs import proxy_pairs, write_optimised
 from common.grpo.config import GRPOConfig
-from common.model import load
 from common.pairs.config import DPOConfig
-from common.record.jsonl import read_jsonl
+from common.record.jsonl import json_line, read_jsonl
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
@@ -68,22 +67,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for split in ("train", "validation"):
             rows = synthetic.make_rows("preference", split, 12)
             kept = ("prompt", "chosen", "rejected", "facts")
-            optimised_rows.write_lines(
-                path / "rows" / f"{split}.jsonl", [{k: row[k] for k in kept} for row in rows]
-            )
+            (path / "rows").mkdir(exist_ok=True)
+            lines = [json_line({name: row[name] for name in kept}) for row in rows]
+            (path / "rows" / f"{split}.jsonl").write_text("".join(lines))
         yield path
 
 
+SHORT = ("sft", "reward", "rejection", "dpo", "grpo")
+RECIPES_OF_ALL = {f"{name}_recipe": "r" for name in SHORT}
+
+
+def settings(**changes: Any) -> OveroptimizationConfig:
+    fields: dict[str, Any] = {"output_dir": "out", "dataset_name": "rows", "num_prompts": 5}
+    return OveroptimizationConfig(**{**LIMITS, **fields, **RECIPES_OF_ALL, **changes})
+
+
 def measurer(folder: Path, **changes: Any) -> Measurer:
-    config = tiny.train_config(dataset_name="rows", **LIMITS)
-    names = {"proxy": "judge/model", "gold": "gold", "missing_eos_penalty": None} | changes
-    tokenizer = load.load_tokenizer("sft/model", config)
-    return Measurer(config, tokenizer, reference="sft/model", **names)
-
-
-def prompts(found: Measurer) -> list[data.Example]:
-    rest = ("rows", "validation", "prompts", found.tokenizer, found.stop_ids)
-    return data.load_examples(found.config, *rest)[:5]
+    return Measurer(settings(model_name_or_path="sft/model", **changes), "judge/model")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -94,8 +94,8 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
     found = measurer(folder)
     lm = tiny.causal_lm("gpt2", seed=1, vocab_size=len(found.tokenizer), n_positions=128)
     export.save_pretrained(Policy(lm), found.tokenizer, folder / "other" / "model", stop_ids=[0])
-    examples = prompts(found)
-    measured = found.measure("other/model", examples, 3)
+    examples = found.held_out
+    measured = found.measure("other/model", 3)
     rollouts = found.draw(found.load("other/model"), examples, 3)
     texts = rollouts.texts(found.tokenizer)
     judge = found.proxy.reward_models["judge/model"].model
@@ -107,29 +107,26 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
             for model in (found.load("other/model"), found.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)
-        assert measured.proxy[place] == pytest.approx(float(reward), abs=1e-4)
+        reward = float(reward) if rollouts.has_stop[i] else -1.0
+        assert measured.proxy[place] == pytest.approx(reward, abs=1e-4)
         gold = synthetic.gold_reward(texts[i], example.columns["facts"])
         assert measured.gold[place] == pytest.approx(gold, abs=1e-6)
     assert measured.log_ratio.mean() > 0.5  # the models differ
     assert measured.length == np.mean([len(ids) for ids in rollouts.completion_ids])
 
 
-def test_the_reference_is_at_distance_0_and_its_pool_is_the_same_completions(folder):
-    found = measurer(folder)
-    examples = prompts(found)
-    measured, pool = found.measure("sft/model", examples, 2), found.pool(examples, 2)
+def test_the_reference_is_at_distance_0(folder):
+    measured = measurer(folder).measure("sft/model", 2)
     assert measured.log_ratio == pytest.approx(0, abs=1e-3)
-    assert (measured.gold == pool.gold).all()
-    assert measured.proxy == pytest.approx(pool.proxy)
 
 
 def test_a_completion_that_did_not_stop_has_the_penalty_in_the_proxy_only(folder):
-    plain, penalised = measurer(folder), measurer(folder, missing_eos_penalty=-77.0)
-    examples = prompts(plain)
-    rollouts = plain.draw(plain.reference, examples, 4)
+    first, second = (measurer(folder, missing_eos_penalty=value) for value in (-1.0, -77.0))
+    rollouts = first.draw(first.reference, first.held_out, 4)
     stopped = rollouts.has_stop.numpy().reshape(5, 4)
     assert 0 < stopped.sum() < 20
-    before, after = plain.judged(examples, rollouts), penalised.judged(examples, rollouts)
+    before, after = (found.measure("sft/model", 4) for found in (first, second))
+    assert (before.proxy[~stopped] == -1).all()
     assert (after.proxy[~stopped] == -77).all()
     assert after.proxy[stopped] == pytest.approx(before.proxy[stopped])
     assert (after.gold == before.gold).all()
@@ -142,30 +139,15 @@ def test_a_checkpoint_is_measured_as_the_model_that_was_exported_from_it(folder)
     recipe |= {"num_generations": 4, "batch_size": 4, "save_steps": 1, "learning_rate": 1e-2}
     train_grpo.main(GRPOConfig(**recipe))
     found = measurer(folder)
-    first, last = (
-        found.measure(f"grpo/checkpoints/step_{step:08d}", prompts(found), 2) for step in (1, 2)
-    )
-    exported = found.measure("grpo/model", prompts(found), 2)
+    first, last = (found.measure(f"grpo/checkpoints/step_{step:08d}", 2) for step in (1, 2))
+    exported = found.measure("grpo/model", 2)
     for name in ("gold", "proxy", "log_ratio"):
         assert (getattr(last, name) == getattr(exported, name)).all()
     assert (first.log_ratio != last.log_ratio).any()
     shard = next(folder.glob("grpo/checkpoints/step_00000001/*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"step_00000001 cannot be read: shard-.* bytes"):
-        found.measure("grpo/checkpoints/step_00000001", prompts(found), 2)
-
-
-def test_what_was_measured_is_read_again_for_the_same_thing_only(tmp_path):
-    values = np.arange(6.0).reshape(3, 2) / 7
-    measured = Measured(values, values + 1, values + 2, 12.5, 0.75)
-    file, made_by = tmp_path / "measured" / "dpo_0.1.json", {"runs": {"a": "b"}, "samples": 2}
-    assert measuring.read(file, made_by) is None
-    measuring.write(file, made_by, measured)
-    again = measuring.read(file, made_by)
-    assert again is not None
-    assert (again.proxy == measured.proxy).all()
-    assert (again.length, again.stop_rate) == (12.5, 0.75)
-    assert measuring.read(file, made_by | {"samples": 3}) is None
+        found.measure("grpo/checkpoints/step_00000001", 2)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -176,31 +158,25 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
     rollouts = Rollouts.of([[10 + i, 0] for i in range(8)], [[0.0, 0.0]] * 8, [True] * 8)
     texts = [f" text {i}" for i in range(8)]
     examples = [data.Example(i, f"prompt {i}", [1], [], {}) for i in range(2)]
-    given = (examples, rollouts, texts, rewards, [1, 3, 4])
-    optimised_rows.write_optimised(tmp_path, {"seed": 1}, *given)
-    best = {n: [0, 4] for n in (1,)} | {3: [1, 4], 4: [3, 4]}
+    write_optimised(tmp_path, examples, rollouts, texts, rewards, [1, 3, 4])
+    best = {1: [0, 4], 3: [1, 4], 4: [3, 4]}
     for size, places in best.items():
         rows = read_jsonl(tmp_path / f"best_of_{size}.jsonl")
         assert [row["completion"] for row in rows] == [texts[place] for place in places]
         assert [row["prompt"] for row in rows] == ["prompt 0", "prompt 1"]
     pairs = [(row["chosen"], row["rejected"]) for row in read_jsonl(tmp_path / "pairs.jsonl")]
     assert pairs == [(" text 1", " text 0"), (" text 3", " text 2"), (" text 6", " text 7")]
-    assert optimised_rows.are_written(tmp_path, {"seed": 1})
-    assert not optimised_rows.are_written(tmp_path, {"seed": 2})
 
 
-def test_seeds_learn_from_other_pairs(folder, tmp_path):
-    files = [tmp_path / f"{seed}.jsonl" for seed in (0, 1)]
-    for seed, file in enumerate(files):
-        optimised_rows.write_proxy_pairs(file, "rows", "train", 6, seed)
-    first, second = (read_jsonl(file) for file in files)
-    known = read_jsonl(folder / "rows" / "train.jsonl")
-    assert all(row in known for row in [*first, *second])
+def test_seeds_learn_from_other_pairs(folder):
+    first, second = (proxy_pairs(settings(num_proxy_pairs=6, seed=seed)) for seed in (0, 1))
+    known = [row["prompt"] for row in read_jsonl(folder / "rows" / "train.jsonl")]
+    assert all(row["prompt"] in known for row in [*first, *second])
     assert len({row["prompt"] for row in first}) == 6
     assert first != second
     assert 0 < len([row for row in first if row in second]) < 6
     with pytest.raises(UserError, match="--num_proxy_pairs is 13; .* has 12 rows"):
-        optimised_rows.write_proxy_pairs(files[0], "rows", "train", 13, 0)
+        proxy_pairs(settings(num_proxy_pairs=13))
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -217,8 +193,9 @@ def seed_points(seed: int, turns: bool) -> SeedPoints:
     for beta, gain, kl in ((1.0, 0.2, 1.0), (0.1, -0.1 if turns else 0.5, 9.0)):
         noise = 0.01 * generator.normal(size=(60, 2))
         values = (base[0][:, None] + gain + noise, base[1][:, None] + kl + noise, kl + noise)
-        measured[Setting("dpo", beta)] = Measured(*values, 9.0, 0.9)
-    return SeedPoints(seed, None, pool, measured)
+        measured[beta] = Measured(*values, 9.0, 0.9)
+    accuracy = preference_accuracy([2.0, 1.0], [1.0, 2.0])
+    return SeedPoints(seed, accuracy, pool, {"dpo": measured, "grpo": {}})
 
 
 def test_gains_are_over_the_pool_and_a_turn_is_told_from_a_rise():
@@ -277,12 +254,8 @@ def test_the_recipes_parse_with_nothing_ignored():
     ],
 )
 def test_values_that_make_no_experiment_are_refused(changes, said):
-    fields: dict[str, Any] = {"output_dir": "x", **{f"{n}_recipe": "r" for n in SHORT}}
     with pytest.raises(UserError, match=said):
-        OveroptimizationConfig(**(fields | changes))
-
-
-SHORT = ("sft", "reward", "rejection", "dpo", "grpo")
+        settings(**changes)
 
 
 def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkeypatch, capsys):

@@ -47,10 +47,10 @@ def test_no_other_parameters_have_a_smaller_residual(form):
 
 
 def test_a_curve_that_does_not_turn_has_no_peak():
-    assert Fit("bon", 1.0, -0.1, 0).peak is None
-    assert Fit("bon", -1.0, 0.1, 0).peak is None
-    assert Fit("rl", 1.0, 0.0, 0).peak is None
-    assert Fit("rl", 1.0, 1e-5, 0).peak is None  # beyond any distance
+    assert Fit("bon", 1.0, -0.1, 0).peak == math.inf
+    assert Fit("bon", -1.0, 0.1, 0).peak == math.inf
+    assert Fit("rl", 1.0, 0.0, 0).peak == math.inf
+    assert Fit("rl", 1.0, 1e-5, 0).peak == math.inf  # beyond any distance
 
 
 def test_an_estimate_of_kl_below_zero_counts_as_zero():
@@ -63,10 +63,10 @@ def test_intervals_hold_the_seeds_own_fits():
     kl = np.broadcast_to((D**2)[None, :, None], (3, len(D), 4))
     gains = np.stack([literal("bon", D, alpha, 0.1) for alpha in alphas])[..., None]
     found = fit_intervals("bon", kl, np.broadcast_to(gains, kl.shape))
-    value, low, high = found["alpha"]
+    value, low, high = found["alpha"].values()
     assert value == pytest.approx(0.7, abs=1e-6)
     assert (low, high) == pytest.approx((0.5, 0.9), abs=1e-6)  # 1 draw in 27 is of one seed thrice
-    assert found["beta"] == pytest.approx((0.1, 0.1, 0.1), abs=1e-6)
+    assert list(found["beta"].values()) == pytest.approx((0.1, 0.1, 0.1), abs=1e-6)
 
 
 def test_seeds_that_are_alike_do_not_narrow_the_interval():
@@ -80,7 +80,7 @@ def test_seeds_that_are_alike_do_not_narrow_the_interval():
         shape = (num_seeds, *kl.shape)
         _, low, high = fit_intervals(
             "bon", np.broadcast_to(kl, shape), np.broadcast_to(gains, shape)
-        )["alpha"]
+        )["alpha"].values()
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.1)
 
@@ -92,7 +92,7 @@ def test_intervals_are_those_of_the_prompts_where_seeds_are_alike():
     kl = np.broadcast_to(np.array([1.0])[None, :, None], (1, 1, 400))
     kl = np.concatenate([kl, 4 * kl], axis=1)  # d = 1 and 2
     gains = np.stack([0.5 + noise, 2 * (0.5 + noise)])[None]  # R = (0.5 + noise) d on each prompt
-    value, low, high = fit_intervals("bon", kl, gains)["alpha"]
+    value, low, high = fit_intervals("bon", kl, gains)["alpha"].values()
     assert value == pytest.approx(0.5 + noise.mean())
     assert high - low == pytest.approx(2 * 1.96 * noise.std() / 20, rel=0.1)
 
@@ -101,7 +101,7 @@ def test_resamples_that_do_not_turn_leave_the_peak_open():
     d = np.array([1.0, 2.0])
     kl = np.broadcast_to((d**2)[None, :, None], (2, 2, 3))
     gains = np.stack([literal("bon", d, 1.0, 0.3), literal("bon", d, 1.0, -0.1)])[..., None]
-    value, _, high = fit_intervals("bon", kl, np.broadcast_to(gains, kl.shape))["peak"]
+    value, _, high = fit_intervals("bon", kl, np.broadcast_to(gains, kl.shape))["peak"].values()
     assert value == pytest.approx(5.0)  # of beta 0.1, the mean
     assert high == math.inf
 

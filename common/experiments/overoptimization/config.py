@@ -46,11 +46,19 @@ class OveroptimizationConfig(CommonConfig):
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
         super().__post_init__()
-        refuse_missing_recipes(self)
-        if len(set(self.seeds)) < len(self.seeds):
-            raise self.refused("seeds", "distinct numbers")
+        needed = {
+            "sft_recipe": not self.model_name_or_path,
+            "reward_recipe": True,
+            "rejection_recipe": self.rejection_sizes,
+            "dpo_recipe": self.dpo_betas,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and not getattr(self, name):
+                raise UserError(f"--{name} is empty; name the recipe of that stage.")
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to measure on.")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise self.refused("seeds", "distinct numbers")
         if len(self.best_of) < 2:
             raise self.refused("best_of", "two sizes or more")
         if max(self.rejection_sizes, default=0) > self.num_candidates:
@@ -60,21 +68,3 @@ class OveroptimizationConfig(CommonConfig):
             raise self.refused("num_candidates", "even")
         for name in ("best_of", "rejection_sizes", "dpo_betas"):
             setattr(self, name, sorted(set(getattr(self, name)), reverse=name == "dpo_betas"))
-
-    @property
-    def prompts_name(self) -> str:
-        """The data set that prompts come from."""
-        return self.prompts_dataset_name or self.dataset_name
-
-
-def refuse_missing_recipes(config: OveroptimizationConfig) -> None:
-    """Raise a UserError for a stage without a recipe."""
-    needed = {
-        "sft_recipe": not config.model_name_or_path,
-        "reward_recipe": True,
-        "rejection_recipe": bool(config.rejection_sizes),
-        "dpo_recipe": bool(config.dpo_betas),
-    }
-    for name, is_needed in needed.items():
-        if is_needed and not getattr(config, name):
-            raise UserError(f"--{name} is empty; name the recipe of that stage.")

@@ -24,7 +24,6 @@ BOOTSTRAP_SEED = 0
 MIN_DISTANCE = 1e-6  # a point nearer to the reference says nothing, and log d has to be finite
 
 Values = NDArray[np.float64]
-Interval = tuple[float, float, float]  # value, low, high
 
 
 # ---- best of n -----------------------------------------------------------------------------------
@@ -54,21 +53,12 @@ def best_of_n(proxy: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> Valu
     for row, judged, wanted in zip(in_order, proxy, values, strict=True):
         _, places, counts = np.unique(judged, return_inverse=True, return_counts=True)
         row[:] = np.repeat(np.bincount(places, wanted) / counts, counts)
-    shares = np.stack([share_of_subsets(proxy.shape[1], size) for size in sizes])  # (S, N)
-    result: Values = shares @ in_order.T
+    num_samples = proxy.shape[1]
+    assert 1 <= min(sizes) <= max(sizes) <= num_samples, f"{sizes} of {num_samples} samples"
+    worse = range(num_samples)
+    shares = [[math.comb(i, n - 1) / math.comb(num_samples, n) for i in worse] for n in sizes]
+    result: Values = np.array(shares) @ in_order.T
     return result
-
-
-def share_of_subsets(num_samples: int, size: int) -> Values:
-    """In which share of all subsets of `size` each of N samples is the best, (N,) ascending.
-
-    Raises:
-        ValueError: more are wanted than there are, or none.
-    """
-    if not 1 <= size <= num_samples:
-        raise ValueError(f"the best of {size} cannot be estimated from {num_samples} samples")
-    total = math.comb(num_samples, size)
-    return np.array([math.comb(worse, size - 1) / total for worse in range(num_samples)])
 
 
 def best_of_n_kl(size: int) -> float:
@@ -99,14 +89,14 @@ class Fit:
         return gains
 
     @property
-    def peak(self) -> float | None:
-        """The distance at which the gain is largest, None where the curve never turns."""
+    def peak(self) -> float:
+        """The distance at which the gain is largest, infinite where the curve never turns."""
         if self.beta <= 0 or (self.form == "bon" and self.alpha <= 0):
-            return None
+            return math.inf
         if self.form == "bon":
             return self.alpha / (2 * self.beta)
         exponent = self.alpha / self.beta - 1
-        return math.exp(exponent) if exponent < 100 else None  # beyond any distance there is
+        return math.exp(exponent) if exponent < 100 else math.inf  # beyond any distance there is
 
 
 def design(form: str, distances: Values) -> Values:
@@ -135,7 +125,7 @@ def distance(kl: Values) -> Values:
     return np.sqrt(np.maximum(kl, 0.0))
 
 
-def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | None]:
+def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, dict[str, float]]:
     """A fit over all seeds, with 95% bootstrap intervals over seeds and prompts.
 
     Seeds are drawn with replacement, and the prompts, once for all seeds and points of a resample:
@@ -148,9 +138,8 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | 
         gains: (S, K, P) gold reward over that of the reference on the same prompt.
 
     Returns:
-        alpha, beta, peak (a distance; its low or high end is infinite where the curves of the
-        resamples do not turn) and rmse, as (value, low, high). peak is None where the fit itself
-        does not turn.
+        alpha, beta, peak (a distance, infinite where the curve does not turn) and rmse, each as
+        value, low, high.
     """
     whole = fit(form, distance(kl.mean(-1)), gains.mean(-1))
     generator = np.random.default_rng(BOOTSTRAP_SEED)
@@ -161,12 +150,11 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, Interval | 
         prompts = generator.integers(0, num_prompts, num_prompts)
         some_kl, some_gains = (values[seeds][:, :, prompts].mean(-1) for values in (kl, gains))
         draws.append(fit(form, distance(some_kl), some_gains))
-    found: dict[str, Interval | None] = {}
+    found = {}
     for name in ("alpha", "beta", "peak", "rmse"):
-        value = getattr(whole, name)
-        drawn = [math.inf if (v := getattr(f, name)) is None else v for f in draws]
+        drawn = [getattr(one, name) for one in draws]
         low, high = np.quantile(drawn, (0.025, 0.975), method="nearest")  # an end may be infinite
-        found[name] = None if value is None else (value, float(low), float(high))
+        found[name] = {"value": getattr(whole, name), "low": float(low), "high": float(high)}
     return found
 
 

@@ -20,152 +20,140 @@ BEST_OF_N = "best_of_n"
 FORM_OF = {BEST_OF_N: "bon", "rejection": "rl", "dpo": "rl", "grpo": "rl"}  # methods in their order
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A policy of a method: by its n, its beta or its step."""
-
-    method: str
-    value: float
-
-
 @dataclass
 class SeedPoints:
     """What was measured of a seed's chain."""
 
     seed: int  # of all its runs
-    proxy_accuracy: PreferenceAccuracy | None  # on held-out pairs; None of a proxy that is no model
+    proxy_accuracy: PreferenceAccuracy  # on held-out pairs
     pool: Measured  # completions of the SFT policy
-    measured: Mapping[Setting, Measured]  # each method's policies in the order of its settings
+    policies: Mapping[str, Mapping[float, Measured]]  # by method, then by its n, beta or step
 
 
 @dataclass
-class Track:
-    """A method's points of one seed: kl, gold, proxy and their gains over the pool, (K, P) each."""
+class Point:
+    """A policy: means over the completions of each prompt, (P,), and gains over the pool."""
 
-    settings: list[float]
-    values: dict[str, Values]
-    policies: list[Measured | None]  # None of best of n, which is never run
+    setting: float
+    kl: Values
+    gold: Values
+    proxy: Values
+    gold_gain: Values
+    proxy_gain: Values
+    length: float | None = None  # None of best of n, which is never run
+    stop_rate: float | None = None
 
 
 def summarise(seeds: Sequence[SeedPoints], sizes: Sequence[int]) -> dict[str, Any]:
     """Everything that is reported, ready for JSON: of seeds with the same settings, and sizes n."""
-    tracks = {s.seed: tracks_of(s, sizes) for s in seeds}
-    methods = [method for method in FORM_OF if method in tracks[seeds[0].seed]]
+    tracks = {own.seed: tracks_of(own, sizes) for own in seeds}
+    methods = [method for method in FORM_OF if tracks[seeds[0].seed].get(method)]
     every = [(method, seed, own[method]) for method in methods for seed, own in tracks.items()]
     return {
-        "seeds": [start_of(s) for s in seeds],
-        "points": [point for track in every for point in points_of(*track)],
+        "seeds": [start_of(own) for own in seeds],
+        "points": [point_of(method, seed, p) for method, seed, track in every for p in track],
         "fits": [fit_of(m, [own[m] for own in tracks.values()]) for m in methods],
         "turns": [turn_of(*track) for track in every],
     }
 
 
-def tracks_of(points: SeedPoints, sizes: Sequence[int]) -> dict[str, Track]:
-    """A seed's points by method, best of n from the pool first."""
-    pool = points.pool
+def tracks_of(own: SeedPoints, sizes: Sequence[int]) -> dict[str, list[Point]]:
+    """A seed's points by method, each in the order of its settings."""
+    pool = own.pool
 
-    def track(
-        settings: Sequence[float], policies: Any, kl: Values, gold: Values, proxy: Values
-    ) -> Track:
-        gains = {"gold_gain": gold - pool.gold.mean(1), "proxy_gain": proxy - pool.proxy.mean(1)}
-        return Track(list(settings), {"kl": kl, "gold": gold, "proxy": proxy} | gains, policies)
+    def point(setting: float, kl: Values, gold: Values, proxy: Values, *rest: float) -> Point:
+        gains = (gold - pool.gold.mean(1), proxy - pool.proxy.mean(1))
+        return Point(setting, kl, gold, proxy, *gains, *rest)
 
     gold, proxy = (best_of_n(pool.proxy, values, sizes) for values in (pool.gold, pool.proxy))
-    kl = np.array([best_of_n_kl(size) for size in sizes])[:, None] * np.ones_like(gold)
-    tracks = {BEST_OF_N: track(sizes, [None] * len(sizes), kl, gold, proxy)}
-    for method in dict.fromkeys(setting.method for setting in points.measured):
-        own = {s.value: m for s, m in points.measured.items() if s.method == method}
-        values = (
-            np.stack([getattr(m, name).mean(1) for m in own.values()])
-            for name in ("log_ratio", "gold", "proxy")
-        )
-        tracks[method] = track(list(own), list(own.values()), *values)
+    kl = [np.full(len(pool.gold), best_of_n_kl(size)) for size in sizes]
+    tracks = {BEST_OF_N: list(map(point, sizes, kl, gold, proxy))}
+    for method, policies in own.policies.items():
+        tracks[method] = [
+            point(n, m.log_ratio.mean(1), m.gold.mean(1), m.proxy.mean(1), m.length, m.stop_rate)
+            for n, m in policies.items()
+        ]
     return tracks
 
 
-def start_of(points: SeedPoints) -> dict[str, Any]:
+def start_of(own: SeedPoints) -> dict[str, Any]:
     """The SFT policy of a seed and its judges."""
-    pool, accuracy = points.pool, points.proxy_accuracy
+    pool = own.pool
+    # Of the judges over a prompt's completions, all prompts together
+    gold, proxy = (v - v.mean(1, keepdims=True) for v in (pool.gold, pool.proxy))
+    scale = math.sqrt((gold**2).sum() * (proxy**2).sum())
     return {
-        "seed": points.seed,
+        "seed": own.seed,
         "num_prompts": len(pool.gold),
         "gold": interval(pool.gold.mean(1)),
         "gold_std": float(pool.gold.std()),
         "proxy": interval(pool.proxy.mean(1)),
         "proxy_std": float(pool.proxy.std()),
-        "judges_correlation": correlation(pool),
-        "proxy_accuracy": asdict(accuracy) if accuracy else None,
+        "judges_correlation": float((gold * proxy).sum() / scale) if scale > 0 else None,
+        "proxy_accuracy": asdict(own.proxy_accuracy),
     }
 
 
-def correlation(pool: Measured) -> float | None:
-    """Of the judges over a prompt's completions, all prompts together; None if one is constant."""
-    gold, proxy = (v - v.mean(1, keepdims=True) for v in (pool.gold, pool.proxy))
-    scale = math.sqrt((gold**2).sum() * (proxy**2).sum())
-    return float((gold * proxy).sum() / scale) if scale > 0 else None
+def point_of(method: str, seed: int, point: Point) -> dict[str, Any]:
+    """A method's point of a seed, with intervals over the prompts."""
+    values = {
+        name: interval(value) if isinstance(value, np.ndarray) else value
+        for name, value in vars(point).items()
+    }
+    return {"method": method, "seed": seed, "distance": distance(point), **values}
 
 
-def points_of(method: str, seed: int, track: Track) -> list[dict[str, Any]]:
-    """A method's points of a seed, with intervals over the prompts."""
-    return [
-        {
-            "method": method,
-            "seed": seed,
-            "setting": setting,
-            "distance": float(curves.distance(track.values["kl"][k].mean())),
-            **{name: interval(values[k]) for name, values in track.values.items()},
-            "length": policy and policy.length,
-            "stop_rate": policy and policy.stop_rate,
-        }
-        for k, (setting, policy) in enumerate(zip(track.settings, track.policies, strict=True))
-    ]
-
-
-def fit_of(method: str, tracks: Sequence[Track]) -> dict[str, Any]:
+def fit_of(method: str, tracks: Sequence[Sequence[Point]]) -> dict[str, Any]:
     """A method's curve over all seeds: the form that is meant for it, and how well each fits."""
-    kl, gains = (np.stack([track.values[n] for track in tracks]) for n in ("kl", "gold_gain"))
-    form, distances = FORM_OF[method], curves.distance(kl.mean(-1))  # of (S, K, P)
+    kl, gains = (
+        np.array([[getattr(point, name) for point in track] for track in tracks])
+        for name in ("kl", "gold_gain")
+    )  # (S, K, P)
+    form, distances = FORM_OF[method], curves.distance(kl.mean(-1))
+    fitted: dict[str, Any] = {  # None where it is infinite
+        name: {end: v if math.isfinite(v) else None for end, v in found.items()}
+        for name, found in curves.fit_intervals(form, kl, gains).items()
+    }
+    if fitted["peak"]["value"] is None:
+        fitted["peak"] = None
     rmse = {other: curves.fit(other, distances, gains.mean(-1)).rmse for other in curves.FORMS}
     return {
         "method": method,
         "form": form,
         "num_points": int(distances.size),
         "longest_distance": float(distances.max()),
-        **{name: finite(found) for name, found in curves.fit_intervals(form, kl, gains).items()},
+        **fitted,
         "rmse_of_forms": rmse,
     }
 
 
-def finite(values: curves.Interval | None) -> dict[str, float | None] | None:
-    """An interval ready for JSON, with None for an end that is infinite."""
-    if values is None:
-        return None
-    ends = [value if math.isfinite(value) else None for value in values]
-    return dict(zip(("value", "low", "high"), ends, strict=True))
-
-
-def turn_of(method: str, seed: int, track: Track) -> dict[str, Any]:
+def turn_of(method: str, seed: int, track: Sequence[Point]) -> dict[str, Any]:
     """Whether gold had its best before the farthest point, and what the proxy did from there on.
 
     A method has turned if the interval of the drop in gold lies below 0, and has been
     over-optimised if the proxy did not fall with it.
     """
-    peak, gold = curves.drop(track.values["gold_gain"])
-    gains, kl = track.values["proxy_gain"], track.values["kl"]
-    gold_change = interval(gold)
-    proxy_change = interval((gains[-1] - gains[peak])[1::2])  # of the same prompts
+    peak, change = curves.drop(np.stack([point.gold_gain for point in track]))
+    best, last = track[peak], track[-1]
+    gold_change = interval(change)
+    proxy_change = interval((last.proxy_gain - best.proxy_gain)[1::2])  # of the same prompts
     return {
         "method": method,
         "seed": seed,
-        "peak": track.settings[peak],
-        "last": track.settings[-1],
-        "peak_distance": float(curves.distance(kl[peak].mean())),
-        "last_distance": float(curves.distance(kl[-1].mean())),
+        "peak": best.setting,
+        "last": last.setting,
+        "peak_distance": distance(best),
+        "last_distance": distance(last),
         "gold_change": gold_change,
         "proxy_change": proxy_change,
         "turned": gold_change["high"] < 0,
         "proxy_rose": proxy_change["low"] > 0,
     }
+
+
+def distance(point: Point) -> float:
+    """From the SFT policy, sqrt(nats)."""
+    return float(curves.distance(point.kl.mean()))
 
 
 def interval(values: Values) -> dict[str, float]:

@@ -5,31 +5,30 @@ them resamples prompts.
 """
 
 import gc
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common import distributed, self_checks
+from common import data, distributed, self_checks
 from common.advantages import apply_missing_eos_penalty
 from common.checkpoint import state
 from common.checkpoint.files import MANIFEST
-from common.config import CommonConfig
 from common.data import Example
-from common.evaluation import score
-from common.evaluation.intervals import PreferenceAccuracy
+from common.errors import UserError
+from common.evaluation import pair_scores, score
+from common.evaluation.intervals import PreferenceAccuracy, preference_accuracy
+from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.model import fsdp
 from common.model import load as models
-from common.record.jsonl import write_atomically
-from common.rewards.models import RewardModelFunction
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
+from common.text.rows import Kind
 
 Values = NDArray[np.float64]
 
@@ -44,45 +43,37 @@ class Measured:
     length: float  # mean number of tokens, stop token included
     stop_rate: float  # share of the completions that stopped by themselves
 
+    def __post_init__(self) -> None:
+        """Take lists too."""
+        for name in ("gold", "proxy", "log_ratio"):
+            setattr(self, name, np.asarray(getattr(self, name)))
+
 
 class Measurer:
     """The judges, and the policy that all others are compared with. In a process group of one."""
 
-    def __init__(
-        self,
-        config: CommonConfig,
-        tokenizer: Any,
-        *,
-        reference: str,
-        proxy: str,
-        gold: str,
-        missing_eos_penalty: float | None,
-    ) -> None:
+    def __init__(self, config: OveroptimizationConfig, proxy: str) -> None:
         """Load judges and reference.
 
         Args:
-            config: limits of lengths and batches, and the seed of the sampling noise.
-            tokenizer: of all policies.
-            reference: folder of the policy at distance 0.
-            proxy: reward function or folder of a reward model.
-            gold: the same.
-            missing_eos_penalty: proxy reward of a completion that did not stop (None: its own).
+            config: its `model_name_or_path` is the policy at distance 0, its `seed` that of the
+                sampling noise.
+            proxy: folder of a reward model.
         """
-        self.config, self.tokenizer = config, tokenizer
-        self.stop_ids = models.stop_token_ids(tokenizer, config.stop_token)
-        self.missing_eos_penalty = missing_eos_penalty
-        self.reference_path = reference
+        self.config = config
+        self.tokenizer = models.load_tokenizer(config.tokenizer_path, config)
+        self.stop_ids = models.stop_token_ids(self.tokenizer, config.stop_token)
         self.mesh = distributed.mesh(config.num_replicas)
-        self.proxy = RewardScorer([proxy], [], tokenizer, config)
-        self.gold = RewardScorer([gold], [], tokenizer, config)
+        self.proxy = RewardScorer([proxy], [], self.tokenizer, config)
+        self.gold = RewardScorer([config.gold], [], self.tokenizer, config)
         for scorer in (self.proxy, self.gold):
             scorer.load(self.mesh)
-        self.reference = self.load(reference)
+        self.reference = self.load(config.model_name_or_path)
 
     def load(self, path: str) -> Policy:
         """The frozen policy of a model's folder, or of a checkpoint of a run begun with one."""
         is_checkpoint = Path(path, MANIFEST).is_file()
-        base = self.reference_path if is_checkpoint else path
+        base = self.config.model_name_or_path if is_checkpoint else path
         model_config = models.read_model_config(base, "policy", self.tokenizer, self.config)
         lm = models.load_policy(base, model_config, self.config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), self.config, self.mesh)
@@ -90,6 +81,28 @@ class Measurer:
         if is_checkpoint:
             state.restore_parameters(Path(path), policy)
         return policy
+
+    def examples(self, split: str, kind: Kind, num_rows: int = 0) -> Sequence[Example]:
+        """The first rows of a split (0: all) as token ids."""
+        config, rest = self.config, (kind, self.tokenizer, self.stop_ids, num_rows)
+        prompts_name = config.prompts_dataset_name or config.dataset_name
+        name = prompts_name if kind == "prompts" else config.dataset_name
+        return data.load_examples(config, name, split, *rest)
+
+    @cached_property
+    def held_out(self) -> Sequence[Example]:
+        """The prompts that policies are measured on, the same for every seed.
+
+        Raises:
+            UserError: there are too few, or a judge cannot read them.
+        """
+        number = self.config.num_prompts
+        examples = self.examples(self.config.dataset_test_split, "prompts", number)
+        if len(examples) < number:
+            raise UserError(f"--num_prompts is {number}; {len(examples)} held-out ones are usable.")
+        for scorer in (self.proxy, self.gold):
+            scorer.check_rows(examples)
+        return examples
 
     def draw(self, policy: Policy, examples: Sequence[Example], num_samples: int) -> Rollouts:
         """K completions of each prompt, at temperature 1: the policy itself."""
@@ -100,64 +113,28 @@ class Measurer:
         """(P, K) float32 of K completions of each prompt, with the penalty for not stopping."""
         rewards = self.proxy.score(examples, rollouts).total
         has_stop = rollouts.has_stop.view(rewards.shape)
-        return apply_missing_eos_penalty(rewards, has_stop, self.missing_eos_penalty)
+        return apply_missing_eos_penalty(rewards, has_stop, self.config.missing_eos_penalty)
 
-    def judged(self, examples: Sequence[Example], rollouts: Rollouts) -> Measured:
-        """What both judges say of K completions of each prompt, at distance 0 so far."""
-        gold = self.gold.score(examples, rollouts).total
+    def measure(self, path: str, num_samples: int) -> Measured:
+        """Sample from a policy, judge what it wrote, and score it under the reference."""
+        policy, examples = self.load(path), self.held_out
+        rollouts = self.draw(policy, examples, num_samples)
+        del policy
+        gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
+        arguments = (rollouts.completed(examples), self.config, self.tokenizer.pad_token_id)
+        ref_logps = score.score_examples(self.reference, *arguments, "reference")  # (P, K)
+        logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
         return Measured(
-            gold.double().numpy(),
+            self.gold.score(examples, rollouts).total.double().numpy(),
             self.proxy_rewards(examples, rollouts).double().numpy(),
-            np.zeros(gold.shape),
+            (logps - ref_logps).numpy(),
             float(rollouts.lengths.double().mean()),
             float(rollouts.has_stop.double().mean()),
         )
 
-    def pool(self, examples: Sequence[Example], num_samples: int) -> Measured:
-        """Completions of the reference itself."""
-        return self.judged(examples, self.draw(self.reference, examples, num_samples))
-
-    def measure(self, path: str, examples: Sequence[Example], num_samples: int) -> Measured:
-        """Sample from a policy, judge what it wrote, and score it under the reference."""
-        policy = self.load(path)
-        rollouts = self.draw(policy, examples, num_samples)
-        del policy
-        gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
-        measured = self.judged(examples, rollouts)
-        pad_id = self.tokenizer.pad_token_id
-        arguments = (rollouts.completed(examples), self.config, pad_id, "reference")
-        ref_logps = score.score_examples(self.reference, *arguments)  # (P, K)
-        logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
-        return replace(measured, log_ratio=(logps - ref_logps).numpy())
-
-    def proxy_accuracy(self, pairs: Sequence[Example]) -> PreferenceAccuracy | None:
-        """How often the proxy agrees with the labels of pairs; None of one that is no model."""
-        for function in self.proxy.reward_models.values():
-            if isinstance(function, RewardModelFunction) and function.model is not None:
-                pad_id = self.tokenizer.pad_token_id
-                return score.preferences(function.model, pairs, self.config, pad_id)[0]
-        return None
-
-
-# ---- kept, so that nothing is measured twice -----------------------------------------------------
-
-
-def read(path: Path, made_by: Mapping[str, Any]) -> Measured | None:
-    """What was measured before of the same thing, None if it was of another or nothing."""
-    if not path.is_file():
-        return None
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if record.pop("made_by") != made_by:
-        return None
-    record |= {name: np.array(record[name]) for name in ("gold", "proxy", "log_ratio")}
-    return Measured(**record)
-
-
-def write(path: Path, made_by: Mapping[str, Any], measured: Measured) -> None:
-    """Keep what was measured; a file is whole or not there."""
-    record = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in asdict(measured).items()
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, [json.dumps({"made_by": made_by, **record}) + "\n"])
+    def proxy_accuracy(self) -> PreferenceAccuracy:
+        """How often the proxy prefers the chosen one of held-out pairs."""
+        config, (judge,) = self.config, self.proxy.reward_models.values()
+        pairs = self.examples(config.dataset_test_split, "preference", config.num_eval_rows)
+        arguments = (judge, pairs, self.tokenizer, self.stop_ids, config)
+        return preference_accuracy(*pair_scores.reward_scores(*arguments).T)

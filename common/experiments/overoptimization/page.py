@@ -12,9 +12,7 @@ from common.experiments.overoptimization.plots import (
     Results,
     draw_curves,
     draw_frontier,
-    methods_of,
     series_of,
-    settings_of,
 )
 from common.record.terminal import format_cell
 from common.report.blocks import Block, Picture, Section, Table, Text
@@ -55,19 +53,18 @@ def write(results: Results, output_dir: Path) -> list[Path]:
 def summary(results: Results) -> str:
     """One line for each method: in how many seeds gold fell while the proxy rose."""
     lines = []
-    for method in methods_of(results):
+    for method in (fit["method"] for fit in results["fits"]):
         turns = [turn for turn in results["turns"] if turn["method"] == method]
         both = sum(turn["turned"] and turn["proxy_rose"] for turn in turns)
         gold = ", ".join(f"{turn['gold_change']['mean']:+.3f}" for turn in turns)
         proxy = ", ".join(f"{turn['proxy_change']['mean']:+.2f}" for turn in turns)
         seeds = f"of {len(turns)} seeds"
+        line = (
+            f"gold fell while the proxy rose in {both} {seeds} (from the best setting to the "
+            f"last one gold {gold}, proxy {proxy})."
+        )
         if all(turn["peak"] == turn["last"] for turn in turns):
             line = f"gold was best at the last setting in {len(turns)} {seeds}: nothing turned."
-        else:
-            line = (
-                f"gold fell while the proxy rose in {both} {seeds} (from the best setting to the "
-                f"last one gold {gold}, proxy {proxy})."
-            )
         lines.append(f"- **{TITLES[method]}**: {line}")
     how = "A change counts if its 95% interval lies apart from 0."
     return "\n".join(lines) + f"\n\n{how}"
@@ -80,8 +77,7 @@ def turns_table(results: Results) -> Table:
     rows = [
         [
             f"{TITLES[turn['method']]}, {turn['seed']}",
-            f"{SETTINGS[turn['method']]} {turn['peak']:g}",
-            f"{SETTINGS[turn['method']]} {turn['last']:g}",
+            *(f"{SETTINGS[turn['method']]} {turn[which]:g}" for which in ("peak", "last")),
             f"{turn['peak_distance']:.2f} to {turn['last_distance']:.2f}",
             interval_cell(turn["gold_change"], 1, 3, sign="+"),
             interval_cell(turn["proxy_change"], 1, 2, sign="+"),
@@ -101,35 +97,27 @@ def means_table(results: Results) -> Table:
     columns = {"kl": ".2f", "gold": ".3f", "gold_gain": "+.3f", "proxy_gain": "+.2f"}
     headers = ["method", "setting", "KL", "gold", "gold gain", "proxy gain"]
     rows = []
-    for method in methods_of(results):
-        means = {value: series_of(results, method, value).mean(0) for value in columns}
-        for k, value in enumerate(settings_of(results, method)):
+    for method in (fit["method"] for fit in results["fits"]):
+        means = {name: series_of(results, method, name).mean(0) for name in columns}
+        for k, setting in enumerate(series_of(results, method, "setting")[0]):
             numbers = [f"{means[name][k]:{form}}" for name, form in columns.items()]
-            rows.append([TITLES[method], f"{SETTINGS[method]} {value:g}", *numbers])
+            rows.append([TITLES[method], f"{SETTINGS[method]} {setting:g}", *numbers])
     return Table(headers, rows, "Mean over the seeds; each seed is in results.json.")
 
 
 def fits_table(results: Results) -> Table:
-    """A row for each method."""
+    """A row for each method; an end of an interval that is None is infinite."""
     headers = ["method", "form", "alpha [95% CI]", "beta [95% CI]", "peak at d [95% CI]"]
     headers += ["longest d", "rmse of bon", "rmse of rl"]
-    rows = [
-        [
-            TITLES[fit["method"]],
-            fit["form"],
-            *(fitted_cell(fit[name]) for name in ("alpha", "beta", "peak")),
-            f"{fit['longest_distance']:.2f}",
-            *(f"{fit['rmse_of_forms'][form]:.3f}" for form in ("bon", "rl")),
-        ]
-        for fit in results["fits"]
-    ]
+    rows = []
+    for fit in results["fits"]:
+        found = [fit[name] or {} for name in ("alpha", "beta", "peak")]
+        ends = [{k: math.inf if v is None else v for k, v in own.items()} for own in found]
+        fitted = [interval_cell(own, 1, 3, "value") for own in ends]
+        rmse = [f"{fit['rmse_of_forms'][form]:.3f}" for form in ("bon", "rl")]
+        rest = [*fitted, f"{fit['longest_distance']:.2f}", *rmse]
+        rows.append([TITLES[fit["method"]], fit["form"], *rest])
     return Table(headers, rows, "d = sqrt(KL) in sqrt(nats), rewards in units of the gold judge.")
-
-
-def fitted_cell(found: Mapping[str, float | None] | None) -> str:
-    """A fitted value with its interval; None stands for an end that is infinite."""
-    ends = found and {part: math.inf if end is None else end for part, end in found.items()}
-    return interval_cell(ends, 1, 3, "value")
 
 
 def starts_table(results: Results) -> Table:
