@@ -187,9 +187,7 @@ class BatchOrder:
             lengths: of each row, in tokens; empty deals the rows out without looking at it.
         """
         assert num_rows > 0
-        assert batch_size > 0
         assert batch_size % world_size == 0, f"batch_size {batch_size} over {world_size} ranks"
-        assert 0 <= rank < world_size
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
@@ -258,11 +256,9 @@ class BatchOrder:
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
-            epoch = 0
+            return list(range(self.num_rows))
         if self._epoch_order[0] != epoch:
-            rows = list(range(self.num_rows))
-            order = permutation(self.num_rows, self.seed, epoch) if self.shuffle else rows
-            self._epoch_order = (epoch, order)
+            self._epoch_order = (epoch, permutation(self.num_rows, self.seed, epoch))
         return self._epoch_order[1]
 
 
@@ -290,16 +286,13 @@ def cut_group(
     config: CommonConfig,
 ) -> list[Piece]:
     """A prompt with its completions in as few pieces of about equal size as the limits allow."""
-    num_pieces = 0
-    while True:
-        num_pieces += 1
+    for num_pieces in range(1, len(places) + 1):
         size = -(-len(places) // num_pieces)
-        parts = [slice(start, start + size) for start in range(0, len(places), size)]
-        pieces = [
-            Piece(prompt_ids, completions[part], places[part], len(places[part])) for part in parts
-        ]
-        if size == 1 or all(fits([piece], config) for piece in pieces):
-            return pieces
+        own = [slice(start, start + size) for start in range(0, len(places), size)]
+        pieces = [Piece(prompt_ids, completions[i], places[i], len(places[i])) for i in own]
+        if all(fits([piece], config) for piece in pieces):
+            break
+    return pieces
 
 
 def cost(pieces: Sequence[Piece], layout: str) -> int:
@@ -332,14 +325,13 @@ def pack(
             packs[-1].append(piece)
         else:
             packs.append([piece])
-    num_packs = torch.tensor(len(packs))
-    missing = int(distributed.all_reduce_max(num_packs)) - len(packs)
+    missing = int(distributed.all_reduce_max(torch.tensor(len(packs)))) - len(packs)
     return packs + [[Piece([0], [[0]] * num_completions, [])]] * missing
 
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
-    """The pieces as one batch, a piece's completions next to each other."""
-    return make_batch(
+    """The pieces as one batch on the device, a piece's completions next to each other."""
+    batch = make_batch(
         layout,
         [piece.prompt_ids for piece in pieces],
         [piece.completions for piece in pieces],
@@ -347,14 +339,15 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
         is_real=[bool(piece.places) for piece in pieces],
         places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
     )
+    return batch.to(distributed.device())
 
 
 def batches(
     pieces: Sequence[Piece], config: CommonConfig, pad_id: int, num_completions: int = 1
 ) -> list[AnyBatch]:
-    """What `pack` puts together, as batches on the device. Collective."""
+    """What `pack` puts together, as batches. Collective."""
     packs = pack(pieces, config, num_completions)
-    return [collate(own, config.layout, pad_id).to(distributed.device()) for own in packs]
+    return [collate(own, config.layout, pad_id) for own in packs]
 
 
 def micro_batches(

@@ -58,7 +58,7 @@ def score_examples(
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
     for pieces in packs:
         bar.update()
-        batch = data.collate(pieces, config.layout, pad_id).to(device)
+        batch = data.collate(pieces, config.layout, pad_id)
         values = score(model, batch).view(-1, shape[1])  # (B, S)
         scores[batch.places[batch.is_real]] = values[batch.is_real].double()
     bar.close()

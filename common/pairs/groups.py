@@ -172,5 +172,5 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
         first += len(piece.completions)
     device = distributed.device()
     table = torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3)  # (N, 3)
-    batch = data.collate(pieces, layout, pad_id).to(device)
+    batch = data.collate(pieces, layout, pad_id)
     return PairBatch(batch, table[:, 1:], table[:, 0])
