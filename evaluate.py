@@ -37,8 +37,8 @@ from common.config import CommonConfig, flag, free_flag, path_flag
 from common.data import Example
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import completions, judges, pair_scores, score
-from common.evaluation.completions import Answers, Generation, collect
-from common.evaluation.pair_scores import PairScores, token_counts
+from common.evaluation.completions import REFERENCE, Answers, Generation, collect
+from common.evaluation.pair_scores import PairScores
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.scoring import Policy
@@ -94,8 +94,8 @@ class EvaluateConfig(CommonConfig):
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
-        refuse_twice("policies", self.policies)
-        refuse_twice("reward_models", self.reward_models)
+        for name in ("policies", "reward_models", "judge_funcs"):
+            refuse_twice(name, getattr(self, name))
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
@@ -116,6 +116,7 @@ def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
     from common.evaluation.comparison import compare
     from common.evaluation.win_rates import all_win_rates
+    from common.rewards.functions import load_from_file
     from common.rewards.scorer import RewardScorer
     from common.sampling.sampler import Sampler
 
@@ -130,8 +131,10 @@ def main(config: EvaluateConfig) -> None:
     policy_configs = {
         path: load.read_model_config(path, "policy", tokenizer, config) for path in policies
     }
-    comparing = judges.load_judges(config.judge_funcs)
-    betas = pair_scores.implicit_betas(policies, tokenizer, config)
+    comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
+    for path in policies:
+        pair_scores.refuse_other_tokenizer(path, tokenizer, config)
+    betas = {path: config.beta or pair_scores.run_beta(path) for path in policies}
     judging = [*config.reward_models, *config.reward_funcs]
     scorer = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
@@ -148,11 +151,12 @@ def main(config: EvaluateConfig) -> None:
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
     scorer.load(mesh)
-    names, systems = scorer.short, []
+    names = scorer.short
+    readings: dict[str, str] = {}  # of each system by its path: its scores in the main table
     for path, function in scorer.reward_models.items():
         scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        readings[path] = names[path]
         table.rewards[names[path]] = scores.numpy()
-        systems.append(describe(path, names[path], "reward_model", scores, pairs))
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
@@ -160,21 +164,22 @@ def main(config: EvaluateConfig) -> None:
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
     scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, stop_ids)
+    lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.loaded_model(policy, config)
         logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
-        read = pair_scores.policy_scores(
-            config.policy_scores, logps, ref_logps, token_counts(scored), betas[path]
-        )
         if path in config.policies:
+            read = pair_scores.policy_scores(
+                config.policy_scores, logps, ref_logps, lengths, betas[path]
+            )
             table.add_policy(names[path], read, betas[path])
+            readings[path] = f"{names[path]} {next(iter(read))}"
         write_parts(table, collect(prompts, generations), output_dir)
         if reference is None:
             reference, ref_logps = policy, logps
-        system = describe(path, names[path], "policy", next(iter(read.values())), pairs)
         if prompts:
             sampler = Sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
@@ -183,8 +188,6 @@ def main(config: EvaluateConfig) -> None:
             generations[names[path]] = completions.measure(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature, pad_id
             )
-        if path in config.policies:
-            systems.append(system)
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations), output_dir)
@@ -193,7 +196,8 @@ def main(config: EvaluateConfig) -> None:
     )
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
-    answers = judges.with_verdicts(answers, comparing, names, prompts, config.seed)
+    functions = {names[path]: judge for path, judge in comparing.items()}
+    answers = judges.with_verdicts(answers, functions, prompts, config.seed)
 
     # Results
     texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
@@ -206,11 +210,20 @@ def main(config: EvaluateConfig) -> None:
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
         "attainable_accuracy": attainable(table.pairs),
-        "systems": completions.with_summaries(systems, answers, scorer),
+        "systems": [
+            describe(path, name, scorer, table, answers) for path, name in readings.items()
+        ],
         "comparison": compare(table),
-        "reference_completions": completions.reference_summary(answers),
+        "reference_completions": completions.summary(answers, REFERENCE),
         "win_rates": all_win_rates(answers),
-        "samples": samples(prompts, generations, config),
+        "samples": [
+            {
+                "prompt": row.prompt,
+                "reference": row.reference and row.reference.completion,
+                "completions": {name: own.completion for name, own in row.systems.items()},
+            }
+            for row in answers[: config.num_sample_prompts]
+        ],
     }
     show(results, config)
 
@@ -255,17 +268,21 @@ def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> 
 
 
 def describe(
-    path: str, name: str, kind: str, scores: Any, pairs: Sequence[Example]
+    path: str, reading: str, scorer: Any, table: PairScores, answers: Sequence[Answers]
 ) -> dict[str, Any]:
-    """A system's row: its name, accuracy on all pairs and by source, and what its run cost."""
+    """A system's row: accuracy on all pairs and by source, what its run cost, its generations.
+
+    `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
+    reward model.
+    """
     from common.evaluation.intervals import preference_accuracy
 
-    sources = [example.source for example in pairs]
+    scores, sources = table.systems[reading], [pair["source"] for pair in table.pairs]
     rows_of = {source: [s == source for s in sources] for source in dict.fromkeys(sources)}
     cost = score.run_cost(Path(path).parent)
-    return {
-        "name": name,
-        "kind": kind,
+    system: dict[str, Any] = {
+        "name": scorer.short[path],
+        "kind": "reward_model" if path in scorer.reward_models else "policy",
         "path": path,
         "accuracy": asdict(preference_accuracy(*scores.T)),
         "accuracy_by_source": {
@@ -274,6 +291,12 @@ def describe(
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }
+    system |= completions.summary(answers, system["name"]) or {}
+    if rewards := system.get("rewards"):
+        model = next(iter(scorer.reward_models), "")
+        for key, judge in (("gold_reward", "gold"), ("reward", model)):
+            system[key] = rewards.get(scorer.short.get(judge))
+    return system
 
 
 def attainable(described: list[dict[str, Any]]) -> float | None:
@@ -282,20 +305,6 @@ def attainable(described: list[dict[str, Any]]) -> float | None:
 
     known = all(pair["label_probability"] is not None for pair in described)
     return synthetic.attainable_accuracy(described) if known else None
-
-
-def samples(
-    prompts: Sequence[Example], generations: dict[str, list[Generation]], config: EvaluateConfig
-) -> list[dict[str, Any]]:
-    """The first prompts with every policy's completion, for the report."""
-    return [
-        {
-            "prompt": example.prompt,
-            "reference": completions.reference_text(example) or None,
-            "completions": {name: own[i].completion for name, own in generations.items()},
-        }
-        for i, example in enumerate(prompts[: config.num_sample_prompts])
-    ]
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def main(config: RewardConfig) -> None:
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             run.metrics.add("chosen_longer", groups.longer_chosen(lengths).sum(), len(lengths))
         batches = [part.batch for part in parts]
-        rows = (data.row_numbers(train_set, part.rows_of_completions()) for part in parts)
+        rows = (data.row_numbers(train_set, part.batch.places // 2) for part in parts)
         run.update(batches, rows)
         run.end_step(evaluate)
 

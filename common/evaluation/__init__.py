@@ -1,5 +1,5 @@
 """What systems are worth: on pairs, and by what they generate.
 
-Face: score, pair_scores, comparison, completions, win_rates and judges; for what may be concluded
-intervals and calibration.
+Face: score, pair_scores, comparison, completions, win_rates and judges; intervals for what may be
+concluded.
 """

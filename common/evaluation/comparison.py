@@ -10,17 +10,19 @@ accuracy: two intervals that overlap say little, the interval of the difference 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.evaluation import intervals
-from common.evaluation.calibration import calibration
 from common.evaluation.intervals import MIN_PROMPTS, Floats, Numbers
 from common.evaluation.pair_scores import PairScores
 
+NUM_BINS = 15  # of equal width, as in Guo et al. 2017, section 2; odd: a bin around 1/2
+NUM_SIMULATIONS = 200
 ABOUT_EQUAL = 0.1  # of the longer completion's tokens
 NOT_GIVEN = "not given"
 STEPS = ("1-3", "4-6", "7-9")  # of the nine steps of confidence of Stiennon et al. 2020
@@ -33,30 +35,28 @@ def compare(table: PairScores) -> dict[str, Any]:
         num_pairs, num_prompts; systems: name, accuracy (as `PreferenceAccuracy`, with num_prompts,
         prompt_low and prompt_high, the 95% interval of the bootstrap over prompts, None below
         `MIN_PROMPTS` of them) and accuracy_by (split, part: the same); differences: as
-        `PairedDifference`, of every two systems; calibration: by system that gives log odds, as
-        `Calibration`.
+        `paired_differences`; calibration: by system that gives log odds, as `calibration`.
     """
     clusters = intervals.cluster_numbers([pair["prompt_sha256"] for pair in table.pairs])  # (N,)
     wins = {name: intervals.outcomes(*scores.T) for name, scores in table.systems.items()}
-    whole = accuracies(wins, clusters)
-    by_part: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in wins}
+    systems: dict[str, dict[str, Any]] = {
+        name: {"name": name, "accuracy": accuracy, "accuracy_by": {}}
+        for name, accuracy in accuracies(wins, clusters).items()
+    }
     for split, labels in splits(table.pairs).items():
         for part in sorted(set(labels), key=part_order):
             rows = np.flatnonzero([label == part for label in labels])
             own = {name: counts[rows] for name, counts in wins.items()}
             own_clusters = intervals.cluster_numbers(clusters[rows].tolist())
             for name, accuracy in accuracies(own, own_clusters).items():
-                by_part[name].setdefault(split, {})[part] = accuracy
+                systems[name]["accuracy_by"].setdefault(split, {})[part] = accuracy
     return {
         "num_pairs": len(table.pairs),
         "num_prompts": int(clusters.max()) + 1,
-        "systems": [
-            {"name": name, "accuracy": whole[name], "accuracy_by": by_part[name]} for name in wins
-        ],
-        "differences": [asdict(d) for d in paired_differences(wins, clusters)],
+        "systems": list(systems.values()),
+        "differences": paired_differences(wins, clusters),
         "calibration": {
-            name: asdict(calibration(scores[:, 0] - scores[:, 1]))
-            for name, scores in table.rewards.items()
+            name: calibration(scores[:, 0] - scores[:, 1]) for name, scores in table.rewards.items()
         },
     }
 
@@ -86,22 +86,7 @@ def prompt_interval(
 # ---- two systems on the same pairs ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PairedDifference:
-    """Accuracy of one system minus that of another, in [-1, 1]."""
-
-    first: str
-    second: str
-    difference: float
-    low: float | None  # 95%, paired bootstrap over prompts; None below MIN_PROMPTS of them
-    high: float | None
-    num_first_better: int  # pairs on which the first counts more; a tie counts one half
-    num_second_better: int
-    p_value: float  # McNemar's; too small where a prompt has several pairs that are alike
-    prompt_p_value: float  # permutation test over prompts; above 0.05 with 5 prompts or fewer
-
-
-def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[PairedDifference]:
+def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[dict[str, Any]]:
     """Every two systems compared, those named first with those behind them.
 
     A pair is discordant if it counts more for one system: with a tie of one of them the other's win
@@ -110,6 +95,13 @@ def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[Pa
     Args:
         wins: (N,) outcomes of each system on the same pairs.
         clusters: (N,) which pairs belong together, as in `bootstrap_means`.
+
+    Returns:
+        first, second: names; difference: of their accuracies, in [-1, 1]; low, high: its 95% paired
+        bootstrap interval over prompts, None below `MIN_PROMPTS` of them; num_first_better,
+        num_second_better: discordant pairs; p_value: McNemar's, too small where a prompt has
+        several pairs that are alike; prompt_p_value: of the permutation test over prompts, above
+        0.05 with 5 prompts or fewer.
     """
     if len(wins) < 2:
         return []
@@ -125,8 +117,19 @@ def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[Pa
         low, high = prompt_interval(means[:, i] - means[:, j], gain, len(sums))
         by_chance = np.abs(flipped[:, i] - flipped[:, j])  # (R,)
         num_as_far = int((by_chance >= abs(gains.sum())).sum())  # exact: multiples of 1/2
-        p_values = (mcnemar_p_value(better, worse), (1 + num_as_far) / (1 + len(flipped)))
-        found.append(PairedDifference(first, second, gain, low, high, better, worse, *p_values))
+        found.append(
+            {
+                "first": first,
+                "second": second,
+                "difference": gain,
+                "low": low,
+                "high": high,
+                "num_first_better": better,
+                "num_second_better": worse,
+                "p_value": mcnemar_p_value(better, worse),
+                "prompt_p_value": (1 + num_as_far) / (1 + len(flipped)),
+            }
+        )
     return found
 
 
@@ -205,3 +208,65 @@ def in_bins(values: Sequence[float | None]) -> list[str]:
         return f"{edges[place]:.3g} to {edges[min(place + 1, edges.size - 1)]:.3g}"
 
     return [NOT_GIVEN if value is None else label(value) for value in values]
+
+
+# ---- calibration ---------------------------------------------------------------------------------
+
+
+def calibration(margins: Floats) -> dict[str, Any]:
+    """Whether sigma(r_chosen - r_rejected) is the share of pairs that are preferred that way.
+
+    The labels of a file of pairs all say "the first one", which a curve over them could not go
+    through: each pair counts on both sides, once with probability p and the observation 1, once
+    with 1 - p and the observation 0. The curve is therefore symmetric about (1/2, 1/2), and the
+    middle bin is right by construction. Ties have p = 1/2.
+
+    Args:
+        margins: (N,) r_chosen - r_rejected, N at least 1: what the Bradley-Terry model takes the
+            log odds of the label to be.
+
+    Returns:
+        ece: expected calibration error (Guo et al. 2017, eq. 3), mean |observed - predicted| over
+        the bins, weighted by their counts; ece_by_chance: what it would be on average if every
+        prediction were right, at this number of pairs; log_loss: mean -log sigma(margin), nats per
+        pair, ln 2 for a coin; bins: NUM_BINS from 0 to 1, each with its count (over all bins 2N),
+        mean predicted probability, share observed, and that one's 95% Wilson interval low, high;
+        all None in an empty bin.
+    """
+    from scipy.special import expit
+
+    p = expit(margins)  # (N,)
+    generator = np.random.default_rng(intervals.BOOTSTRAP_SEED)
+    labels = (generator.random(p.size) < p for _ in range(NUM_SIMULATIONS))
+    sums = [binned(p, is_preferred) for is_preferred in (np.ones(p.size, dtype=bool), *labels)]
+    ece, *by_chance = (float(np.abs(own[2] - own[1]).sum() / (2 * p.size)) for own in sums)
+    bins: list[dict[str, Any]] = []
+    for count, predicted, observed in zip(*sums[0].tolist(), strict=True):
+        means: tuple[float | None, ...] = (None,) * 4
+        if count:
+            interval = intervals.wilson_interval(observed, count)
+            means = (predicted / count, observed / count, *interval)
+        names = ("predicted", "observed", "low", "high")
+        bins.append({"count": int(count), **dict(zip(names, means, strict=True))})
+    log_loss = float(np.logaddexp(0.0, -margins).mean())
+    chance = float(np.mean(by_chance))
+    return {"ece": ece, "ece_by_chance": chance, "log_loss": log_loss, "bins": bins}
+
+
+def binned(p: Floats, is_preferred: NDArray[np.bool_]) -> Floats:
+    """Both sides of each pair in equal bins.
+
+    Args:
+        p: (N,) predicted probability of one side.
+        is_preferred: (N,) whether that side was preferred.
+
+    Returns:
+        Counts, sums of predicted probability, sums of preferred: (3, NUM_BINS).
+    """
+    places = np.minimum((p * NUM_BINS).astype(np.int64), NUM_BINS - 1)
+    # Mirrored and not computed of 1 - p, so that a p on an edge keeps the curve symmetric.
+    places = np.concatenate([places, NUM_BINS - 1 - places])  # (2N,)
+    predicted = np.concatenate([p, 1 - p])
+    observed = np.concatenate([is_preferred, ~is_preferred])
+    values = (np.ones(2 * p.size), predicted, observed)
+    return np.stack([np.bincount(places, own, NUM_BINS) for own in values])

@@ -7,7 +7,7 @@ prompt, with the models; every number about generations in `results.json` is a f
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,8 +72,8 @@ class Answers:
     prompt_ids: list[int] = field(default_factory=list)
 
     def of(self, name: str) -> Generation | None:
-        """The completion of a system, or the row's own."""
-        return self.reference if name == REFERENCE else self.systems[name]
+        """The completion of a system, or the row's own; None if there is none."""
+        return self.reference if name == REFERENCE else self.systems.get(name)
 
     def pair(self, a: str, b: str) -> tuple[Generation, Generation] | None:
         """The completions of both; None unless both are there."""
@@ -93,19 +93,15 @@ def system_names(answers: Sequence[Answers]) -> list[str]:
 def collect(
     prompts: Sequence["Example"],
     by_system: dict[str, list[Generation]],
-    references: Sequence[Generation | None] | None = None,
+    references: Mapping[int, Generation] | None = None,
 ) -> list[Answers]:
-    """The lines of the file."""
-    return [
-        Answers(
-            example.row,
-            example.prompt,
-            references[i] if references else None,
-            {name: generations[i] for name, generations in by_system.items()},
-            prompt_ids=example.prompt_ids,
-        )
-        for i, example in enumerate(prompts)
-    ]
+    """The lines of the file; the references by the place of their prompt."""
+    answers = []
+    for i, example in enumerate(prompts):
+        systems = {name: generations[i] for name, generations in by_system.items()}
+        line = (example.row, example.prompt, (references or {}).get(i), systems)
+        answers.append(Answers(*line, prompt_ids=example.prompt_ids))
+    return answers
 
 
 def write(answers: Sequence[Answers], output_dir: Path) -> None:
@@ -119,19 +115,17 @@ def read(output_dir: Path) -> list[Answers]:
     """What `write` wrote; [] without the file."""
     from common.record.jsonl import read_jsonl
 
-    return [_answers(line) for line in read_jsonl(output_dir / FILE)]
-
-
-def _answers(line: dict[str, Any]) -> Answers:
-    reference = line["reference"]
-    return Answers(
-        line["id"],
-        line["prompt"],
-        reference and Generation(**reference),
-        {name: Generation(**own) for name, own in line["systems"].items()},
-        [Verdict(**verdict) for verdict in line["verdicts"]],
-        line.get("prompt_ids", []),  # not in older files
-    )
+    return [
+        Answers(
+            line["id"],
+            line["prompt"],
+            line["reference"] and Generation(**line["reference"]),
+            {name: Generation(**own) for name, own in line["systems"].items()},
+            [Verdict(**verdict) for verdict in line["verdicts"]],
+            line.get("prompt_ids", []),  # not in older files
+        )
+        for line in read_jsonl(output_dir / FILE)
+    ]
 
 
 # ---- one completion of each prompt ---------------------------------------------------------------
@@ -154,12 +148,8 @@ def measure(
     """
     from common.evaluation.score import score_examples
 
-    sampled = [
-        replace(example, completions=[ids])
-        for example, ids in zip(prompts, rollouts.completion_ids, strict=True)
-    ]
-    arguments = (sampled, config, pad_id, "scoring")
-    own = score_examples(policy, *arguments, score=logp_and_entropy, num_columns=2)[:, 0]  # (N, 2)
+    arguments = (rollouts.completed(prompts), config, pad_id, "scoring")
+    own = score_examples(policy, *arguments, score=logp_and_entropy)[:, 0]  # (N, 2)
     kl: list[float | None] = [None] * len(prompts)
     if temperature == 1:
         ref_logps = own[:, 0]
@@ -167,11 +157,10 @@ def measure(
             ref_logps = score_examples(reference, *arguments)[:, 0]  # (N,)
         kl = (own[:, 0] - ref_logps).tolist()
     entropy = (own[:, 1] / rollouts.lengths).tolist()
-    generations = judged(judges, prompts, rollouts)
-    return [
-        replace(with_overlaps(generation, example.prompt, reference_text(example)), kl=k, entropy=h)
-        for generation, example, k, h in zip(generations, prompts, kl, entropy, strict=True)
-    ]
+    texts, references = rollouts.texts(judges.tokenizer), list(map(reference_text, prompts))
+    generations = judged(judges, prompts, rollouts, texts, references)
+    rows = zip(generations, kl, entropy, strict=True)
+    return [replace(generation, kl=k, entropy=h) for generation, k, h in rows]
 
 
 def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
@@ -186,41 +175,33 @@ def reference_completions(
     tokenizer: Any,
     stop_id: int,
     max_completion_length: int,
-) -> list[Generation | None]:
+) -> dict[int, Generation]:
     """The rows' own completions, judged like a policy's. Collective if a reward model takes part.
 
     They are tokenised as for training: what is longer than `max_completion_length` is cut there for
     the judges of single completions, and then has not stopped; the text stays whole.
 
     Returns:
-        None for a row without the column `completion`, or with nothing in it.
+        By place; without the rows that have no column `completion`, or nothing in it.
     """
     from common.sampling.sampler import Rollouts
     from common.text.chat import render
     from common.text.tokenise import tokenize_completions
 
-    def as_written(example: "Example") -> str:
-        """As the policy would write it: in a conversation, by the chat template."""
-        text = reference_text(example)
-        if not example.messages:
-            return text
-        answer = [{"role": "assistant", "content": text}]
-        row = {"prompt": example.messages, "completion": answer}
-        return str(render(row, ["completion"], tokenizer)["completion"])
-
-    found: list[Generation | None] = [None] * len(prompts)
-    there = [i for i, example in enumerate(prompts) if reference_text(example).strip()]
-    if not there:
-        return found
-    examples = [prompts[i] for i in there]
-    written = list(map(as_written, examples))
+    texts = {i: text for i, e in enumerate(prompts) if (text := reference_text(e)).strip()}
+    if not texts:
+        return {}
+    examples = [prompts[i] for i in texts]
+    written = []  # as the policy would write it: in a conversation, by the chat template
+    for example, text in zip(examples, texts.values(), strict=True):
+        answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
+        row = {"prompt": example.messages or example.prompt, "completion": answer}
+        written.append(render(row, ["completion"], tokenizer)["completion"])
     cut = tokenize_completions(written, tokenizer, stop_id, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
-    generations = judged(judges, examples, rollouts)
-    for i, example, generation in zip(there, examples, generations, strict=True):
-        whole = replace(generation, completion=reference_text(example))
-        found[i] = with_overlaps(whole, example.prompt, "")  # ROUGE with itself says nothing
-    return found
+    no_rouge = [""] * len(texts)  # with itself says nothing
+    own = judged(judges, examples, rollouts, list(texts.values()), no_rouge)
+    return dict(zip(texts, own, strict=True))
 
 
 def reference_text(example: "Example") -> str:
@@ -234,9 +215,17 @@ def reference_text(example: "Example") -> str:
 
 
 def judged(
-    judges: "RewardScorer", prompts: Sequence["Example"], rollouts: "Rollouts"
+    judges: "RewardScorer",
+    prompts: Sequence["Example"],
+    rollouts: "Rollouts",
+    texts: Sequence[str],
+    references: Sequence[str],
 ) -> list[Generation]:
-    """The completions with their rewards. Collective if a reward model takes part."""
+    """Completions with their rewards, and the words that they share with others and themselves.
+
+    Collective if a reward model takes part. The N texts are what is kept of the completions; ROUGE
+    is with the N references, none with an empty one.
+    """
     by_judge: dict[str, Tensor] = {}
     if judges.functions.functions:
         by_judge = judges.score(prompts, rollouts).by_function  # (N, 1) each
@@ -249,33 +238,29 @@ def judged(
             completion_ids=rollouts.completion_ids[i],
             # nan: the judge does not apply to the row
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
+            **overlaps(text, prompts[i].prompt, reference),
         )
-        for i, text in enumerate(rollouts.texts(judges.tokenizer))
+        for i, (text, reference) in enumerate(zip(texts, references, strict=True))
     ]
 
 
-def with_overlaps(generation: Generation, prompt: str, reference: str) -> Generation:
-    """Add the words that a completion shares with a reference, with itself and with its prompt."""
+def overlaps(text: str, prompt: str, reference: str) -> dict[str, Any]:
+    """The words that a completion shares with its prompt, with itself and with a reference."""
     from common.text.overlap import copied_share, repeated_share, rouge_l, rouge_n
 
-    text = generation.completion
     found = {f"copied_{n}": copied_share(text, prompt, n) for n in (2, 3, 4)}
     found["repeated_3"] = repeated_share(text, 3)
     if reference.strip():
         found |= {f"rouge_{n}": rouge_n(text, reference, n).f1 for n in (1, 2)}
         found["rouge_l"] = rouge_l(text, reference).f1
-    return replace(generation, **found)  # type: ignore[arg-type]
+    return found
 
 
 # ---- over all prompts ----------------------------------------------------------------------------
 
 
-def summary(answers: Sequence[Answers], name: str) -> dict[str, Any]:
-    """Means over the prompts of what a system answered, or of the rows' own completions.
-
-    Args:
-        answers: Lines of the file.
-        name: A system, or REFERENCE.
+def summary(answers: Sequence[Answers], name: str) -> dict[str, Any] | None:
+    """Means over the prompts of what a system, or REFERENCE, answered; None without an answer.
 
     Returns:
         `length` (tokens) and `stop_rate` as numbers, and with intervals as `length_interval` and
@@ -286,12 +271,14 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any]:
     from common.text.overlap import distinct_share
 
     rows = [(row.prompt, own) for row in answers if (own := row.of(name)) is not None]
-    prompts, generations = [prompt for prompt, _ in rows], [own for _, own in rows]
+    if not rows:
+        return None
+    prompts, generations = zip(*rows, strict=True)
     lengths = [own.num_tokens for own in generations]
     length = mean_over_prompts(lengths, prompts)
     stop_rate = share_over_prompts([float(own.stopped) for own in generations], prompts)
-    assert length is not None, name
-    assert stop_rate is not None, name
+    assert length
+    assert stop_rate
     judges = dict.fromkeys(judge for own in generations for judge in own.rewards)
     rewards = {
         judge: mean_over_prompts([own.rewards.get(judge) for own in generations], prompts)
@@ -310,28 +297,3 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any]:
             for key in MEANS
         },
     }
-
-
-def with_summaries(
-    systems: Sequence[dict[str, Any]], answers: Sequence[Answers], judges: "RewardScorer"
-) -> list[dict[str, Any]]:
-    """The rows of `results.json` with what is known of the systems' generations.
-
-    `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
-    reward model.
-    """
-    model = next(iter(judges.reward_models), "")
-    shown = {"gold_reward": judges.short.get("gold"), "reward": judges.short.get(model)}
-    rows = []
-    for system in systems:
-        if answers and system["name"] in answers[0].systems:
-            system = system | summary(answers, system["name"])
-            if "rewards" in system:
-                system |= {key: system["rewards"].get(judge) for key, judge in shown.items()}
-        rows.append(system)
-    return rows
-
-
-def reference_summary(answers: Sequence[Answers]) -> dict[str, Any] | None:
-    """`summary` of the rows' own completions, None where there are none."""
-    return summary(answers, REFERENCE) if any(row.reference for row in answers) else None

@@ -26,19 +26,9 @@ if TYPE_CHECKING:
 Judge = Callable[..., Any]
 
 
-def load_judges(paths: Sequence[str]) -> dict[str, Judge]:
-    """The functions by what was given; runs their files. A UserError where one is none."""
-    from common.errors import refuse_twice
-    from common.rewards.functions import load_from_file
-
-    refuse_twice("judge_funcs", paths)
-    return {path: load_from_file(path, "--judge_funcs") for path in paths}
-
-
 def with_verdicts(
     answers: Sequence[Answers],
     judges: Mapping[str, Judge],
-    names: Mapping[str, str],
     examples: Sequence["Example"],
     seed: int,
 ) -> list[Answers]:
@@ -48,18 +38,15 @@ def with_verdicts(
 
     Args:
         answers: N prompts with their completions.
-        judges: The functions by what was given.
-        names: What tables call each of them.
+        judges: The functions by what tables call them.
         examples: The N prompts, whose columns the judges get.
         seed: Of the order in which completions are given.
     """
-    if not judges:
-        return list(answers)
     found: list[list[Verdict]] = [row.verdicts for row in answers]
     if distributed.is_rank0():
-        for path, judge in judges.items():
+        for name, judge in judges.items():
             for b, a in combinations(system_names(answers), 2):
-                rows = ask(answers, a, b, names[path], judge, examples, seed)
+                rows = ask(answers, a, b, name, judge, examples, seed)
                 found = [own + new for own, new in zip(found, rows, strict=True)]
     found = distributed.from_rank0(found)
     return [replace(row, verdicts=own) for row, own in zip(answers, found, strict=True)]

@@ -8,7 +8,6 @@ number of `comparison` in `results.json` follows from that file alone (`comparis
 """
 
 import hashlib
-import itertools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -87,26 +86,26 @@ def confidence(columns: Mapping[str, Any]) -> float | None:
     """The annotator's confidence: a column of that name, or in `extra`, as in OpenAI's rows."""
     extra = columns.get("extra")
     inside = extra.get("confidence") if isinstance(extra, Mapping) else None
-    found = [columns.get("confidence"), columns.get("extra.confidence"), inside]
-    return next((value for value in map(number, found) if value is not None), None)
+    found: list[Any] = [columns.get("confidence"), columns.get("extra.confidence"), inside]
+    return next((float(value) for value in found if is_between(value, -LARGEST, LARGEST)), None)
 
 
-def number(value: Any) -> float | None:
-    """A number as it is, None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= LARGEST else None
+def is_between(value: Any, low: float, high: float) -> bool:
+    """Whether a value is a number from low to high."""
+    return type(value) in (int, float) and low <= value <= high
 
 
 def number_between(example: "Example", column: str, low: float, high: float) -> float | None:
     """A row's number in a column, None where it has none; a UserError for anything else there."""
     value = example.columns.get(column)
-    found = number(value)
-    if value is not None and (found is None or not low <= found <= high):
+    if value is None:
+        return None
+    if not is_between(value, low, high):
         raise UserError(
             f"row {example.row + 1} of the pairs has {reprlib.repr(value)} in its column "
             f"{column!r}; it must be a number from {low:g} to {high:g}, or null if not known."
         )
-    return found
+    return float(value)
 
 
 def policy_scores(
@@ -149,11 +148,11 @@ def baselines(
     Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
     prompt without TL;DR's header and cue); random numbers, a function of seed and row.
     """
-    from common import noise
+    from common import data, noise
     from common.text import overlap
     from common.text.truncate import split_prompt
 
-    lengths = token_counts(examples).astype(np.float64)
+    lengths = data.lengths(examples)[:, 1:].double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
         [overlap.rouge_l(text, post).f1 for text in pair]
@@ -164,11 +163,6 @@ def baselines(
     guess = noise.uniform(seed, rows, torch.arange(2)).numpy()
     scores = (lengths, -lengths, np.array(overlaps), guess)
     return dict(zip(BASELINES, scores, strict=True))
-
-
-def token_counts(examples: Sequence["Example"]) -> Numbers:
-    """(N, 2) tokens of the completions, stop token included."""
-    return np.array([[len(ids) for ids in example.completions] for example in examples])
 
 
 # ---- scoring -------------------------------------------------------------------------------------
@@ -236,21 +230,14 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
     return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
 
 
-def implicit_betas(policies: Sequence[str], tokenizer: Any, config: Any) -> dict[str, float | None]:
-    """Beta of each policy's implicit reward: `--beta`, else that of the run that wrote the folder.
+def run_beta(path: str) -> float | None:
+    """Beta in the config.yaml of the run that wrote a model's folder, None where there is none.
 
-    None where neither says one: then the reward is known up to its scale.
+    Without one an implicit reward is known up to its scale.
 
     Raises:
-        UserError: a run's config.yaml cannot be read, or a policy has another tokenizer.
+        UserError: the file cannot be read.
     """
-    for path in policies:
-        refuse_other_tokenizer(path, tokenizer, config)
-    return {path: config.beta or run_beta(path) for path in policies}
-
-
-def run_beta(path: str) -> float | None:
-    """Beta in the config.yaml beside a model's folder, None where there is none."""
     from common.record.folder import read_config
 
     try:
@@ -284,12 +271,13 @@ def write_scores(path: Path, table: PairScores) -> None:
     """Write `scores.jsonl`, atomically; numbers are exact."""
     from common.record.jsonl import json_line, write_atomically
 
-    def line(i: int, pair: dict[str, Any]) -> str:
-        rewards = {name: scores[i].tolist() for name, scores in table.rewards.items()}
-        scores = {name: scores[i].tolist() for name, scores in table.scores.items()}
-        return json_line({**pair, "rewards": rewards, "scores": scores})
-
-    write_atomically(path, itertools.starmap(line, enumerate(table.pairs)))
+    kinds = {"rewards": table.rewards, "scores": table.scores}
+    lines = (
+        pair
+        | {kind: {name: own[i].tolist() for name, own in kinds[kind].items()} for kind in kinds}
+        for i, pair in enumerate(table.pairs)
+    )
+    write_atomically(path, map(json_line, lines))
 
 
 def read_scores(path: Path) -> PairScores:
@@ -302,15 +290,13 @@ def read_scores(path: Path) -> PairScores:
 
     parts: list[dict[str, Floats]] = []
     try:
-        lines = read_jsonl(path)
+        pairs = read_jsonl(path)
         for kind in ("rewards", "scores"):
-            names = list(lines[0][kind])
-            scores = np.array([[line[kind][name] for name in names] for line in lines], np.float64)
-            scores = scores.reshape(len(lines), len(names), 2)
-            parts.append({name: scores[:, i] for i, name in enumerate(names)})
-        known = [name for name in lines[0] if name not in ("rewards", "scores")]
-        return PairScores([{name: line[name] for name in known} for line in lines], *parts)
-    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            lines = [pair.pop(kind) for pair in pairs]
+            scores = {name: np.array([own[name] for own in lines], float) for name in lines[0]}
+            parts.append({name: own.reshape(len(pairs), 2) for name, own in scores.items()})
+        return PairScores(pairs, *parts)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path} is no scores.jsonl of an evaluation: it is not there, is empty, or a line "
             f"lacks a system's two scores ({gist(error)})."

@@ -29,7 +29,6 @@ def score_examples(
     title: str,
     rows: Sequence[int] | None = None,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
-    num_columns: int = 0,
 ) -> Tensor:
     """Score every completion of every example. Collective.
 
@@ -39,9 +38,8 @@ def score_examples(
         config: how much is scored at once on each rank, and in which layout.
         pad_id: fills padding; masked.
         title: what the progress bar says.
-        rows: score these examples only; the others get NaN.
+        rows: score these examples only, at least one; the others get NaN.
         score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
-        num_columns: S; 0 where there is one number.
 
     Returns:
         (N, K), or (N, K, S), float64 on the host, the same on every rank.
@@ -49,23 +47,25 @@ def score_examples(
     from common.record.terminal import progress_bar
 
     rows = range(len(examples)) if rows is None else rows
-    device, num_completions = distributed.device(), len(examples[0].completions)
-    shape = (len(examples) * num_completions, num_columns or 1)
-    scores = torch.zeros(shape, dtype=torch.float64, device=device)
-    left_out = torch.ones(len(examples), dtype=torch.bool)
-    left_out[list(rows)] = False
-    packs = data.pack(share(examples, rows, config), config)
+    packs = data.pack(share(examples, rows, config), config)  # at least one
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
+    places, found = [], []
     for pieces in packs:
         bar.update()
         batch = data.collate(pieces, config.layout, pad_id)
-        values = score(model, batch).view(-1, shape[1])  # (B, S)
-        scores[batch.places[batch.is_real]] = values[batch.is_real].double()
+        found.append(score(model, batch)[batch.is_real])
+        places.append(batch.places[batch.is_real])
     bar.close()
     fsdp.reshard(model)
-    scores = distributed.all_reduce_sum(scores).cpu().view(len(examples), num_completions, -1)
-    scores = scores.masked_fill(left_out[:, None, None], float("nan"))
-    return scores if num_columns else scores.squeeze(-1)
+    num_completions = len(examples[0].completions)
+    values = torch.cat(found).double()
+    scores: Tensor = values.new_zeros(len(examples) * num_completions, *values.shape[1:])
+    scores[torch.cat(places)] = values
+    scores = distributed.all_reduce_sum(scores).cpu().unflatten(0, (-1, num_completions))
+    left_out = torch.ones(len(examples), dtype=torch.bool)
+    left_out[list(rows)] = False
+    scores[left_out] = float("nan")
+    return scores
 
 
 def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
@@ -97,17 +97,11 @@ def preferences(
     ref_scores: Tensor | None = None,
     per_token: bool = False,
 ) -> tuple["PreferenceAccuracy", Tensor]:
-    """How often the chosen completion scores higher. Collective.
+    """How often a reward model, or a policy, scores the chosen completion higher. Collective.
 
-    Args:
-        model: a reward model, or a policy.
-        examples: pairs, chosen first.
-        config: see `score_examples`.
-        pad_id: see `score_examples`.
-        ref_scores: (N, 2) log-probabilities of the reference; with them a policy is judged by its
-            implicit reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023,
-            eq. 5).
-        per_token: judge by the score divided by the completion's length, as SimPO's reward is.
+    With `ref_scores`, (N, 2) log-probabilities of the reference, a policy is judged by its implicit
+    reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023, eq. 5);
+    `per_token` by the score divided by the completion's length, as SimPO's reward is.
 
     Returns:
         Accuracy with its interval, and the scores (N, 2).
@@ -146,13 +140,10 @@ def pair_table(
 ) -> list[dict[str, Any]]:
     """Rows to print: prompt end, both completions and their scores (N, 2)."""
     table = []
-    shown = examples[: config.num_sample_prompts]
-    for example, own in zip(shown, scores.tolist(), strict=False):
-        chosen, rejected = (
-            tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions
-        )
-        row = {"prompt": example.prompt, "chosen": chosen, "rejected": rejected}
-        table.append(row | dict(zip(("chosen score", "rejected score"), own, strict=True)))
+    names = ("prompt", "chosen", "rejected", "chosen score", "rejected score")
+    for example, own in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
+        texts = (tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions)
+        table.append(dict(zip(names, (example.prompt, *texts, *own), strict=True)))
     return table
 
 

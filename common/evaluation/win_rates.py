@@ -18,7 +18,7 @@ penalty that decides only what the likelihood leaves open.
 
 from collections.abc import Hashable, Sequence
 from itertools import combinations, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,92 +50,63 @@ def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
         As `win_rate`; a judge that compared nothing of two systems is left out.
     """
     rates = []
-    rewarding = reward_judges(answers)
-    comparing = dict.fromkeys(verdict.judge for row in answers for verdict in row.verdicts)
+    comparing = [verdict.judge for row in answers for verdict in row.verdicts]
+    judges = dict.fromkeys([*reward_judges(answers), *comparing])
     for first, second in combinations(system_names(answers), 2):
         # The later of two systems is the one that is asked about, but a row's own completion.
         a, b = (second, first) if second in answers[0].systems else (first, second)
-        judged = {judge: by_reward(answers, a, b, judge) for judge in rewarding}
-        judged |= {judge: given(answers, a, b, judge) for judge in comparing}
-        for judge, verdicts in judged.items():
-            if any(verdict is not None for verdict in verdicts):
-                rates.append(win_rate(answers, a, b, judge, verdicts))
-    return rates
+        rates += [win_rate(answers, a, b, judge) for judge in judges]
+    return [rate for rate in rates if rate]
 
 
-def win_rate(
-    answers: Sequence[Answers], a: str, b: str, judge: str, verdicts: Sequence[float | None]
-) -> dict[str, Any]:
-    """How often a wins against b, ready for JSON.
-
-    Args:
-        answers: N prompts with their completions.
-        a: A system, or REFERENCE, as b.
-        b: What it is compared with.
-        judge: Its name.
-        verdicts: N probabilities that a wins, or 1, 0.5 and 0; None where a prompt was not judged.
+def win_rate(answers: Sequence[Answers], a: str, b: str, judge: str) -> dict[str, Any] | None:
+    """How often one completion of N prompts wins against another by a judge; None if it says none.
 
     Returns:
         `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);
         `num_wins`, `num_ties` and `num_losses` count verdicts above, at and below one half;
-        `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as
-        `LengthControlled`, None where it cannot be told.
+        `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as the
+        function of this name says.
     """
     rows = [
-        (row.prompt, verdict, pair[0].num_tokens - pair[1].num_tokens)
-        for row, verdict in zip(answers, verdicts, strict=True)
-        if verdict is not None and (pair := row.pair(a, b))
+        (row.prompt, wins, pair[0].num_tokens - pair[1].num_tokens)
+        for row in answers
+        if (pair := row.pair(a, b)) and (wins := verdict(row, a, b, judge)) is not None
     ]
-    prompts, wins, differences = zip(*rows, strict=True)
-    share = share_over_prompts(wins, prompts)
-    assert share is not None, "no prompt was judged"
-    controlled = length_controlled(wins, differences, prompts)
-    return {
+    prompts, verdicts, differences = zip(*rows, strict=True) if rows else ((), (), ())
+    share = share_over_prompts(verdicts, prompts)
+    return share and {
         "a": a,
         "b": b,
         "judge": judge,
         "win_rate": share["mean"],
         "low": share["low"],
         "high": share["high"],
-        "num_wins": sum(verdict > 0.5 for verdict in wins),
-        "num_ties": sum(verdict == 0.5 for verdict in wins),
-        "num_losses": sum(verdict < 0.5 for verdict in wins),
+        "num_wins": sum(wins > 0.5 for wins in verdicts),
+        "num_ties": sum(wins == 0.5 for wins in verdicts),
+        "num_losses": sum(wins < 0.5 for wins in verdicts),
         "num_not_judged": len(answers) - len(rows),
         "length_difference": sum(differences) / len(differences),
-        "length_controlled": controlled and controlled._asdict(),
+        "length_controlled": length_controlled(verdicts, differences, prompts),
     }
 
 
-# ---- verdicts ------------------------------------------------------------------------------------
-
-
-def by_reward(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[float | None]:
-    """1 where a's reward is the higher one, 0.5 where both are equal, else 0.
+def verdict(row: Answers, a: str, b: str, judge: str) -> float | None:
+    """The probability that a wins, as a judge gave it; by a reward 1, 0 or in a tie 0.5.
 
     The same completion twice is a tie: a reward model's scores are rounded by what stands beside a
     completion in the batch (5% of such pairs differed by that on the embedded task). None where
-    the judge says nothing of either completion, or the row has none.
+    the judge says nothing of the two, or the row has not both.
     """
-    verdicts: list[float | None] = []
-    for row in answers:
-        pair = row.pair(a, b)
-        rewards = [side.rewards.get(judge) for side in pair or ()]
-        if not pair or None in rewards:
-            verdicts.append(None)
-        elif len({(side.completion, side.stopped) for side in pair}) == 1:
-            verdicts.append(0.5)
-        else:
-            verdicts.append(wins_of(*rewards))
-    return verdicts
-
-
-def given(answers: Sequence[Answers], a: str, b: str, judge: str) -> list[float | None]:
-    """The verdicts of a judge of two completions, whichever of them it was asked about first."""
-    verdicts: list[float | None] = []
-    for row in answers:
-        own = [v for v in row.verdicts if v.judge == judge and {v.a, v.b} == {a, b}]
-        verdicts.append((own[0].a_wins if own[0].a == a else 1 - own[0].a_wins) if own else None)
-    return verdicts
+    for given in row.verdicts:
+        if given.judge == judge and {given.a, given.b} == {a, b}:
+            return given.a_wins if given.a == a else 1 - given.a_wins
+    pair = row.pair(a, b)
+    rewards = [side.rewards.get(judge) for side in pair or ()]
+    if not pair or None in rewards:
+        return None
+    is_same = len({(side.completion, side.stopped) for side in pair}) == 1
+    return 0.5 if is_same else float(wins_of(*rewards))
 
 
 def reward_judges(answers: Sequence[Answers]) -> list[str]:
@@ -147,18 +118,9 @@ def reward_judges(answers: Sequence[Answers]) -> list[str]:
 # ---- at equal length -----------------------------------------------------------------------------
 
 
-class LengthControlled(NamedTuple):
-    """A length-controlled win rate with its 95% interval."""
-
-    win_rate: float
-    low: float
-    high: float
-    length_effect: float  # phi: log-odds of a clearly longer completion, positive = longer wins
-
-
 def length_controlled(
     verdicts: ArrayLike, length_differences: ArrayLike, clusters: Sequence[Hashable]
-) -> LengthControlled | None:
+) -> dict[str, float] | None:
     """The win rate at equal length, with a percentile bootstrap interval over clusters.
 
     Args:
@@ -167,9 +129,11 @@ def length_controlled(
         clusters: N keys, equal for comparisons that resemble each other: the prompts.
 
     Returns:
-        None where all differences are the same and not 0: nothing then tells length from quality.
-        None too where all verdicts are alike, or there are fewer than `MIN_PROMPTS` clusters: every
-        resample would say the same. The scale s is that of all comparisons in every resample.
+        win_rate, its 95% interval low, high, and length_effect: phi, the log-odds of a clearly
+        longer completion, positive where longer wins. None where all differences are the same and
+        not 0: nothing then tells length from quality. None too where all verdicts are alike, or
+        there are fewer than `MIN_PROMPTS` clusters: every resample would say the same. The scale s
+        is that of all comparisons in every resample.
     """
     from scipy.special import expit
 
@@ -188,9 +152,9 @@ def length_controlled(
     thetas = np.concatenate(
         [fit_logistic(covariate, wins, np.stack(p)[:, numbers], fitted)[:, 0] for p in parts]
     )
-    win_rate = float(expit(fitted[0, 0]))
-    interval = percentile_interval(expit(thetas), win_rate)
-    return LengthControlled(win_rate, *interval, float(fitted[0, 1]))
+    win_rate, length_effect = float(expit(fitted[0, 0])), float(fitted[0, 1])
+    low, high = percentile_interval(expit(thetas), win_rate)
+    return {"win_rate": win_rate, "low": low, "high": high, "length_effect": length_effect}
 
 
 def fit_logistic(

@@ -5,7 +5,7 @@ winner's first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import UserError
-from common.losses import check_choice
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
-from common.pairs.config import PAIR_METHODS, DPOConfig
+from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, write_atomically
 from common.record.terminal import progress_bar, show_status
 from common.rewards.scorer import RewardScorer
@@ -56,11 +55,12 @@ def pairs_from_rollouts(
     self_checks.loaded_model(policy, config)
     scorer.load(mesh)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
-    report = PairReport()
+    pairs: list[SampledPair] = []
+    all_rewards: list[float] = []
     bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
     for step in range(order.steps_per_epoch):
         indices = order.rows(step)
-        examples, _ = data.prompts(prompts, indices)  # N
+        examples, is_real = data.prompts(prompts, indices)  # N
         rollouts = sampler.sample(
             examples,
             num_samples=config.num_candidates,
@@ -82,14 +82,16 @@ def pairs_from_rollouts(
             ),
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
-        report.add(indices, rollouts, rollouts.texts(tokenizer), rewards, chosen_pairs)
+        texts = rollouts.texts(tokenizer)
+        pairs += sampled_pairs(indices, examples, rollouts, texts, rewards, chosen_pairs)
+        all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
     bar.close()
-    report = merge(distributed.from_all_ranks([report]))
-    distributed.print_rank0(report)
-    train_set = as_examples(report.pairs, prompts)
+    all_rewards = distributed.from_all_ranks(all_rewards)
+    pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+    train_set = as_examples(pairs, prompts)
     if distributed.is_rank0():
-        write_jsonl(Path(config.output_dir) / "pairs.jsonl", report.pairs, prompts)
+        write_jsonl(Path(config.output_dir) / "pairs.jsonl", pairs)
     return train_set
 
 
@@ -115,7 +117,7 @@ def choose_pairs(
 
     Args:
         rewards: (N, K) raw rewards.
-        method: One of `PAIR_METHODS`.
+        method: As above.
         num_accepted: Even, at most K; for `rso_tournament`, which makes half as many pairs.
         temperature: RSO's beta, in the unit of the rewards; for `rso_tournament`.
         seeds: (N,) int64, one per prompt: the choice does not depend on the rank or batch.
@@ -125,7 +127,6 @@ def choose_pairs(
         (N, P, 2) int64 indices of candidates, the one with the higher reward first; equal rewards
         have no winner. -1 where there were too few texts for so many pairs.
     """
-    check_choice("method", method, PAIR_METHODS)
     is_first = first_of_text(rewards, texts)  # (N, K)
     if method == "best_worst":
         return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
@@ -168,81 +169,61 @@ class SampledPair:
     """A comparison of two completions that a policy made, the chosen one first."""
 
     prompt_index: int  # place of the prompt among those sampled from
+    prompt: str
     completion_ids: list[list[int]]
     texts: list[str]
     rewards: list[float]
 
 
-@dataclass
-class PairReport:
-    """What became of the completions that were drawn to make pairs."""
+def sampled_pairs(
+    prompt_indices: Sequence[int | None],
+    examples: Sequence[Example],
+    rollouts: Rollouts,
+    texts: Sequence[str],
+    rewards: Tensor,
+    chosen_pairs: Tensor,
+) -> list[SampledPair]:
+    """The pairs that were chosen, whatever they teach.
 
-    num_prompts: int = 0
-    num_candidates: int = 0  # over all prompts
-    reward_sum: float = 0.0  # over all candidates
-    num_equal: int = 0  # pairs dropped because their rewards are equal
-    num_blank: int = 0  # pairs dropped because a completion has no text
-    pairs: list[SampledPair] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Two lines to print."""
-        num_drawn = len(self.pairs) + self.num_equal + self.num_blank
-        means = [
-            sum(pair.rewards[i] for pair in self.pairs) / max(1, len(self.pairs)) for i in (0, 1)
-        ]
-        return (
-            f"pairs from rollouts: {len(self.pairs)} of {num_drawn} (dropped {self.num_equal} of "
-            f"equal reward, {self.num_blank} with a blank completion)\n"
-            f"  mean reward of {self.num_candidates} candidates of {self.num_prompts} prompts "
-            f"{self.reward_sum / max(1, self.num_candidates):.3f}, of the chosen {means[0]:.3f}, "
-            f"of the rejected {means[1]:.3f}"
-        )
-
-    def add(
-        self,
-        prompt_indices: Sequence[int | None],
-        rollouts: Rollouts,
-        texts: Sequence[str],
-        rewards: Tensor,
-        chosen_pairs: Tensor,
-    ) -> None:
-        """Take the pairs that teach something, and count the others.
-
-        Args:
-            prompt_indices: N places of the prompts; None = a filler, which counts nowhere.
-            rollouts: K completions of each.
-            texts: The same as N*K texts.
-            rewards: (N, K).
-            chosen_pairs: (N, P, 2), see `choose_pairs`.
-        """
-        num_candidates = rewards.shape[1]
-        for n, index in enumerate(prompt_indices):
-            if index is None:
+    Args:
+        prompt_indices: N places of the prompts; None = a filler, which counts nowhere.
+        examples: The N prompts.
+        rollouts: K completions of each.
+        texts: The same as N*K texts.
+        rewards: (N, K).
+        chosen_pairs: (N, P, 2), see `choose_pairs`.
+    """
+    pairs = []
+    for n, index in enumerate(prompt_indices):
+        for pair in chosen_pairs[n].tolist():
+            if index is None or pair[0] < 0:
                 continue
-            self.num_prompts += 1
-            self.num_candidates += num_candidates
-            self.reward_sum += float(rewards[n].double().sum())
-            for pair in chosen_pairs[n].tolist():
-                if pair[0] < 0:
-                    continue
-                places = [n * num_candidates + i for i in pair]
-                values, both = rewards[n, pair].tolist(), [texts[i] for i in places]
-                if values[0] == values[1]:
-                    self.num_equal += 1
-                elif not all(text.strip() for text in both):
-                    self.num_blank += 1
-                else:
-                    ids = [rollouts.completion_ids[i] for i in places]
-                    self.pairs.append(SampledPair(index, ids, both, values))
+            places = [n * rewards.shape[1] + i for i in pair]
+            ids = [rollouts.completion_ids[i] for i in places]
+            own = ([texts[i] for i in places], rewards[n, pair].tolist())
+            pairs.append(SampledPair(index, examples[n].prompt, ids, *own))
+    return pairs
 
 
-def merge(reports: Sequence[PairReport]) -> PairReport:
-    """The ranks' reports as one, whose pairs stand in the order of the prompts."""
-    counts = ("num_prompts", "num_candidates", "reward_sum", "num_equal", "num_blank")
-    sums: Any = {name: sum(getattr(report, name) for report in reports) for name in counts}
-    pairs = [pair for report in reports for pair in report.pairs]
-    pairs.sort(key=lambda pair: pair.prompt_index)  # stable: a prompt is on one rank
-    return PairReport(**sums, pairs=pairs)
+def those_that_teach(
+    pairs: Sequence[SampledPair], all_rewards: Sequence[float], num_prompts: int
+) -> list[SampledPair]:
+    """The pairs of two texts and unequal rewards, by prompt; rank 0 prints what became of all.
+
+    `all_rewards` are those of every candidate.
+    """
+    unequal = [pair for pair in pairs if pair.rewards[0] != pair.rewards[1]]
+    kept = [pair for pair in unequal if all(text.strip() for text in pair.texts)]
+    kept.sort(key=lambda pair: pair.prompt_index)  # stable: a prompt is on one rank
+    means = [sum(pair.rewards[i] for pair in kept) / max(1, len(kept)) for i in (0, 1)]
+    distributed.print_rank0(
+        f"pairs from rollouts: {len(kept)} of {len(pairs)} (dropped {len(pairs) - len(unequal)} of "
+        f"equal reward, {len(unequal) - len(kept)} with a blank completion)\n"
+        f"  mean reward of {len(all_rewards)} candidates of {num_prompts} prompts "
+        f"{sum(all_rewards) / max(1, len(all_rewards)):.3f}, of the chosen {means[0]:.3f}, of the "
+        f"rejected {means[1]:.3f}"
+    )
+    return kept
 
 
 def as_examples(pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> list[Example]:
@@ -265,9 +246,9 @@ def as_examples(pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> lis
     return examples
 
 
-def write_jsonl(path: Path, pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> None:
+def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:
     """Write the pairs as rows that every stage reads: prompt, chosen, rejected, and the rewards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward")
-    rows = [(prompts[pair.prompt_index].prompt, *pair.texts, *pair.rewards) for pair in pairs]
-    write_atomically(path, [json_line(dict(zip(names, row, strict=True))) for row in rows])
+    rows = [dict(zip(names, (p.prompt, *p.texts, *p.rewards), strict=True)) for p in pairs]
+    write_atomically(path, map(json_line, rows))

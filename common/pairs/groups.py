@@ -96,16 +96,13 @@ class PairBatch:
     pairs: Tensor
     rows: Tensor
 
-    def rows_of_completions(self) -> Tensor:
-        """(B,) int64, a comparison in which each completion is; that of a filler means nothing."""
-        rows = self.rows.new_zeros(len(self.batch.is_real))
-        rows[self.pairs] = self.rows[:, None]
-        return rows
-
 
 @dataclass
 class ComparedPiece(Piece):
-    """Completions of a prompt, each once; `places` are their indices, the weight counts pairs."""
+    """Completions of a prompt, each once; the weight counts pairs.
+
+    Completion k of row n has the place n * 2 + k, n the first row that it is in.
+    """
 
     pairs: list[tuple[int, int, int]] = field(default_factory=list)  # row, chosen, rejected
 
@@ -118,12 +115,8 @@ def micro_batches(
 ) -> list[PairBatch]:
     """This rank's comparisons of a step, packed by length; as many on every rank. Collective.
 
-    Args:
-        examples: Pairs, chosen first.
-        groups: Rows that share a prompt, which with their completions is computed once as far as
-            the limits allow.
-        config: The limits and the layout.
-        pad_id: Fills padding; masked.
+    The rows of a group share a prompt, which with their completions is computed once as far as the
+    limits allow.
     """
     pieces = [piece for rows in groups for piece in cut(examples, rows, config)]
     packs = data.pack(pieces, config, num_completions=2)
@@ -149,18 +142,14 @@ def cut(
 def with_pair(piece: ComparedPiece, example: Example, row: int) -> ComparedPiece:
     """The piece with one more comparison, and with those of its completions that are new."""
     assert piece.prompt_ids == example.prompt_ids
-    completions = list(piece.completions)
-    for ids in example.completions:
+    completions, places = list(piece.completions), list(piece.places)
+    for k, ids in enumerate(example.completions):
         if ids not in completions:
             completions.append(ids)
+            places.append(2 * row + k)
     chosen, rejected = (completions.index(ids) for ids in example.completions)
-    return ComparedPiece(
-        piece.prompt_ids,
-        completions,
-        list(range(len(completions))),
-        piece.weight + 1,
-        [*piece.pairs, (row, chosen, rejected)],
-    )
+    pairs = [*piece.pairs, (row, chosen, rejected)]
+    return ComparedPiece(piece.prompt_ids, completions, places, len(pairs), pairs)
 
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.evaluation.calibration import NUM_BINS
+from common.evaluation.comparison import NUM_BINS
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES

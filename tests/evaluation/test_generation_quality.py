@@ -173,11 +173,12 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
     found = completions.reference_completions(judges, examples, tiny.tokenizer(), STOP, LONGEST)
-    short, long, *rest = found
+    assert sorted(found) == [0, 1, 4]
+    short, long, message = found.values()
     assert (short.completion, short.stopped) == (texts[0], True)
     assert short.num_tokens == 1 + len(tiny.tokenizer()(texts[0])["input_ids"])
     assert (long.completion, long.num_tokens, long.stopped) == (texts[1], LONGEST, False)
-    assert [own and own.completion for own in rest] == [None, None, " a key", None]
+    assert message.completion == " a key"
     assert short.rouge_l is None
 
 
@@ -195,7 +196,9 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    for own in completions.reference_completions(judges, examples, tokenizer, STOP, LONGEST):
+    found = completions.reference_completions(judges, examples, tokenizer, STOP, LONGEST)
+    assert len(found) == 2
+    for own in found.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
         assert (own.completion, own.num_tokens, own.stopped) == ("the", num_tokens, True)
         assert own.rewards == {"length": -num_tokens, "count:e": 1}
@@ -361,7 +364,7 @@ def test_a_completion_of_no_words_has_no_shares():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
     judges = RewardScorer([], [], tiny.tokenizer(), config)
     example = tiny.ragged_examples([(4,)])[0]
-    (own,) = completions.judged(judges, [example], Rollouts.of([[STOP]], [[0.0]], [True]))
-    own = completions.with_overlaps(own, "a prompt", "a reference")
+    rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
+    (own,) = completions.judged(judges, [example], rollouts, [""], ["a reference"])
     assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
     assert (own.rouge_1, own.repeated_3, own.copied_2) == (0, None, None)

@@ -35,9 +35,9 @@ def test_the_estimate_is_that_of_statsmodels():
     wins[:300] = 0.5  # ties and probabilities are allowed
     found = length_controlled(wins, differences, range(3000))
     theta, phi = glm(wins, differences)
-    assert found.win_rate == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-5)
-    assert found.length_effect == pytest.approx(phi, abs=1e-3)
-    assert wins.mean() - found.win_rate > 0.08  # and is another one than the plain win rate
+    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-5)
+    assert found["length_effect"] == pytest.approx(phi, abs=1e-3)
+    assert wins.mean() - found["win_rate"] > 0.08  # and is another one than the plain win rate
 
 
 def test_every_weighting_is_fitted_as_alone():
@@ -71,9 +71,9 @@ def test_lengths_that_tell_all_verdicts_apart_leave_it_finite(sign):
     covariate = np.tanh(differences / differences.std())
     theta, phi = penalised(covariate, wins, np.ones(wins.size))
     assert phi > 3
-    assert found.length_effect == pytest.approx(phi, rel=1e-4)
-    assert found.win_rate == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-4)
-    assert 0 <= found.low <= found.win_rate <= found.high <= 1
+    assert found["length_effect"] == pytest.approx(phi, rel=1e-4)
+    assert found["win_rate"] == pytest.approx(1 / (1 + np.exp(-theta)), abs=1e-4)
+    assert 0 <= found["low"] <= found["win_rate"] <= found["high"] <= 1
 
 
 def test_who_always_wins_has_no_win_rate_at_equal_length():
@@ -90,7 +90,7 @@ def test_few_prompts_have_no_interval():
 
 def test_where_lengths_do_not_differ_nothing_is_corrected():
     wins = np.array([1.0, 1.0, 0.0, 0.5] * 3)
-    assert length_controlled(wins, np.zeros(12), range(12)).win_rate == pytest.approx(2.5 / 4)
+    assert length_controlled(wins, np.zeros(12), range(12))["win_rate"] == pytest.approx(2.5 / 4)
     assert length_controlled(wins, np.full(12, 3.0), range(12)) is None  # nor can be
 
 
@@ -98,9 +98,11 @@ def test_swapping_the_systems_swaps_the_win_rate():
     wins, differences = simulate(np.random.default_rng(2), 200)
     found = length_controlled(wins, differences, range(200))
     swapped = length_controlled(1 - wins, -differences, range(200))
-    assert swapped.win_rate == pytest.approx(1 - found.win_rate, abs=1e-7)
-    assert (swapped.low, swapped.high) == pytest.approx((1 - found.high, 1 - found.low), abs=1e-7)
-    assert swapped.length_effect == pytest.approx(found.length_effect, abs=1e-6)
+    assert swapped["win_rate"] == pytest.approx(1 - found["win_rate"], abs=1e-7)
+    assert (swapped["low"], swapped["high"]) == pytest.approx(
+        (1 - found["high"], 1 - found["low"]), abs=1e-7
+    )
+    assert swapped["length_effect"] == pytest.approx(found["length_effect"], abs=1e-6)
 
 
 def test_the_interval_covers_the_win_rate_at_equal_length_and_not_the_plain_one():
@@ -109,8 +111,8 @@ def test_the_interval_covers_the_win_rate_at_equal_length_and_not_the_plain_one(
     for _ in range(40):
         wins, differences = simulate(generator, 250)
         found = length_controlled(wins, differences, range(250))
-        covered += found.low <= EQUAL <= found.high
-        plain += found.low <= wins.mean() <= found.high
+        covered += found["low"] <= EQUAL <= found["high"]
+        plain += found["low"] <= wins.mean() <= found["high"]
     assert 0.86 <= covered / 40 <= 1.0  # 95% within three standard errors
     assert plain / 40 < 0.3
 
@@ -123,7 +125,7 @@ def test_prompts_that_are_alike_widen_the_interval():
     together = length_controlled(*four, np.repeat(np.arange(100), 4))
     apart = length_controlled(*four, range(400))
     width = {
-        name: own.high - own.low
+        name: own["high"] - own["low"]
         for name, own in (("alone", alone), ("together", together), ("apart", apart))
     }
     assert width["together"] == pytest.approx(width["alone"], rel=0.02)

@@ -60,8 +60,8 @@ def test_the_paired_interval_covers_the_truth_and_is_narrower_than_an_unpaired_o
     for _ in range(120):
         wins, clusters = simulated(generator, 60, 8, 0.04)
         (found,) = paired_differences(wins, clusters)
-        covered += found.low <= 0.04 <= found.high
-        paired.append(found.high - found.low)
+        covered += found["low"] <= 0.04 <= found["high"]
+        paired.append(found["high"] - found["low"])
         squares = 0.0
         for values in wins.values():
             means = bootstrap_means(values[:, None], clusters)[:, 0]
@@ -91,7 +91,7 @@ def test_p_values_over_prompts_are_those_of_scipy_s_permutation_test() -> None:
         expected = permutation_test(
             sums, lambda x, y: np.sum(x - y), permutation_type="samples", n_resamples=20_000, rng=0
         )
-        assert found.prompt_p_value == pytest.approx(expected.pvalue, abs=0.035)
+        assert found["prompt_p_value"] == pytest.approx(expected.pvalue, abs=0.035)
 
 
 @pytest.mark.usefixtures("few_resamples")
@@ -103,8 +103,8 @@ def test_where_prompts_decide_only_the_test_over_prompts_keeps_its_level() -> No
         clusters = np.repeat(np.arange(30), 10)
         first = generator.integers(0, 2, 30)[clusters].astype(float)
         (found,) = paired_differences({"first": first, "second": 1 - first}, clusters)
-        small["pairs"] += found.p_value <= 0.05
-        small["prompts"] += found.prompt_p_value <= 0.05
+        small["pairs"] += found["p_value"] <= 0.05
+        small["prompts"] += found["prompt_p_value"] <= 0.05
     assert small["pairs"] > 40
     assert small["prompts"] <= 12  # 5 expected, 3 sigma
 
@@ -113,7 +113,7 @@ def test_of_single_pairs_both_tests_say_the_same() -> None:
     generator = np.random.default_rng(5)
     wins, clusters = simulated(generator, 400, 1, 0.03)
     (found,) = paired_differences(wins, clusters)
-    assert found.prompt_p_value == pytest.approx(found.p_value, abs=0.03)
+    assert found["prompt_p_value"] == pytest.approx(found["p_value"], abs=0.03)
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 5, 9])
@@ -122,10 +122,10 @@ def test_a_few_prompts_have_no_interval_and_five_no_small_p(num_prompts: int) ->
     clusters = np.repeat(np.arange(num_prompts), 50)
     wins = {"a": np.ones(clusters.size), "b": np.zeros(clusters.size)}
     (found,) = paired_differences(wins, clusters)
-    assert (found.low, found.high) == (None, None)
-    assert found.p_value < 1e-10
-    assert found.prompt_p_value == pytest.approx(2 / 2**num_prompts, abs=0.02)
-    assert (found.prompt_p_value > 0.05) == (num_prompts <= 5)
+    assert (found["low"], found["high"]) == (None, None)
+    assert found["p_value"] < 1e-10
+    assert found["prompt_p_value"] == pytest.approx(2 / 2**num_prompts, abs=0.02)
+    assert (found["prompt_p_value"] > 0.05) == (num_prompts <= 5)
 
 
 def test_ties_favour_whoever_counts_more() -> None:
@@ -134,9 +134,9 @@ def test_ties_favour_whoever_counts_more() -> None:
         "b": np.array([0.5, 0.0, 0.5, 0.5, 1.0, 1.0]),
     }
     (found,) = paired_differences(wins, np.arange(6))
-    assert (found.first, found.second) == ("a", "b")
-    assert (found.num_first_better, found.num_second_better) == (2, 2)
-    assert (found.difference, found.p_value, found.prompt_p_value) == (0, 1, 1)
+    assert (found["first"], found["second"]) == ("a", "b")
+    assert (found["num_first_better"], found["num_second_better"]) == (2, 2)
+    assert (found["difference"], found["p_value"], found["prompt_p_value"]) == (0, 1, 1)
 
 
 def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> None:
@@ -146,10 +146,10 @@ def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> Non
         for name, share in {"a": 0.9, "b": 0.6, "c": 0.5}.items()
     }
     found = paired_differences(wins, np.arange(400))
-    assert [(d.first, d.second) for d in found] == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert [(d["first"], d["second"]) for d in found] == [("a", "b"), ("a", "c"), ("b", "c")]
     for d in found:
-        assert d.difference == pytest.approx(wins[d.first].mean() - wins[d.second].mean())
-        assert d.low < d.difference < d.high
-    assert found[0].low > 0
-    assert found[0].num_first_better > found[0].num_second_better
+        assert d["difference"] == pytest.approx(wins[d["first"]].mean() - wins[d["second"]].mean())
+        assert d["low"] < d["difference"] < d["high"]
+    assert found[0]["low"] > 0
+    assert found[0]["num_first_better"] > found[0]["num_second_better"]
     assert paired_differences({"a": wins["a"]}, np.arange(400)) == []

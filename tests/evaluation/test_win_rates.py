@@ -12,7 +12,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
 from common.evaluation.intervals import interval_cell, mean_over_prompts, share_over_prompts
-from common.evaluation.win_rates import all_win_rates, by_reward
+from common.evaluation.win_rates import all_win_rates, verdict
 
 
 def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: Any) -> Generation:
@@ -32,6 +32,10 @@ ANSWERS = [
 ]
 
 
+def by_reward(answers: list[Answers], a: str, b: str) -> list[float | None]:
+    return [verdict(own, a, b, "rm") for own in answers]
+
+
 def test_wins_ties_and_losses_by_hand():
     rates = {(rate["a"], rate["b"]): rate for rate in all_win_rates(ANSWERS)}
     assert list(rates) == [("dpo", "sft"), ("sft", REFERENCE), ("dpo", REFERENCE)]
@@ -41,17 +45,17 @@ def test_wins_ties_and_losses_by_hand():
     assert counts == [2, 1, 1, 1]
     assert rate["win_rate"] == pytest.approx(2.5 / 4)
     assert rate["length_difference"] == pytest.approx((4 + 1 + 2 + 6) / 4)
-    assert by_reward(ANSWERS, "sft", REFERENCE, "rm") == [None, 1, 0, 0.5, None]
+    assert by_reward(ANSWERS, "sft", REFERENCE) == [None, 1, 0, 0.5, None]
     assert rates["sft", REFERENCE]["num_not_judged"] == 2
-    assert by_reward(ANSWERS, "dpo", REFERENCE, "rm") == [None, 1, 0, None, None]
+    assert by_reward(ANSWERS, "dpo", REFERENCE) == [None, 1, 0, None, None]
 
 
 def test_the_same_text_is_a_tie_whatever_rounding_says():
     """A reward model's score of a text depends in its last digits on the rest of the batch."""
     pair = {"sft": generation(1.0, "same"), "dpo": generation(1.0 + 1e-6, "same")}
-    assert by_reward([row(0, None, **pair)], "dpo", "sft", "rm") == [0.5]
+    assert by_reward([row(0, None, **pair)], "dpo", "sft") == [0.5]
     cut = Generation("same", 3, False, {"rm": 0.0})
-    assert by_reward([row(0, None, sft=cut, dpo=pair["dpo"])], "dpo", "sft", "rm") == [1]
+    assert by_reward([row(0, None, sft=cut, dpo=pair["dpo"])], "dpo", "sft") == [1]
 
 
 def test_given_verdicts_are_read_from_either_side():

@@ -20,6 +20,7 @@ from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows
 
 SEEDS = torch.arange(3000)
+PROMPT = Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")
 
 
 def choose(rewards: torch.Tensor, method: str, num_accepted: int = 4, seeds: Any = None) -> Any:
@@ -118,10 +119,13 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
         for own in found.tolist():
             assert [pair for pair in own if pair != [-1, -1]] == [[0, 2]]
     ids = [[5, 0], [5, 0], [6, 0], [6, 0]]
-    report, rollouts = from_rollouts.PairReport(), Rollouts.of(ids, [], [True] * 4)
+    rollouts = Rollouts.of(ids, [], [True] * 4)
     assert rollouts.numbered(1).tolist() == [[0, 0, 1, 1]]
-    report.add([0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])
-    assert (len(report.pairs), report.num_equal) == (1, 0)
+    assert len(sampled([0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])) == 1
+
+
+def sampled(indices: list[int | None], *rest: Any) -> list[from_rollouts.SampledPair]:
+    return from_rollouts.sampled_pairs(indices, [PROMPT] * len(indices), *rest)
 
 
 def rollouts_of(texts: list[str]) -> Rollouts:
@@ -130,29 +134,26 @@ def rollouts_of(texts: list[str]) -> Rollouts:
     return Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * len(ids))
 
 
-def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted():
+def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     texts = [" a", " b", " c", " d", " ", " e", " f", " g"]
     rewards = torch.tensor([[1.0, 0.5], [0.25, 0.25], [1.0, 0.0], [9.0, 8.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
-    report = from_rollouts.PairReport()
-    report.add([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
-    assert [pair.prompt_index for pair in report.pairs] == [7]
-    assert report.pairs[0].texts == [" a", " b"]
-    assert report.pairs[0].rewards == [1.0, 0.5]
-    assert (report.num_equal, report.num_blank) == (1, 1)
-    assert (report.num_prompts, report.num_candidates) == (3, 6)  # a filler counts nowhere
-    assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in str(report)
+    pairs = sampled([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
+    assert len(pairs) == 3  # a filler counts nowhere
+    (pair,) = from_rollouts.those_that_teach(pairs, rewards[:3].flatten().tolist(), 3)
+    assert (pair.prompt_index, pair.texts, pair.rewards) == (7, [" a", " b"], [1.0, 0.5])
+    said = capsys.readouterr().out
+    assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in said
+    assert "mean reward of 6 candidates of 3 prompts 0.500, of the chosen 1.000, of" in said
 
 
-def test_merged_reports_stand_in_the_order_of_the_prompts():
+def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
     texts, rewards = [" a", " b", " c", " d"], torch.tensor([[1.0, 0.0], [1.0, 0.0]])
     chosen = torch.tensor([[[0, 1]], [[0, 1]]])
-    parts = [from_rollouts.PairReport(), from_rollouts.PairReport()]
-    parts[0].add([3, 0], rollouts_of(texts), texts, rewards, chosen)
-    parts[1].add([2, 1], rollouts_of(texts), texts, rewards, chosen)
-    merged = from_rollouts.merge(parts)
-    assert [pair.prompt_index for pair in merged.pairs] == [0, 1, 2, 3]
-    assert merged.num_candidates == 8
+    pairs = sampled([3, 0], rollouts_of(texts), texts, rewards, chosen)
+    pairs += sampled([2, 1], rollouts_of(texts), texts, rewards, chosen)
+    kept = from_rollouts.those_that_teach(pairs, [], 4)
+    assert [pair.prompt_index for pair in kept] == [0, 1, 2, 3]
 
 
 def test_no_pair_at_all_is_refused():
@@ -161,18 +162,16 @@ def test_no_pair_at_all_is_refused():
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
-    prompts = [Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")]
     texts = [" one two\u2028", " three"]
-    report = from_rollouts.PairReport()
     rewards = torch.tensor([[0.5, 0.75]])
     order = torch.tensor([[[1, 0]]])
-    report.add([0], rollouts_of(texts), texts, rewards, order)
+    pairs = sampled([0], rollouts_of(texts), texts, rewards, order)
     file = tmp_path / "run" / "pairs.jsonl"
-    from_rollouts.write_jsonl(file, report.pairs, prompts)
+    from_rollouts.write_jsonl(file, pairs)
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
     assert load_rows(str(file), "train", kind="preference", seed=0) == [row | rewards]
-    example = from_rollouts.as_examples(report.pairs, prompts)[0]
+    example = from_rollouts.as_examples(pairs, [PROMPT])[0]
     assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
 

@@ -19,6 +19,8 @@ from common.evaluation import completions, judges
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
 from common.report import judgements
 from common.report.judgements import JudgementsConfig
+from common.rewards.functions import load_from_file
+from evaluate import EvaluateConfig
 
 NUM_ROWS = 40
 ANSWERS = [
@@ -196,7 +198,7 @@ def test_the_command_refuses_with_status_2(monkeypatch, capsys):
 
 def asked(judge: Any, seed: int = 0) -> list[Answers]:
     with tiny.process_group():
-        return judges.with_verdicts(ANSWERS, {"j": judge}, {"j": "j"}, EXAMPLES, seed)
+        return judges.with_verdicts(ANSWERS, {"j": judge}, EXAMPLES, seed)
 
 
 def test_a_judge_sees_both_orders_and_its_verdicts_are_turned_back():
@@ -262,12 +264,10 @@ def test_a_judge_that_raises_is_named():
 def test_judges_are_found_by_name(tmp_path):
     file = tmp_path / "judge.py"
     file.write_text("def judge(prompts):\n    return [0.5] * len(prompts)\n")
-    (judge,) = judges.load_judges([f"{file}:judge"]).values()
-    assert judge(["x"]) == [0.5]
-    for paths, message in (
-        ([f"{file}:judge"] * 2, "each must be given once"),
-        ([f"{file}:other"], "--judge_funcs has .* no function of that name"),
-        (["gold"], "--judge_funcs has 'gold'; add the function"),
-    ):
-        with pytest.raises(UserError, match=message):
-            judges.load_judges(paths)
+    assert load_from_file(f"{file}:judge", "--judge_funcs")(["x"]) == [0.5]
+    with pytest.raises(UserError, match="--judge_funcs has .* no function of that name"):
+        load_from_file(f"{file}:other", "--judge_funcs")
+    with pytest.raises(UserError, match="--judge_funcs has 'gold'; add the function"):
+        load_from_file("gold", "--judge_funcs")
+    with pytest.raises(UserError, match="--judge_funcs has .* each must be given once"):
+        EvaluateConfig(output_dir="o", policies=["p"], judge_funcs=[f"{file}:judge"] * 2)

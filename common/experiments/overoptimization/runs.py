@@ -21,7 +21,12 @@ from common.experiments.overoptimization.frontier import SeedPoints
 from common.experiments.overoptimization.measuring import Measured, Measurer
 from common.experiments.stages import Stage
 from common.noise import derive_seed, permutation
-from common.pairs.from_rollouts import PairReport, higher_first, write_jsonl
+from common.pairs.from_rollouts import (
+    higher_first,
+    sampled_pairs,
+    those_that_teach,
+    write_jsonl,
+)
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
 from common.text.rows import Row, load_rows
@@ -205,11 +210,11 @@ def write_optimised(
     num_candidates = rewards.shape[1]
     neighbours = torch.arange(num_candidates).view(-1, 2).expand(len(examples), -1, -1)
     every = torch.ones_like(rewards, dtype=torch.bool)
-    report = PairReport()
     labelled = higher_first(rewards, neighbours, every)  # (N, K / 2, 2)
-    report.add(range(len(examples)), rollouts, texts, rewards, labelled)
-    print(report, flush=True)
-    write_jsonl(folder / "pairs.jsonl", report.pairs, examples)
+    places = range(len(examples))
+    pairs = sampled_pairs(places, examples, rollouts, texts, rewards, labelled)
+    pairs = those_that_teach(pairs, rewards.flatten().tolist(), len(examples))
+    write_jsonl(folder / "pairs.jsonl", pairs)
     for size in sizes:
         best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)
         rows = [
