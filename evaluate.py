@@ -230,7 +230,6 @@ def main(config: EvaluateConfig) -> None:
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:
     """Write `results.json`, the pictures and the report, and print the tables."""
-    from common.record.terminal import markdown_table
     from common.report import chain, figures, tables
 
     output_dir = Path(config.output_dir)
@@ -239,10 +238,10 @@ def show(results: dict[str, Any], config: EvaluateConfig) -> None:
         figures.calibration_figure(results["comparison"], output_dir / "plots" / "calibration.png")
     chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
     chain.send(results, config)
-    distributed.print_rank0(f"\n{chain.results_table(results)}\n")
+    distributed.print_rank0(f"\n{chain.systems_table(results)}\n")
     distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
     for table in tables.generation_tables(results):
-        distributed.print_rank0(f"{markdown_table(table.headers, table.rows)}\n")
+        distributed.print_rank0(f"{table}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 

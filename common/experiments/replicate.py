@@ -44,7 +44,6 @@ from common.experiments.outcomes import (
 )
 from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
 from common.record.folder import read_environment
-from common.record.terminal import markdown_table
 from common.report.blocks import Block, Section, Table, Text
 from common.report.page import write_page
 
@@ -152,7 +151,7 @@ def main(config: ReplicateConfig) -> None:
     blocks = report(config, published, found, spent)
     write_page(output_dir, f"Replication of {config.recipe}", blocks, facts)
     table = comparison(published, found)
-    print(f"\n{markdown_table(table.headers, table.rows)}\n\nreport: {output_dir}/report.html")
+    print(f"\n{table}\n\nreport: {output_dir}/report.html")
 
 
 # ---- the chain -----------------------------------------------------------------------------------

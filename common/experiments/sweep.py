@@ -34,7 +34,7 @@ from common.experiments.outcomes import (
 )
 from common.experiments.stages import exit_with_status, is_finished, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
-from common.record.terminal import NOT_MEASURED, markdown_table
+from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table, Text
 from common.report.page import write_page
 
@@ -180,7 +180,7 @@ def write_results(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect]) -> 
         "training": f"{minutes:.0f} minutes in all",
     }
     write_page(output_dir, sweep.title, blocks(sweep, found, picture, tables), facts)
-    text = "\n\n".join(markdown_table(t.headers, t.rows) for t in tables.values())
+    text = "\n\n".join(map(str, tables.values()))
     print(f"\n{text}\n\nreport: {output_dir}/report.html")
 
 

@@ -73,39 +73,30 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         ) from None
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """What `config.yaml` holds; empty where there is none.
+def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
+    """What `config.yaml`, or another file of the folder, holds; empty where there is none.
 
     Raises:
         ValueError: it cannot be read.
     """
     import yaml
 
-    return _read(run_dir / CONFIG, yaml.safe_load)
+    file = run_dir / name
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """What `environment.json` holds; empty where there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    return _read(run_dir / ENVIRONMENT, json.loads)
+    """What `environment.json` holds, as `read_config`: JSON is YAML."""
+    return read_config(run_dir, ENVIRONMENT)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`."""
     return read_jsonl(run_dir / METRICS)
-
-
-def _read(file: Path, parse: Any) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = parse(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
-    return found if isinstance(found, dict) else {}
 
 
 def cpu_model() -> str:

@@ -1,6 +1,7 @@
 """Every metric a run records, defined in docs/metrics.md. Logging another name is refused."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 FUNCTION_PREFIX = "reward/"
 LOGGED_PREFIX = "logged/"
@@ -23,18 +24,8 @@ METRICS = (
 
 # What a console line and the bar show, in this order; metrics.jsonl has everything.
 CONSOLE = (
-    "loss",
-    "eval_loss",
-    "accuracy",
-    "eval_accuracy",
-    "reward",
-    "kl",
-    "completion_length",
-    "stop_rate",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_second",
-    "reward_shift",
+    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "kl", "completion_length"),
+    *("stop_rate", "grad_norm", "learning_rate", "tokens_per_second", "reward_shift"),
 )
 POSTFIX = ("loss", "accuracy", "reward", "kl")
 
@@ -48,3 +39,14 @@ def check_names(names: Iterable[str]) -> None:
 def is_defined(name: str) -> bool:
     """Whether a metric is in `METRICS`, or made up behind one of `PREFIXES`."""
     return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
+
+
+def recorded(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Which of the metrics the records have; a prefix stands for all that begin with it."""
+    present = sorted({name for record in records for name in record})
+    return [
+        name
+        for wanted in names
+        for name in present
+        if name == wanted or (wanted in PREFIXES and name.startswith(wanted))
+    ]

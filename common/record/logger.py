@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ class RunLogger:
 
     Args:
         config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
-        description: name of the stage, shown in the bar: "SFT".
+        description: of the stage in the bar: "SFT".
         total_steps: optimiser steps of the whole run.
         start_step: the step resumed from; what was logged after it is dropped.
 
@@ -99,16 +99,13 @@ class RunLogger:
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
-        self._append(self._open(folder.METRICS), {"step": step, **values})
+        self._append(folder.METRICS, {"step": step, **values})
         if self._tracker:
             self._tracker.log({"step": step, **values})
         labels = {"tokens_per_second": "completion_tokens_per_second"}
-        shown = [
-            f"{labels.get(name, name)} {format_number(values[name])}"
-            for name in CONSOLE
-            if name in values
-        ]
-        postfix = {name: format_number(values[name]) for name in POSTFIX if name in values}
+        texts = {name: format_number(value) for name, value in values.items()}
+        shown = [f"{labels.get(name, name)} {texts[name]}" for name in CONSOLE if name in texts]
+        postfix = {name: texts[name] for name in POSTFIX if name in texts}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)
         self._write(f"{self.description} step {step}/{self.total_steps}: {', '.join(shown)}")
@@ -119,10 +116,8 @@ class RunLogger:
 
         Cheap enough for every token: the bar is redrawn at its own pace.
         """
-        if not self._active:
-            return
-        label = f"{self.description}: {text}" if text else self.description
-        show_status(self._bar, label)
+        if self._active:
+            show_status(self._bar, f"{self.description}: {text}" if text else self.description)
 
     def update(self, step: int) -> None:
         """End a step: move the bar, and count the time since the last call as the step's.
@@ -140,17 +135,12 @@ class RunLogger:
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print completions as a table, and add them to `samples.jsonl` and to wandb.
 
-        What is measured of single tokens, which are lists, goes to `samples.jsonl` only.
-
-        Args:
-            step: optimiser steps made.
-            rows: one mapping per completion with the same keys; the order of keys is the order of
-                columns. Values are text, numbers, None, or lists.
+        Rows are of the same columns: text, numbers, None, or what is measured of single tokens.
+        Those are lists, which go to `samples.jsonl` only.
         """
         if not self._active or not rows:
             return
-        for row in rows:
-            self._append(self._open(folder.SAMPLES), {"step": step, **row})
+        self._append(folder.SAMPLES, *({"step": step, **row} for row in rows))
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
@@ -167,31 +157,27 @@ class RunLogger:
         self._active = False
         self._bar.close()
         for name in self._files:
-            self._open(name).close()
+            self._append(name)
+            self._files[name].close()
         if self._tracker:
             self._tracker.finish()
         output_lock.release(self.output_dir)
 
-    @staticmethod
-    def _append(file: TextIO, record: Mapping[str, Any]) -> None:
-        try:
-            file.write(json_line(record))
-            file.flush()  # a reader, or the next run after a crash, finds every logged step
-        except OSError as error:
-            error.filename = file.name  # for the sentence about a full disk
-            raise
-
-    def _open(self, name: str) -> TextIO:
-        """A record to be added to; if somebody has removed its file, that is written anew."""
+    def _append(self, name: str, *records: Mapping[str, Any]) -> None:
+        """Add lines to a file; if somebody has removed it, that is written anew."""
         file, path = self._files[name], self.output_dir / name
-        if not path.exists():
-            print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file.seek(0)
-            self._files[name] = path.open("a+", encoding="utf-8")
-            self._files[name].write(file.read())
-            file.close()
-        return self._files[name]
+        try:
+            if not path.exists():
+                print(f"warning: {path} was removed in mid-run; it is written again.", flush=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file.seek(0)
+                self._files[name] = path.open("a+", encoding="utf-8")
+                self._files[name].write(file.read())
+            self._files[name].writelines(map(json_line, records))
+            self._files[name].flush()  # for readers, and for the next run after a crash
+        except OSError as error:
+            error.filename = str(path)  # for the sentence about a full disk
+            raise
 
     @staticmethod
     def _write(text: str) -> None:

@@ -28,12 +28,9 @@ class Accumulator:
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not yet measured
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
-        """Add a sum over `count` things. Local, and does not wait for the device.
+        """Add the 0-d sum of `count` values, 0 where this rank has none. Local.
 
-        Args:
-            name: a metric of `METRICS`.
-            total: 0-d sum of the values; detached here.
-            count: number of values summed; 0 where this rank has none.
+        What is added is detached, and does not wait for the device.
         """
         from common.record.glossary import check_names
 
@@ -72,14 +69,11 @@ class Accumulator:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block to a phase of the step, and label the block in a profile.
+        """Add the wall time of the block to one of `SPANS`, and label the block in a profile.
 
         Entered several times in a step, a phase is the sum; a block inside another counts in both.
         Does not wait for a GPU: there, the time is from when the device gets to the block until it
         has done the block's work, so phases one after another do not overlap.
-
-        Args:
-            name: one of `SPANS`.
         """
         assert name in SPANS, f"{name!r} is not a phase; those of SPANS are {SPANS}"
         # A label costs 6 microseconds even when no profiler runs, asking for one 0.05.
@@ -101,12 +95,8 @@ class Accumulator:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
 
         The ranks exchange their names first, on the host: one may be missing on some. Names that
-        counted nothing on any rank are left out.
-
-        Args:
-            num_steps: optimiser steps since the last call. Phases of a step (`SPANS`) are divided
-                by it, whatever the number of blocks that were timed, and averaged over all ranks,
-                where a rank without such a block spent 0 seconds.
+        counted nothing on any rank are left out. Phases (`SPANS`) are means over the `num_steps`
+        optimiser steps since the last call and over all ranks, 0 seconds where nothing was timed.
         """
         assert num_steps > 0, num_steps
         for name, started, ended in self._spans:

@@ -25,11 +25,8 @@ def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
 
     What lies between that call and the next step, such as an evaluation, counts as the next step's.
 
-    Args:
-        config: of the run.
-        num_left: steps of the run to make, at least 1. Fewer than asked for: those there are are
-            recorded; a single one without warm-up.
-        start_step: steps that earlier launches made.
+    Of `num_left` steps to make, at least 1 and perhaps fewer than asked for, those there are are
+    recorded, a single one without warm-up; `start_step` were made by earlier launches.
     """
     skip = min(WARMUP_STEPS, num_left - 1)
     num_steps = min(config.profile_steps, num_left - skip)

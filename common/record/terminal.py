@@ -8,7 +8,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from types import SimpleNamespace
+from typing import Any
 
 from common.errors import UserError
 
@@ -46,10 +47,8 @@ def format_cell(value: Any) -> str:
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An aligned Markdown table: first column to the left, the others to the right.
 
-    Args:
-        headers: column names.
-        rows: cells as text, as many as there are headers; a `|` in a cell is escaped, and what
-            a terminal would obey is replaced.
+    Rows have as many cells as there are headers. In a cell `|` is escaped, and what a terminal
+    would obey is replaced.
     """
     cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
@@ -66,6 +65,7 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     its beginning, any other text its end: of a prompt, the cue at the end is what matters.
     """
     from rich.box import Box
+    from rich.console import Console
     from rich.table import Table
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -85,7 +85,9 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
         table.add_row(
             *("\n".join(_cut(t, max_lines, name.startswith("prompt"))) for name, t in texts)
         )
-    return rendered(table, width)
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
@@ -95,15 +97,6 @@ def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
     if keep_end:
         return [ELLIPSIS + lines[-most][1:], *lines[1 - most :]]
     return [*lines[: most - 1], lines[most - 1][:-1] + ELLIPSIS]
-
-
-def rendered(what: Any, width: int) -> str:
-    """Something of rich as plain text."""
-    from rich.console import Console
-
-    file = io.StringIO()
-    Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(what)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 class LastingFile(io.FileIO):
@@ -137,20 +130,6 @@ def keep_printing() -> None:
                 setattr(sys, name, lasting)
 
 
-class LineStream:
-    """Gives each redrawing of a bar a line of its own, for a log file, where nothing is redrawn."""
-
-    def __init__(self, stream: TextIO) -> None:
-        """Write to `stream`."""
-        self._stream, self.flush = stream, stream.flush
-
-    def write(self, text: str) -> None:
-        """Write what a bar draws, as a line."""
-        text = text.strip("\r\n ")
-        if text:
-            self._stream.write(text + "\n")
-
-
 def run_command(main: Callable[[], None]) -> None:
     """Run what needs no process group; a `UserError` ends it with its sentence and status 2."""
     keep_printing()
@@ -166,22 +145,23 @@ def progress_bar(
 ) -> Any:
     """A tqdm bar on stderr; off a terminal it prints a line every 30 seconds instead.
 
-    Args:
-        description: what is going on.
-        total: units to do.
-        initial: units done before.
-        unit: what is counted; a bar of anything but steps is inside a run and vanishes at its end.
-        active: False on the ranks that print nothing.
+    A bar of another unit than steps is inside a run and vanishes at its end. It is not active on
+    the ranks that print nothing.
     """
     from tqdm import tqdm
 
+    def write_line(text: str) -> None:
+        if text := text.strip("\r\n "):
+            sys.stderr.write(text + "\n")
+
     interactive = sys.stderr.isatty()
+    lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
     return tqdm(
         total=total,
         initial=initial,
         desc=description,
         unit=f" {unit}",
-        file=sys.stderr if interactive else LineStream(sys.stderr),  # type: ignore[arg-type]
+        file=sys.stderr if interactive else lines,
         dynamic_ncols=interactive,
         ascii=None if interactive else True,
         miniters=1,

@@ -5,9 +5,12 @@ What a run logs last stands in wandb's summary under the same name. Nothing here
 
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from common.errors import gist
 
 
 class Tracker:
@@ -23,8 +26,7 @@ class Tracker:
         """Start it, or go on with it."""
         self.output_dir = output_dir
         self._run: Any = None
-
-        def start() -> None:
+        with self._outlived("did not start"):
             import wandb
 
             id_file = output_dir / "wandb" / "run_id"
@@ -43,46 +45,36 @@ class Tracker:
             # Our own axis: wandb's counter refuses a step that a resumed run logs a second time.
             self._run.define_metric("*", step_metric="step")
 
-        self._try(start, "did not start")
-
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values by name; those of a step have one called `step`."""
         if self._run is not None:
-            self._try(lambda: self._run.log(dict(values)))
+            with self._outlived():
+                self._run.log(dict(values))
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **values: Any
     ) -> None:
         """Log a table, of its own at every step."""
-        if self._run is None:
-            return
+        if self._run is not None:
+            with self._outlived():
+                import wandb
 
-        def log() -> None:
-            import wandb
-
-            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            self._run.log({**values, name: table})
-
-        self._try(log)
+                table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+                self._run.log({**values, name: table})
 
     def finish(self, summary: Mapping[str, float] | None = None) -> None:
         """End it, with numbers for its summary."""
-        if self._run is not None and summary:
-            self._try(lambda: self._run.summary.update(dict(summary)))
         if self._run is not None:
-            self._try(lambda: self._run.finish())
+            with self._outlived():
+                self._run.summary.update(dict(summary or {}))
+                self._run.finish()
 
-    def _try(self, action: Callable[[], object], what: str = "stopped") -> None:
-        """Do it; a run of hours outlives its dashboard."""
+    @contextmanager
+    def _outlived(self, what: str = "stopped") -> Iterator[None]:
+        """A block that may fail: a run of hours outlives its dashboard."""
         try:
-            action()
+            yield
         except Exception as error:
             self._run = None
-            reason = (
-                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            )
-            print(
-                f"warning: wandb {what} ({reason}); metrics go to {self.output_dir} only.",
-                file=sys.stderr,
-                flush=True,
-            )
+            advice = f"metrics go to {self.output_dir} only"
+            print(f"warning: wandb {what} ({gist(error)}); {advice}.", file=sys.stderr, flush=True)

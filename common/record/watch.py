@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from common.record.folder import CONFIG, METRICS, SAMPLES, read_config
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, recorded
 from common.record.jsonl import read_jsonl
-from common.record.terminal import format_cell, format_number, rendered, wrapped_table
+from common.record.terminal import format_cell, format_number, wrapped_table
 
 LEVELS = 4  # of folders below a sweep: seed, variant, stage
 FRESH = 10  # logged steps from which the speed is taken
-BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
-BAR, PLAIN_BAR = ("━", "─"), ("#", ".")  # steps made, steps left
+BLOCKS = "▁▂▃▄▅▆▇█"
+DONE, LEFT = "━─"  # steps
+PLAIN = str.maketrans(BLOCKS + DONE + LEFT, "_.:-=+*##.")  # where the terminal has only ASCII
 BAR_WIDTH, NARROW = 30, 80  # characters; a window that is narrower gets no bar and no ranges
 LOG_SECONDS = 30.0  # between two pictures off a terminal
 NUM_SAMPLES = 4
@@ -65,18 +66,18 @@ class Run:
 
     def read(self) -> None:
         """Read the files that have changed, but for a line that is still being written."""
-        for name, file in (("metrics", METRICS), ("samples", SAMPLES), ("config", CONFIG)):
-            path, is_config = self.folder / file, name == "config"
+        for file in (METRICS, SAMPLES, CONFIG):
             with suppress(FileNotFoundError, ValueError):  # a config may be half written
-                state = path.stat()
+                state = (self.folder / file).stat()
                 now = (state.st_ino, state.st_size, state.st_mtime_ns)
-                if now != self._seen.get(name):
-                    if is_config:
-                        self.config = read_config(self.folder) or self.config
-                    else:
-                        setattr(self, name, read_jsonl(path))
-                        self.changed = max(self.changed, state.st_mtime)
-                    self._seen[name] = now
+                if now == self._seen.get(file):
+                    continue
+                if file == CONFIG:
+                    self.config = read_config(self.folder) or self.config
+                else:
+                    setattr(self, file.removesuffix(".jsonl"), read_jsonl(self.folder / file))
+                    self.changed = max(self.changed, state.st_mtime)
+                self._seen[file] = now
 
     @property
     def step(self) -> int:
@@ -91,8 +92,7 @@ def find_runs(places: Sequence[Path]) -> list[tuple[Path, str]]:
     """
     found: dict[Path, str] = {}
     for place in places:
-        levels = [place.glob("*/" * n + CONFIG) for n in range(LEVELS + 1)]
-        below = [file.parent for level in levels for file in level]
+        below = [f.parent for n in range(LEVELS + 1) for f in place.glob("*/" * n + CONFIG)]
         stages = {run for run in below if (run / METRICS).exists()}
         drivers = {folder for run in below for folder in run.parents} - stages  # of many runs
         below = [run for run in below if run not in drivers and not stages & set(run.parents)]
@@ -134,49 +134,30 @@ def duration(seconds: float) -> str:
 # --- the picture ---
 
 
-def progress(run: Run, now: float) -> str:
-    """Steps, speed, time left, and when the last line came."""
+def progress(run: Run, now: float) -> tuple[str, str]:
+    """A bar of the steps made, "" without their number; then steps, speed, time left, last line."""
     if not run.metrics:
         if (run.folder / "results.json").is_file():
-            return "evaluated: see its report.html"
-        return "no line yet" if run.config else "not started"
-    total, pace = total_steps(run), seconds_per_step(run.metrics)
+            return "", "evaluated: see its report.html"
+        return "", "no line yet" if run.config else "not started"
+    total, pace, bar = total_steps(run), seconds_per_step(run.metrics), ""
     parts = [f"step {run.step:,}" + (f" of {total:,}" if total else "")]
     if pace is not None:
         parts.append(f"{format_number(pace)} s per step")
     minutes = run.metrics[-1].get("elapsed_minutes")
     if minutes is not None:
         parts.append(f"{duration(60 * minutes)} so far")
+    if total:
+        num_done = round(BAR_WIDTH * min(1, run.step / total))
+        bar = DONE * num_done + LEFT * (BAR_WIDTH - num_done)
     if total and run.step >= total:
-        return ", ".join([*parts, "all steps made"])
+        return bar, ", ".join([*parts, "all steps made"])
     if total and pace is not None:
         parts.append(f"{duration(pace * (total - run.step))} left")
-    return ", ".join([*parts, f"last line {duration(max(0.0, now - run.changed))} ago"])
+    return bar, ", ".join([*parts, f"last line {duration(max(0.0, now - run.changed))} ago"])
 
 
-def progress_bar(run: Run, plain: bool) -> str:
-    """The share of the steps that are made, "" as long as that cannot be told."""
-    total, (done, left) = total_steps(run), PLAIN_BAR if plain else BAR
-    if not total or not run.metrics:
-        return ""
-    num_done = round(BAR_WIDTH * min(1, run.step / total))
-    return done * num_done + left * (BAR_WIDTH - num_done)
-
-
-def metric_names(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What was logged of `SHOWN`, in that order; a prefix stands for all names behind it."""
-    present = sorted({name for record in records for name in record})
-    return [
-        name
-        for wanted in SHOWN
-        for name in present
-        if name == wanted or (wanted in PREFIXES and name.startswith(wanted))
-    ]
-
-
-def sparkline(
-    steps: Sequence[int], values: Sequence[float], width: int, blocks: str = BLOCKS
-) -> str:
+def sparkline(steps: Sequence[int], values: Sequence[float], width: int) -> str:
     """Values as a row of blocks from the lowest to the highest, over the steps from 0 to the last.
 
     A column is the mean of its steps, or as high as the one before where it has none. Values that
@@ -187,26 +168,22 @@ def sparkline(
         columns.setdefault(min(width - 1, step * width // max(1, steps[-1])), []).append(value)
     means = {place: sum(column) / len(column) for place, column in columns.items()}
     low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
-    top, block, line = len(blocks) - 1, " ", ""
+    line, top = " ", len(BLOCKS) - 1
     for place in range(width):
-        if place in means:
-            is_flat = high == low
-            block = blocks[
-                top // 2 if is_flat else round(top * (means[place] - low) / (high - low))
-            ]
-        line += block
-    return line
+        share = (means.get(place, low) - low) / (high - low) if high > low else 0.5
+        line += BLOCKS[int(top * share + 0.5)] if place in means else line[-1]
+    return line[1:]
 
 
-def curve(run: Run, name: str, width: int, plain: bool) -> tuple[str, str, str, str]:
+def curve(run: Run, name: str, width: int) -> tuple[str, str, str, str]:
     """Of a metric its name, sparkline, last value, lowest and highest."""
     logged = [(record["step"], record[name]) for record in run.metrics if name in record]
-    known = [(step, value) for step, value in logged if value is not None]  # null: not finite
-    steps, values = [step for step, _ in known], [float(value) for _, value in known]
-    line = sparkline(steps, values, width, PLAIN_BLOCKS if plain else BLOCKS)
+    known = [(step, float(value)) for step, value in logged if value is not None]  # null: infinite
+    values = [value for _, value in known]
+    line = sparkline([step for step, _ in known], values, width)
     extent = f"from {format_number(min(values))} to {format_number(max(values))}" if known else ""
     # Names of reward functions hold anything.
-    return format_cell(name), line, format_cell(logged[-1][1]), extent
+    return format_cell(name), line, f"{format_cell(logged[-1][1]):>9}", extent
 
 
 def last_samples(run: Run) -> list[dict[str, Any]]:
@@ -219,38 +196,30 @@ def last_samples(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def picture(runs: Sequence[Run], width: int, height: int, now: float, plain: bool) -> str:
+def picture(runs: Sequence[Run], width: int, height: int, now: float) -> str:
     """A line for every run, and everything about the one that wrote last."""
-    from rich.table import Table
-
-    def grid(num_columns: int) -> Table:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(num_columns):
-            table.add_column(no_wrap=True, overflow="crop")
-        return table
-
-    is_wide = width >= NARROW
     current = max(runs, key=lambda run: run.changed)
-    before = [run for run in runs if run is not current]
-    heads = grid(3 if is_wide else 2)
-    heads.columns[0].max_width = width // 3
-    for run in [*before[: max(0, height - 20)], current]:
-        bar = [progress_bar(run, plain)] if is_wide else []
-        heads.add_row(run.name, *bar, progress(run, now))
-    lines = rendered(heads, width).split("\n")
-    curves = grid(4 if is_wide else 3)
-    curves.columns[0].max_width = width // 3
-    curves.columns[2].justify = "right"
-    for name in metric_names(current.metrics):
-        room = max(6, width // 3)
-        curves.add_row(*curve(current, name, room, plain)[: len(curves.columns)])
+    before = [run for run in runs if run is not current][: max(0, height - 20)]
+    names = recorded(current.metrics, SHOWN)
+    heads: Any = [(run.name, *progress(run, now)) for run in [*before, current]]
+    curves: Any = [curve(current, name, max(6, width // 3)) for name in names]
+    if width < NARROW:
+        heads, curves = [(name, told) for name, _, told in heads], [row[:3] for row in curves]
+    lines = aligned(heads, width)
     for_samples = min(3 + 4 * NUM_SAMPLES, height // 2) if current.samples else 0
-    if curves.row_count:
-        lines += rendered(curves, width).split("\n")[: max(0, height - len(lines) - for_samples)]
+    lines += aligned(curves, width)[: max(0, height - len(lines) - for_samples)]
     if current.samples:
         table = wrapped_table(last_samples(current), width, max_lines=3)
         lines += ["", f"samples at step {current.samples[-1]['step']:,}", *table.split("\n")]
     return "\n".join(lines[:height])
+
+
+def aligned(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of columns, cut at the width; names, in the first one, at a third of it."""
+    rows = [(row[0][: width // 3], *row[1:]) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)) for row in rows]
+    return [line[:width].rstrip() for line in lines]
 
 
 # --- the program ---
@@ -264,9 +233,8 @@ def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -
 
     interactive = stream.isatty() and not once
     encoding = stream.encoding or "ascii"
-    plain = "utf" not in encoding.lower()
     runs: dict[Path, Run] = {}
-    text, shown, shown_at = "", "", -math.inf
+    text = ""
     screen = Live(console=Console(file=stream), screen=True, auto_refresh=False)
     try:
         with screen if interactive else nullcontext():
@@ -274,17 +242,18 @@ def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -
                 present = [runs.setdefault(f, Run(f, name)) for f, name in find_runs(places)]
                 for run in present:
                     run.read()
-                now, size = time.time(), shutil.get_terminal_size((100, 40))
-                text = picture(present, size.columns - 1, size.lines - 1, now, plain)
+                size = shutil.get_terminal_size((100, 40))
+                text = picture(present, size.columns - 1, size.lines - 1, time.time())
+                if "utf" not in encoding.lower():
+                    text = text.translate(PLAIN)
                 text = text.encode(encoding, "replace").decode(encoding)
                 if interactive:
                     screen.update(Text(text, no_wrap=True), refresh=True)
-                elif once or (text != shown and now - shown_at >= LOG_SECONDS):
+                else:
                     print(text if once else f"{text}\n", file=stream, flush=True)
-                    shown, shown_at = text, now
                 if once:
                     return
-                time.sleep(interval)
+                time.sleep(interval if interactive else max(interval, LOG_SECONDS))
     finally:
         if interactive:
             print(text, file=stream, flush=True)

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.record.terminal import markdown_table
+
 
 @dataclass(frozen=True)
 class Text:
@@ -22,6 +24,10 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
+
+    def __str__(self) -> str:
+        """The table for a terminal, which is Markdown too."""
+        return markdown_table(self.headers, self.rows)
 
 
 @dataclass(frozen=True)
@@ -83,19 +89,11 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The completions of a sample at one moment of training ("step 40"; "" where there is one)."""
-
-    title: str
-    completions: Sequence[Completion]
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A prompt with its completions, over training if there are several frames."""
+    """A prompt with its completions by moment of training: "step 40", or "" for the only one."""
 
     prompt: str
-    frames: Sequence[Frame]
+    frames: Mapping[str, Sequence[Completion]]
 
 
 @dataclass(frozen=True)

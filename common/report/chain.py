@@ -14,7 +14,7 @@ from typing import Any
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.record.folder import METRICS, read_metrics
-from common.record.terminal import NOT_MEASURED, markdown_table
+from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table, Text
@@ -22,13 +22,10 @@ from common.report.figures import dataset_title, reward_functions, summary_figur
 from common.report.page import write_page
 
 Results = Mapping[str, Any]
-PLAIN_NUMBERS = ("length", "stop_rate", "minutes", "peak_memory_gb")  # without an interval
-
-
-def results_table(results: Results) -> str:
-    """The systems of `results.json` as a table for the terminal that is Markdown too."""
-    table = systems_table(results)
-    return markdown_table(table.headers, table.rows)
+MEASURED = (
+    *("accuracy", "gold_reward", "reward", "kl", "length", "stop_rate", "minutes"),
+    "peak_memory_gb",
+)
 
 
 def systems_table(results: Results) -> Table:
@@ -40,13 +37,13 @@ def systems_table(results: Results) -> Table:
     functions = reward_functions(results["systems"])
     rows = []
     for system in results["systems"]:
-        of_functions = {name: (system.get("rewards") or {}).get(name) for name in functions}
+        rewards = system.get("rewards") or {}
         row = {
             "stage": system["name"],
             "accuracy % [95% CI]": interval_cell(system.get("accuracy"), 100, 1, "accuracy"),
             "attainable": number_cell(results.get("attainable_accuracy"), 1, scale=100),
             "gold reward [95% CI]": interval_cell(system.get("gold_reward"), 1, 3),
-            **{f"{name} [95% CI]": interval_cell(of_functions[name], 1, 3) for name in functions},
+            **{f"{name} [95% CI]": interval_cell(rewards.get(name), 1, 3) for name in functions},
             "RM score [95% CI]": interval_cell(system.get("reward"), 1, 2),
             "KL": number_cell((system.get("kl") or {}).get("mean"), 2),
             "length": number_cell(system.get("length"), 1),
@@ -67,15 +64,12 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
 def system_numbers(results: Results) -> dict[str, float]:
     """What was measured of the systems, without intervals: value by `<system>/<what>`."""
     numbers = {}
-    functions = reward_functions(results["systems"])
+    wanted = (*MEASURED, *reward_functions(results["systems"]))
     for system in results["systems"]:
-        rewards = system.get("rewards") or {}
-        measured = {**{name: rewards.get(name) for name in functions}, **system}
-        for name in ("accuracy", "gold_reward", *functions, "reward", "kl", *PLAIN_NUMBERS):
-            value = measured.get(name)
+        for name, value in {**(system.get("rewards") or {}), **system}.items():
             if isinstance(value, Mapping):
-                value = value["accuracy" if name == "accuracy" else "mean"]
-            if value is not None:
+                value = value.get("mean", value.get("accuracy"))
+            if name in wanted and value is not None:
                 numbers[f"{system['name']}/{name}"] = float(value)
     return numbers
 
@@ -87,8 +81,7 @@ def send(results: Results, config: Any) -> None:
     """
     if config.report_to != "wandb" or not is_rank0():
         return
-    table = systems_table(results)
-    output_dir = Path(config.output_dir)
+    table, output_dir = systems_table(results), Path(config.output_dir)
     tracker = Tracker(output_dir, output_dir.name, asdict(config))
     tracker.log_table("systems", table.headers, table.rows)
     tracker.finish(system_numbers(results))
@@ -97,12 +90,12 @@ def send(results: Results, config: Any) -> None:
 def chain_report(
     results: Results, run_dirs: Mapping[str, Path], output_dir: str | Path
 ) -> list[Path]:
-    """Write `report.html`, `report.md` and `plots/summary.png` for a chain that was evaluated.
+    """Write `report.html`, `report.md` and `plots/summary.png` of a chain, evaluated in output_dir.
 
     Args:
         results: what `results.json` holds.
         run_dirs: folder of each stage's run by the stage's name; folders without records are fine.
-        output_dir: where the report goes; the Markdown's pictures are relative to it.
+        output_dir: holds `completions.jsonl` and `plots/calibration.png`, and gets the report.
 
     Returns:
         The files written, none on other ranks than 0.
@@ -117,15 +110,20 @@ def chain_report(
         systems_table(results),
         Picture(picture, "Accuracy, reward and training curves."),
     ]
-    blocks = [
-        Section("Systems", systems),
-        *_comparison_section(results, output_dir),
-        *_generation_section(results),
-        *sections.completions_section(results, output_dir),
-        *sections.curves_section(run_dirs, records),
-        *sections.samples_section(run_dirs),
-        _reading_section(results),
-    ]
+    blocks = [Section("Systems", systems)]
+    if comparison := results.get("comparison"):
+        accuracies: list[Block] = [*tables.comparison_sections(comparison)]
+        if comparison["calibration"]:
+            calibration = output_dir / "plots" / "calibration.png"
+            accuracies.append(Picture(calibration, "Predicted against observed shares."))
+        blocks.append(Section("Preference accuracy", accuracies))
+    if found := tables.generation_tables(results):
+        notes = map(Text, [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES])
+        blocks.append(Section("Generations", [*found, *notes]))
+    blocks += sections.completions_section(output_dir)
+    blocks += sections.curves_section(run_dirs, records)
+    blocks += sections.samples_section(run_dirs)
+    blocks.append(Section("How to read this", [Text(reading_notes(results))]))
     title = f"Results on {dataset_title(results['dataset'])}"
     return [*write_page(output_dir, title, blocks), picture]
 
@@ -136,31 +134,10 @@ def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
     return {name: path for name, path in folders.items() if (path / METRICS).is_file()}
 
 
-def _comparison_section(results: Results, output_dir: Path) -> list[Section]:
-    """The systems on the same pairs, and their calibration, where evaluation compared them."""
-    comparison = results.get("comparison")
-    if not comparison:
-        return []
-    blocks: list[Block] = [*tables.comparison_sections(comparison)]
-    if comparison["calibration"]:
-        picture = output_dir / "plots" / "calibration.png"
-        blocks.append(Picture(picture, "Predicted against observed shares."))
-    return [Section("Preference accuracy", blocks)]
-
-
-def _generation_section(results: Results) -> list[Section]:
-    """What generations are like, and who wins against whom, where there are any."""
-    found = tables.generation_tables(results)
-    notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
-    return [Section("Generations", [*found, *map(Text, notes)])] if found else []
-
-
-def _reading_section(results: Results) -> Section:
-    ties = [
-        f"{system['name']} {system['accuracy']['num_ties']}"
-        for system in results["systems"]
-        if system.get("accuracy")
-    ]
+def reading_notes(results: Results) -> str:
+    """A list of what must be known to read the table of the systems."""
+    found = {system["name"]: system.get("accuracy") for system in results["systems"]}
+    ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in found.items() if accuracy]
     notes = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
         "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
@@ -175,14 +152,10 @@ def _reading_section(results: Results) -> Section:
         "KL is to the reference in nats per completion, length is in tokens with the stop token, "
         "stop is the share of completions that ended by themselves. Minutes and GB are the wall "
         "time and the peak memory of training.",
+        f"{NOT_MEASURED} means that it was not measured.",
     ]
     attainable = results.get("attainable_accuracy")
     if attainable is not None:
-        notes.insert(
-            1,
-            f"Attainable is {100 * attainable:.1f}%: the labels were drawn with known "
-            "probabilities, and no system can be right more often in expectation.",
-        )
-    dash = f"{NOT_MEASURED} means that it was not measured."
-    text = "\n".join(f"- {note}" for note in [*notes, dash])
-    return Section("How to read this", [Text(text)])
+        told = "the labels were drawn with known probabilities, and no system can be right more"
+        notes.insert(1, f"Attainable is {100 * attainable:.1f}%: {told} often in expectation.")
+    return "\n".join(f"- {note}" for note in notes)

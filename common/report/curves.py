@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from common.record.terminal import format_number
 from common.report.blocks import Line, Panel
-from common.report.plots import COLOURS, MARK_BELOW, SMOOTH_ABOVE, moving_mean
+from common.report.plots import COLOURS, MARK_BELOW, smoothed
 
 # Edges of the drawing in its own units, which are scaled to the page.
 BOX = {"width": 380, "height": 210, "left": 50, "right": 370, "top": 10, "bottom": 174}
@@ -60,9 +60,6 @@ def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 def tick_label(value: float) -> str:
     """A tick for people."""
-    if value and (abs(value) >= 1e5 or abs(value) < 1e-3):
-        digits, exponent = f"{value:.3e}".split("e")
-        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:,.6g}".replace("-", "\N{MINUS SIGN}")
 
 
@@ -70,9 +67,8 @@ def curve(line: Line, colour: int, x_at: Place, y_at: Place) -> dict[str, Any]:
     """Paths of a line by their class, in pale with a moving mean on top where points are many."""
     y = np.where(np.isfinite(line.y), line.y, np.nan)
     x, kept = x_at(line.x), drawn(y)
-    heights = {"line": y}
-    if len(y) > SMOOTH_ABOVE and not line.exact:
-        heights = {"pale": y, "line": np.asarray(moving_mean(line.y, len(y) // 30))}
+    smooth = smoothed(line)
+    heights = {"line": y} if smooth is None else {"pale": y, "line": np.asarray(smooth)}
     dots = np.flatnonzero(np.isfinite(y)) if len(y) <= MARK_BELOW else np.empty(0, int)
     return {
         "label": line.label,

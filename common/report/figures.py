@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from common.record.glossary import FUNCTION_PREFIX
+from common.record.glossary import FUNCTION_PREFIX, recorded
 from common.report.blocks import Line, Panel
 from common.report.plots import (
     COLOURS,
@@ -16,7 +16,6 @@ from common.report.plots import (
     Records,
     draw_legend,
     draw_panel,
-    recorded,
     save,
     series,
     style,
@@ -30,13 +29,7 @@ LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 def summary_figure(
     results: Mapping[str, Any], records: Mapping[str, Records], output_path: Path
 ) -> Path:
-    """Draw the chain in one picture: accuracy, reward, and how the training went.
-
-    Args:
-        results: what `results.json` holds.
-        records: what each stage's run logged, by the stage's name, for the curves.
-        output_path: the PNG to write.
-    """
+    """Draw the chain in one picture: accuracy, reward, and the training from `records` by stage."""
     number = f"held-out, {results['num_pairs']:,} preference pairs"
     names = dict.fromkeys([*(system["name"] for system in results["systems"]), *records])
     colours = dict(zip(names, cycle(COLOURS)))
@@ -109,11 +102,7 @@ def draw_intervals(
     number: str,
     scale: float = 1,
 ) -> list[float]:
-    """A dot for each name that has a value, with its interval and the value beside it.
-
-    Returns:
-        All ends of intervals.
-    """
+    """A dot for each name that has a value, with its interval and the value; all their ends."""
     measured = {name: own for name, own in found.items() if own}
     ends: list[float] = []
     for index, (name, own) in enumerate(measured.items()):
@@ -158,10 +147,7 @@ def draw_reward_curves(axes: Any, records: Mapping[str, Records]) -> None:
 
 
 def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping[str, str]) -> None:
-    """Loss of the runs where it measures progress: not of those that sample their own data.
-
-    The runs differ in length, so the axis is the share of each run.
-    """
+    """Loss over shares of runs that do not sample their own data: there it is no measure."""
     title, lines = "Training loss", {}
     for run, logged in records.items():
         steps, values = series(logged, "loss")
@@ -182,9 +168,7 @@ def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping
 def calibration_figure(comparison: Mapping[str, Any], path: Path) -> None:
     """Draw the observed share against the predicted probability of systems that give log odds.
 
-    Args:
-        comparison: What `comparison.compare` returns.
-        path: The PNG to write; none if no system gives them.
+    Nothing is written if no system gives them.
     """
     curves = comparison["calibration"]
     if not curves:

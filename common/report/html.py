@@ -25,13 +25,7 @@ WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on
 
 
 def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> str:
-    """The whole document.
-
-    Args:
-        title: Of the page.
-        facts: What stands below the title: data set, commit, date, seed.
-        blocks: The rest.
-    """
+    """The whole document; facts stand below the title."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markdown_it import MarkdownIt
     from markupsafe import Markup, escape
@@ -105,8 +99,6 @@ def png(path: Path) -> dict[str, Any]:
 
 def coloured_by(block: SampleBrowser) -> list[str]:
     """The names of the values of tokens, in the order of the tokens that have most."""
-    tokens = [
-        token for s in block.samples for f in s.frames for c in f.completions for token in c.tokens
-    ]
-    richest = sorted(tokens, key=lambda token: -len(token.values))
-    return list(dict.fromkeys(name for token in richest for name in token.values))
+    completions = [c for s in block.samples for each in s.frames.values() for c in each]
+    tokens = sorted((t for c in completions for t in c.tokens), key=lambda t: -len(t.values))
+    return list(dict.fromkeys(name for token in tokens for name in token.values))

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from common.config import flag, parse
 from common.errors import UserError, check_fields
@@ -27,7 +26,7 @@ from common.evaluation.completions import REFERENCE, Answers, Verdict, system_na
 from common.evaluation.judges import is_swapped, text_of
 from common.evaluation.win_rates import all_win_rates, reward_judges
 from common.record.jsonl import json_line, read_jsonl, write_atomically
-from common.record.terminal import markdown_table, run_command
+from common.record.terminal import run_command
 from common.report import chain
 from common.report.tables import win_rate_table
 
@@ -76,8 +75,7 @@ def main(config: JudgementsConfig) -> None:
     completions.write(answers, output_dir)
     write_atomically(file, [json.dumps(results, indent=2) + "\n"])
     chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
-    table = win_rate_table(rates)
-    print(markdown_table(table.headers, table.rows))
+    print(win_rate_table(rates))
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -96,20 +94,20 @@ def export(answers: Sequence[Answers], config: JudgementsConfig) -> int:
         raise UserError(f"--systems is {config.systems}; it must name two of {', '.join(known)}.")
     if key_file.exists():
         raise UserError(f"{key_file} is there; move it away to export anew.")
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    lines, keys = {}, {}
     for row in answers[: config.num_prompts or None]:
         for b, a in combinations(chosen, 2):
-            if row.of(a) and row.of(b):
+            if row.pair(a, b):
                 first, second = (b, a) if is_swapped(config.seed, a, b, row.id) else (a, b)
                 name = comparison_id(row, first, second, config.seed)
                 texts = {"first": text_of(row, first), "second": text_of(row, second)}
-                line = {"id": name, "prompt": row.prompt, **texts}
-                key = {"id": name, "row": row.id, "first": first, "second": second}
-                found.append((line, key | {"seed": config.seed}))
-    found.sort(key=lambda pair: str(pair[0]["id"]))  # a hash: as good as a draw
-    for number, file in enumerate((key_file.with_name(COMPARISONS), key_file)):
-        file.write_text("".join(json_line(pair[number]) for pair in found), encoding="utf-8")
-    return len(found)
+                lines[name] = {"id": name, "prompt": row.prompt, **texts}
+                names = {"first": first, "second": second}
+                keys[name] = {"id": name, "row": row.id, **names, "seed": config.seed}
+    for file, found in ((key_file.with_name(COMPARISONS), lines), (key_file, keys)):
+        in_order = (json_line(found[name]) for name in sorted(found))  # a hash: as good as a draw
+        file.write_text("".join(in_order), encoding="utf-8")
+    return len(keys)
 
 
 def comparison_id(row: Answers, first: str, second: str, seed: int) -> str:
@@ -135,28 +133,19 @@ def with_outside_verdicts(answers: Sequence[Answers], config: JudgementsConfig) 
         raise UserError(f"{key_file} is not there: export comparisons before verdicts.")
     if judge in reward_judges(answers):
         raise UserError(f"--judge is {judge!r}, which is a reward's name; choose another.")
-    found: dict[int, list[Verdict]] = {row.id: [] for row in answers}
+    winners = read_winners(Path(config.verdicts), set(keys))
+    found = {row.id: [v for v in row.verdicts if v.judge != judge] for row in answers}
     by_row = {row.id: row for row in answers}
-    for key in keys.values():
-        refuse_changed(by_row.get(key["row"]), key)
-    for name, winner in read_winners(Path(config.verdicts), set(keys)).items():
-        key = keys[name]
-        found[key["row"]].append(Verdict(key["first"], key["second"], judge, WINNERS[winner]))
-    return [
-        replace(row, verdicts=[v for v in row.verdicts if v.judge != judge] + found[row.id])
-        for row in answers
-    ]
-
-
-def refuse_changed(row: Answers | None, key: dict[str, Any]) -> None:
-    """Raise a UserError unless the row still holds what was exported under this id."""
-    pair = (key["first"], key["second"])
-    is_there = row is not None and all(name in system_names([row]) for name in pair)
-    if row is None or not is_there or comparison_id(row, *pair, key["seed"]) != key["id"]:
-        raise UserError(
-            f"{completions.FILE} has changed since comparison {key['id']!r} was exported; the "
-            "verdicts are on other texts."
-        )
+    for name, key in keys.items():
+        row, pair = by_row.get(key["row"]), (key["first"], key["second"])
+        is_there = row is not None and set(pair) <= set(system_names([row]))
+        if row is None or not is_there or comparison_id(row, *pair, key["seed"]) != name:
+            raise UserError(
+                f"{completions.FILE} has changed since comparison {name!r} was exported; the "
+                "verdicts are on other texts."
+            )
+        found[row.id].append(Verdict(*pair, judge, WINNERS[winners[name]]))
+    return [replace(row, verdicts=found[row.id]) for row in answers]
 
 
 def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
@@ -173,16 +162,13 @@ def read_winners(file: Path, ids: set[str]) -> dict[str, str]:
         raise UserError(f"--verdicts {str(error).rstrip('.')}.") from None
     winners: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
-        where = f"--verdicts {file}, line {number}"
-        if not isinstance(line, dict) or not {"id", "winner"} <= line.keys():
-            raise UserError(f"{where}: needs `id` and `winner`.")
-        name, winner = str(line["id"]), line["winner"]
-        if name not in ids:
-            raise UserError(f"{where}: there is no comparison {name!r}.")
-        if name in winners:
-            raise UserError(f"{where}: comparison {name!r} is there twice.")
-        if str(winner) not in WINNERS:
-            raise UserError(f"{where}: winner is {winner!r}; it must be {', '.join(WINNERS)}.")
+        given = line if isinstance(line, dict) else {}
+        name, winner = str(given.get("id")), str(given.get("winner"))
+        if name not in ids or name in winners or winner not in WINNERS:
+            raise UserError(
+                f"--verdicts {file}, line {number}: `id` is {name!r} and `winner` {winner!r}; a "
+                f"line needs the id of a comparison, each once, and as winner {', '.join(WINNERS)}."
+            )
         winners[name] = winner
     missing = sorted(ids - set(winners))
     if missing:

@@ -3,12 +3,13 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
 from common.record.terminal import NOT_MEASURED, format_number, markdown_table
-from common.report.blocks import Block, Curves, Picture, Sample, Section, Table, Text
+from common.report.blocks import Block, Curves, Picture, Sample, SampleBrowser, Section, Table, Text
 from common.report.html import printable
 
 WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
@@ -25,26 +26,29 @@ def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[st
     """The blocks; headings of sections are of this level."""
     parts: list[str] = []
     for block in blocks:
-        if isinstance(block, Section):
-            parts.append(f"{'#' * level} {one_line(block.title)}")
-            parts += paragraphs(block.blocks, folder, level + 1)
-        elif isinstance(block, Text):
-            parts.append(without_html(block.text))
-        elif isinstance(block, Table):
-            parts += [table(block.headers, block.rows), caption(block.caption)]
-        elif isinstance(block, Picture):
-            parts.append(picture(block.path, block.caption, folder))
-        elif isinstance(block, Curves):
-            parts += curves(block, folder)
-        else:
-            parts.append(caption(block.caption))
-            for number, sample in enumerate(block.samples, 1):
-                parts += [f"{'#' * level} Prompt {number}", *completions(sample)]
+        match block:
+            case Section(title, inner):
+                parts.append(f"{'#' * level} {one_line(title)}")
+                parts += paragraphs(inner, folder, level + 1)
+            case Text(text):
+                parts.append(without_html(text))
+            case Table(headers, rows, caption):
+                parts += [table(headers, rows), emphasised(caption)]
+            case Picture(path, caption):
+                parts.append(picture(path, caption, folder))
+            case Curves(_, caption, Path() as path):
+                parts += [picture(path, caption, folder), ends(block)]
+            case Curves(_, caption):
+                parts += [ends(block), emphasised(caption)]
+            case SampleBrowser(samples, caption):
+                parts.append(emphasised(caption))
+                for number, sample in enumerate(samples, 1):
+                    parts += [f"{'#' * level} Prompt {number}", *completions(sample)]
     return list(filter(None, parts))
 
 
 def without_html(text: str) -> str:
-    """The text with `<` and `&` shown rather than read as HTML, but inside `code`, where they are.
+    """The text with HTML and pictures shown rather than obeyed, but inside `code`, where they are.
 
     Markdown lets HTML through, and a text may quote what a model wrote.
     """
@@ -62,6 +66,11 @@ def one_line(text: str) -> str:
     return " ".join(escaped(text).replace("](", "]\\(").split())
 
 
+def emphasised(caption: str) -> str:
+    """A caption as a paragraph."""
+    return caption and f"*{one_line(caption)}*"
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table, aligned where its cells are short."""
     lines = [[one_line(cell) for cell in row] for row in [headers, *rows]]
@@ -72,11 +81,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
-def caption(text: str) -> str:
-    """A caption as a paragraph."""
-    return f"*{one_line(text)}*" if text else ""
-
-
 def picture(path: Path, text: str, folder: Path) -> str:
     """A link to a picture."""
     link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
@@ -84,8 +88,8 @@ def picture(path: Path, text: str, folder: Path) -> str:
     return f"![{label}]({link})"
 
 
-def curves(block: Curves, folder: Path) -> list[str]:
-    """Their picture, and where each begins, ends and lies."""
+def ends(block: Curves) -> str:
+    """A table of where each curve begins, ends and lies."""
     rows = []
     for panel in block.panels:
         for line in panel.lines:
@@ -93,23 +97,18 @@ def curves(block: Curves, folder: Path) -> list[str]:
             shown = (known[0], known[-1], min(known), max(known)) if known else ()
             cells = [format_number(value) for value in shown] or [NOT_MEASURED] * 4
             rows.append([f"{panel.title} ({panel.unit})", line.label, *cells])
-    found = table(["panel", "curve", "first", "last", "lowest", "highest"], rows)
-    if block.picture:
-        return [picture(block.picture, block.caption, folder), found]
-    return [found, caption(block.caption)]
+    return table(["panel", "curve", "first", "last", "lowest", "highest"], rows)
 
 
 def completions(sample: Sample) -> list[str]:
     """A prompt in a block of code that it cannot end, and a table of its completions."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", sample.prompt)), default=0))
-    has_moments = any(frame.title for frame in sample.frames)
-    has_notes = any(c.note for frame in sample.frames for c in frame.completions)
-    headers = ["when"] * has_moments + ["system", "completion"] + [""] * has_notes
     rows = [
-        [frame.title] * has_moments
-        + [each.label, each.text if each.text.strip() else "*(empty)*"]
-        + [each.note] * has_notes
-        for frame in sample.frames
-        for each in frame.completions
+        (moment, each.label, each.text if each.text.strip() else "*(empty)*", each.note)
+        for moment, answers in sample.frames.items()
+        for each in answers
     ]
-    return [f"{fence}text\n{sample.prompt}\n{fence}", table(headers, rows)]
+    has_moments, has_notes = (any(row[i] for row in rows) for i in (0, 3))
+    shown = (has_moments, True, True, has_notes)
+    lines = [list(compress(row, shown)) for row in [("when", "system", "completion", ""), *rows]]
+    return [f"{fence}text\n{sample.prompt}\n{fence}", table(lines[0], lines[1:])]

@@ -19,18 +19,10 @@ def write_page(
     blocks: Sequence[Block],
     facts: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Write `report.html` and `report.md` of the same content.
+    """Write `report.html` and `report.md` of the same content; the files, none on ranks but 0.
 
-    No clock is read: the same blocks and facts give the same bytes.
-
-    Args:
-        output_dir: Made if it is not there.
-        title: Of the page.
-        blocks: In reading order.
-        facts: What stands below the title; by default what the folder's run says of itself.
-
-    Returns:
-        The files written, none on other ranks than 0.
+    The same blocks and facts give the same bytes. The facts stand below the title; by default they
+    are what the folder's run says of itself.
     """
     if not is_rank0():
         return []
@@ -38,21 +30,17 @@ def write_page(
     output_dir.mkdir(parents=True, exist_ok=True)
     facts = run_facts(output_dir) if facts is None else facts
     files = {
-        "report.html": html.page(title, facts, blocks),
-        "report.md": markdown.page(title, facts, blocks, output_dir),
+        output_dir / "report.html": html.page(title, facts, blocks),
+        output_dir / "report.md": markdown.page(title, facts, blocks, output_dir),
     }
-    for name, text in files.items():
+    for file, text in files.items():
         # A lone surrogate, which JSON may hold, is no character that a file could.
-        (output_dir / name).write_bytes(text.encode("utf-8", "replace"))
-    return [output_dir / name for name in files]
+        file.write_bytes(text.encode("utf-8", "replace"))
+    return list(files)
 
 
 def run_facts(run_dir: Path) -> dict[str, str]:
-    """Data set, seed, date, commit and machine of a run, as far as its folder says.
-
-    They come from the run's own `config.yaml` and `environment.json`, so a page that is written
-    again tomorrow says the same.
-    """
+    """Data set, seed, date and commit of a run, as far as its own files say; no clock is read."""
     config, environment = read_config(run_dir), read_environment(run_dir)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
     facts = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.distributed import is_rank0
 from common.record.folder import read_metrics
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, PREFIXES
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, recorded
 from common.report.blocks import Line, Panel
 
 Records = Sequence[Mapping[str, Any]]
@@ -104,16 +104,6 @@ def series(records: Records, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], values
 
 
-def recorded(records: Records, names: Sequence[str]) -> list[str]:
-    """Which of the metrics the records have; a prefix stands for all that begin with it."""
-    present = sorted({name for record in records for name in record})
-    found = [
-        [n for n in present if n == name or name in PREFIXES and n.startswith(name)]
-        for name in names
-    ]
-    return [name for each in found for name in each]
-
-
 def curve_panels(records: Records) -> list[Panel]:
     """The panels of `PANELS` of which the records have something."""
     found = [(title, unit, recorded(records, names)) for title, unit, names in PANELS]
@@ -122,6 +112,12 @@ def curve_panels(records: Records) -> list[Panel]:
         for title, unit, names in found
         if names
     ]
+
+
+def smoothed(line: Line) -> list[float] | None:
+    """The moving mean of a curve of many points, None of one that is shown as it is."""
+    is_short = len(line.y) <= SMOOTH_ABOVE
+    return None if line.exact or is_short else moving_mean(line.y, len(line.y) // 30)
 
 
 def moving_mean(values: Sequence[float], reach: int) -> list[float]:
@@ -135,23 +131,18 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
     return means
 
 
-def draw_line(axes: Any, line: Line, colour: str, dashes: str = "-") -> None:
-    """A curve; beyond `SMOOTH_ABOVE` points the points in pale and a moving mean on top."""
-    look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": dashes}
-    if len(line.y) <= SMOOTH_ABOVE or line.exact:
-        marker = "o" if len(line.y) <= MARK_BELOW else None
-        axes.plot(line.x, line.y, marker=marker, markersize=3, **look)
-        return
-    axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
-    axes.plot(line.x, moving_mean(line.y, len(line.y) // 30), **look)
-
-
 def draw_panel(
     axes: Any, panel: Panel, colours: Sequence[str] = COLOURS, dashes: Sequence[str] = ("-",)
 ) -> None:
-    """The curves of a panel, in these colours and dashes by turns."""
+    """The curves of a panel, in these colours and dashes by turns; long ones below their mean."""
     for line, colour, own_dashes in zip(panel.lines, cycle(colours), cycle(dashes)):
-        draw_line(axes, line, colour, own_dashes)
+        look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": own_dashes}
+        if (smooth := smoothed(line)) is not None:
+            axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
+            axes.plot(line.x, smooth, **look)
+        else:
+            marker = "o" if len(line.y) <= MARK_BELOW else None
+            axes.plot(line.x, line.y, marker=marker, markersize=3, **look)
     axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.x_label)
     axes.xaxis.get_major_locator().set_params(integer=True)  # of few steps it would label halves
     axes.margins(x=0.02)

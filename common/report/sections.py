@@ -1,68 +1,48 @@
 """Sections of a report about runs, from what their folders hold: curves, samples over training."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from common.evaluation.completions import FILE
+from common.evaluation import completions
+from common.evaluation.completions import Generation
 from common.losses import kl_estimate
 from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
-from common.report.blocks import (
-    Block,
-    Completion,
-    Curves,
-    Frame,
-    Sample,
-    SampleBrowser,
-    Section,
-    Token,
-)
+from common.report.blocks import Block, Completion, Curves, Sample, SampleBrowser, Section, Token
 from common.report.plots import Records, curve_panels
 
 Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
 MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and the page stays small
 MOST_COMPLETIONS = 8  # of a prompt at a moment
-LOGP, LOG_RATIO, KL, ADVANTAGE = (
-    "log-probability",
-    "log(policy / reference)",
-    "KL by k3",
-    "advantage",
-)
+TEXTS = ("step", "prompt", "completion", "chosen", "rejected")  # not noted beside a completion
+LOGP, LOG_RATIO = "log-probability", "log(policy / reference)"
+KL, ADVANTAGE = "KL by k3", "advantage"
 
 
-def completions_section(results: Mapping[str, Any], output_dir: Path) -> list[Section]:
-    """Every system's completion of the first held-out prompts, with what it was worth.
-
-    From `completions.jsonl` in the folder; without it, from the samples in `results.json`.
-    """
-    lines = read_jsonl(output_dir / FILE)[:MOST_PROMPTS]
-    found = [(row["prompt"], {"reference": row["reference"], **row["systems"]}) for row in lines]
-    for sample in [] if lines else results.get("samples", []):
-        texts = {"reference": sample.get("reference"), **sample["completions"]}
-        own = {name: {"completion": t} for name, t in texts.items() if t is not None}
-        found.append((sample["prompt"], own))
-    samples = [
-        Sample(prompt, [Frame("", [measured(name, own) for name, own in answers.items() if own])])
-        for prompt, answers in found
-    ]
+def completions_section(output_dir: Path) -> list[Section]:
+    """Every system's completion of the first held-out prompts, with what it was worth."""
+    samples = []
+    for row in completions.read(output_dir)[:MOST_PROMPTS]:
+        answers = {"reference": row.reference, **row.systems}
+        shown = [measured(name, own) for name, own in answers.items() if own]
+        samples.append(Sample(row.prompt, {"": shown}))
     caption = "The first held-out prompts, completed by every policy."
     return [Section("Completions", [SampleBrowser(samples, caption)])] if samples else []
 
 
-def measured(name: str, generation: Row) -> Completion:
-    """A line's completion by a system, with its rewards, KL and length."""
-    values = {**(generation.get("rewards") or {}), "KL": generation.get("kl")}
+def measured(name: str, own: Generation) -> Completion:
+    """A system's completion with its rewards, KL and length."""
+    values = {**own.rewards, "KL": own.kl}
     notes = [f"{k} {format_number(v)}" for k, v in values.items() if v is not None]
-    if generation.get("num_tokens") is not None:
-        notes.append(f"{generation['num_tokens']} tokens")
-        notes.append(f"stopped by {'stop token' if generation['stopped'] else 'length limit'}")
-    return Completion(name, generation["completion"], ", ".join(notes))
+    stop = "stop token" if own.stopped else "length limit"
+    notes += [f"{own.num_tokens} tokens", f"stopped by {stop}"]
+    return Completion(name, own.completion, ", ".join(notes))
 
 
 # --- runs ---
@@ -94,14 +74,15 @@ def by_run(title: str, found: Mapping[str, Block]) -> list[Section]:
 def training_browser(records: Sequence[Row]) -> SampleBrowser:
     """The rows of `samples.jsonl` by prompt and step."""
     steps = list(dict.fromkeys(record["step"] for record in records))
-    shown = spread(steps, MOST_FRAMES)
+    places = np.linspace(0, len(steps) - 1, min(len(steps), MOST_FRAMES))
+    shown = [steps[round(place)] for place in places]
     by_prompt: dict[str, dict[int, list[Row]]] = {}
     for record in records:
         if record["step"] in shown:
             moments = by_prompt.setdefault(str(record.get("prompt", "")), {})
             moments.setdefault(record["step"], []).append(record)
     samples = [
-        Sample(prompt, [Frame(f"step {step}", completions(rows)) for step, rows in moments.items()])
+        Sample(prompt, {f"step {step}": training_texts(rows) for step, rows in moments.items()})
         for prompt, moments in by_prompt.items()
     ]
     caption = "Fixed prompts at the steps where the run took samples."
@@ -112,42 +93,27 @@ def training_browser(records: Sequence[Row]) -> SampleBrowser:
     return SampleBrowser(samples, caption + colour_note(records))
 
 
-def spread(values: Sequence[int], number: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and the last among them."""
-    if len(values) <= number:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (number - 1))] for i in range(number)]
+def training_texts(rows: Sequence[Row]) -> list[Completion]:
+    """The first completions that a run wrote for a prompt, and the pairs that it trains on.
 
-
-def completions(rows: Sequence[Row]) -> list[Completion]:
-    """The first completions that a run wrote for a prompt, and the pairs that it trains on."""
+    The other columns of a row are noted, and of tokens the sum of their log-ratios.
+    """
     found: list[Completion] = []
     for number, row in enumerate(rows[:MOST_COMPLETIONS], start=1):
-        if "completion" in row:
-            label = f"completion {number}" if len(rows) > 1 else "completion"
-            found.append(completion(label, row["completion"], note_of(row), row_tokens(row)))
-        for side in ("chosen", "rejected"):
-            tokens = row_tokens(row, f"{side}_")
-            if side in row or tokens:
-                text = row.get(side) or "".join(token.text for token in tokens)
-                score = row.get(f"{side} score")
-                note = "" if score is None else f"score {format_number(score)}"
-                found.append(completion(side, text, note, tokens))
+        other = {k: v for k, v in row.items() if k not in TEXTS and not isinstance(v, list | dict)}
+        for name in ("completion", "chosen", "rejected"):
+            is_own = name == "completion"
+            tokens = row_tokens(row, "" if is_own else f"{name}_")
+            if name in row or (tokens and not is_own):
+                text = str(row.get(name, "".join(token.text for token in tokens)))
+                score = {"score": row[f"{name} score"]} if f"{name} score" in row else {}
+                notes = dict(other) if is_own else score
+                if any(LOG_RATIO in token.values for token in tokens):
+                    notes[LOG_RATIO] = sum(token.values[LOG_RATIO] for token in tokens)
+                note = ", ".join(f"{k} {format_cell(v)}" for k, v in notes.items())
+                label = f"{name} {number}" if is_own and len(rows) > 1 else name
+                found.append(Completion(label, text, note, tokens))
     return found
-
-
-def note_of(row: Row) -> str:
-    """The columns of a row that are neither texts of the sample nor lists."""
-    hidden = ("step", "prompt", "completion", "chosen", "rejected")
-    shown = {k: v for k, v in row.items() if k not in hidden and not isinstance(v, list | dict)}
-    return ", ".join(f"{name} {format_cell(value)}" for name, value in shown.items())
-
-
-def completion(label: str, text: str, note: str, tokens: Sequence[Token]) -> Completion:
-    """A completion; where its tokens have a log-ratio to the reference, their sum is noted."""
-    ratios = [token.values[LOG_RATIO] for token in tokens if LOG_RATIO in token.values]
-    parts = [note, f"{LOG_RATIO} {format_number(sum(ratios))}" if ratios else ""]
-    return Completion(label, str(text), ", ".join(filter(None, parts)), tokens)
 
 
 def row_tokens(row: Row, prefix: str = "") -> list[Token]:
@@ -158,24 +124,19 @@ def row_tokens(row: Row, prefix: str = "") -> list[Token]:
         prefix: Of those names: "chosen_" or "rejected_" for the completions of a pair.
     """
     texts, logps = row.get(f"{prefix}tokens"), row.get(f"{prefix}token_logps")
-    if not texts or not logps or len(texts) != len(logps):
+    if not texts or not logps:
         return []
     columns: dict[str, list[float]] = {}
-    ref_logps = row.get(f"ref_{prefix}token_logps")
-    if ref_logps and len(ref_logps) == len(texts):
+    if ref_logps := row.get(f"ref_{prefix}token_logps"):
         pair = (torch.tensor(logps), torch.tensor(ref_logps))
         columns[LOG_RATIO] = kl_estimate(*pair, estimator="k1").tolist()
         if not prefix:  # an estimate of the KL only where the policy itself drew the tokens
             columns[KL] = kl_estimate(*pair, estimator="k3").tolist()
-    advantage = row.get("advantage")
-    if not prefix and isinstance(advantage, float) and math.isfinite(advantage):
-        columns[ADVANTAGE] = [advantage] * len(texts)
+    if not prefix and row.get("advantage") is not None:
+        columns[ADVANTAGE] = [row["advantage"]] * len(texts)
     columns[LOGP] = logps
-    values = zip(*columns.values(), strict=True)
-    return [
-        Token(text, dict(zip(columns, of_token, strict=True)))
-        for text, of_token in zip(texts, values, strict=True)
-    ]
+    values = (dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True))
+    return list(map(Token, texts, values))
 
 
 def colour_note(records: Sequence[Row]) -> str:

@@ -7,7 +7,6 @@ from common.evaluation.comparison import NUM_BINS
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES
-from common.record.terminal import markdown_table
 from common.report.blocks import Section, Table, Text
 
 Comparison = Mapping[str, Any]  # what `comparison.compare` returns
@@ -50,17 +49,26 @@ CALIBRATION_NOTE = (
 
 def comparison_sections(comparison: Comparison) -> list[Section]:
     """All tables of a comparison in the order of a report, with what must be known to read them."""
+    systems, of_systems = comparison["systems"], comparison["calibration"].items()
     accuracy_note = f"{num_compared(comparison)}; {ACCURACY_NOTE}"
     found = {
         "Preference accuracy of every system": (accuracy_table(comparison), accuracy_note),
         "Differences on the same pairs": (difference_table(comparison), DIFFERENCES_NOTE),
     }
-    for split in comparison["systems"][0]["accuracy_by"]:
+    for split, parts in systems[0]["accuracy_by"].items():
+        headers = ["system", *(f"{part} ({own['num_pairs']:,})" for part, own in parts.items())]
+        rows = [
+            [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
+            for system in systems
+        ]
         note = f"{SPLIT_NOTES[split]} {SPLIT_INTERVALS}"
-        found[f"Accuracy by {split}"] = (split_table(comparison, split), note)
-    found["Calibration"] = (calibration_table(comparison), CALIBRATION_NOTE)
-    tables = {title: (table, Text(note)) for title, (table, note) in found.items() if table.rows}
-    return [Section(title, blocks) for title, blocks in tables.items()]
+        found[f"Accuracy by {split}"] = (Table(headers, rows), note)
+    headers = ["system", "ECE", "ECE by chance", "log loss"]
+    keys = ("ece", "ece_by_chance", "log_loss")
+    rows = [[name, *(f"{own[key]:.3f}" for key in keys)] for name, own in of_systems]
+    found["Calibration"] = (Table(headers, rows), CALIBRATION_NOTE)
+    shown = {title: (table, Text(note)) for title, (table, note) in found.items() if table.rows}
+    return [Section(title, blocks) for title, blocks in shown.items()]
 
 
 def num_compared(comparison: Comparison) -> str:
@@ -101,38 +109,16 @@ def difference_table(comparison: Comparison) -> Table:
     return Table(headers, rows)
 
 
-def split_table(comparison: Comparison, split: str) -> Table:
-    """Accuracy by part."""
-    systems = comparison["systems"]
-    parts = systems[0]["accuracy_by"][split]
-    headers = [f"{part} ({found['num_pairs']:,})" for part, found in parts.items()]
-    rows = [
-        [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
-        for system in systems
-    ]
-    return Table(["system", *headers], rows)
-
-
-def calibration_table(comparison: Comparison) -> Table:
-    """Calibration error and log loss of the systems that give log odds."""
-    rows = [
-        [name, *(f"{found[key]:.3f}" for key in ("ece", "ece_by_chance", "log_loss"))]
-        for name, found in comparison["calibration"].items()
-    ]
-    return Table(["system", "ECE", "ECE by chance", "log loss"], rows)
-
-
 def summary(comparison: Comparison) -> str:
     """The accuracies and who is better than whom, for the terminal."""
-    table = accuracy_table(comparison)
     return (
-        f"{num_compared(comparison)}\n\n{markdown_table(table.headers, table.rows)}\n\n"
+        f"{num_compared(comparison)}\n\n{accuracy_table(comparison)}\n\n"
         f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
         f"above {LEVEL}\n\n{difference_matrix(comparison)}"
     )
 
 
-def difference_matrix(comparison: Comparison) -> str:
+def difference_matrix(comparison: Comparison) -> Table:
     """Every system against every other, the columns by number."""
     names = [system["name"] for system in comparison["systems"]]
     cells = {(name, name): SAME for name in names}
@@ -140,12 +126,9 @@ def difference_matrix(comparison: Comparison) -> str:
         mark = NO_DIFFERENCE if d["prompt_p_value"] > LEVEL else ""
         cells[d["first"], d["second"]] = signed(d["difference"]) + mark
         cells[d["second"], d["first"]] = signed(-d["difference"]) + mark
-    numbers = [str(i) for i in range(1, len(names) + 1)]
-    rows = [
-        [f"{i} {row}", *(cells[row, column] for column in names)]
-        for i, row in zip(numbers, names, strict=True)
-    ]
-    return markdown_table(["system", *numbers], rows)
+    numbered = {f"{i} {name}": name for i, name in enumerate(names, start=1)}
+    rows = [[row, *(cells[name, other] for other in names)] for row, name in numbered.items()]
+    return Table(["system", *(row.split()[0] for row in numbered)], rows)
 
 
 def signed(share: float) -> str:
@@ -199,21 +182,13 @@ WIN_RATE_NOTES = [
 
 
 def generation_tables(results: Mapping[str, Any]) -> list[Table]:
-    """The tables of `results.json`; one without a row is left out."""
+    """What completions are like (`completions.summary`), what judges give them, and who wins.
+
+    A table without a row is left out.
+    """
     own = results.get("reference_completions")
     systems = [*results["systems"], *([{**own, "name": REFERENCE}] if own else [])]
-    found = [
-        quality_table(systems),
-        reward_table(systems),
-        win_rate_table(results.get("win_rates") or []),
-    ]
-    return [table for table in found if table.rows]
-
-
-def quality_table(systems: Sequence[Mapping[str, Any]]) -> Table:
-    """What the completions of systems with `completions.summary` are like."""
-    headers = ["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"]
-    rows = [
+    quality = [
         [
             system["name"],
             *(interval_cell(system.get(k), s, d) for k, (_, s, d) in QUALITY.items()),
@@ -222,18 +197,18 @@ def quality_table(systems: Sequence[Mapping[str, Any]]) -> Table:
         for system in systems
         if system.get("distinct_completions") is not None
     ]
-    return Table(headers, rows)
-
-
-def reward_table(systems: Sequence[Mapping[str, Any]]) -> Table:
-    """Mean reward of the systems' completions by every judge of single completions."""
-    measured = [system for system in systems if system.get("rewards")]
-    judges = list(dict.fromkeys(judge for system in measured for judge in system["rewards"]))
-    rows = [
+    judged = [system for system in systems if system.get("rewards")]
+    judges = list(dict.fromkeys(judge for system in judged for judge in system["rewards"]))
+    rewards = [
         [system["name"], *(interval_cell(system["rewards"].get(j), 1, 3) for j in judges)]
-        for system in measured
+        for system in judged
     ]
-    return Table(["system", *judges], rows)
+    found = [
+        Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
+        Table(["system", *judges], rewards),
+        win_rate_table(results.get("win_rates") or []),
+    ]
+    return [table for table in found if table.rows]
 
 
 def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:

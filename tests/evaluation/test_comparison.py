@@ -217,7 +217,7 @@ def test_pairs_of_one_prompt_show_no_difference():
     assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
     (difference,) = found["differences"]
     assert (difference["low"], difference["prompt_p_value"]) == (None, 1)
-    assert "+60.0?" in tables.difference_matrix(found)
+    assert "+60.0?" in str(tables.difference_matrix(found))
     assert tables.accuracy_table(found).rows[1][3] == "\N{EN DASH}"
     assert tables.with_interval(accuracy) == "40.0"
 
@@ -310,7 +310,7 @@ def test_tables_show_every_system_and_its_numbers():
     first = by_title["Preference accuracy of every system"].rows[0]
     assert first[:2] == ["rm3", f"{100 * accuracy['accuracy']:.1f}"]
     assert [row[0] for row in by_title["Differences on the same pairs"].rows] == ["rm3 - lm3"]
-    matrix = tables.difference_matrix(found).splitlines()
+    matrix = str(tables.difference_matrix(found)).splitlines()
     gain = found["differences"][1]["difference"]  # the first system minus the third
     assert gain != 0
     assert f"{100 * gain:+.1f}" in matrix[2]

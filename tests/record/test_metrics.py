@@ -416,9 +416,8 @@ def test_a_run_goes_on_without_wandb(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail, Settings=dict))
     run = logger(tmp_path, report_to="wandb")
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warnings == [
-        f"warning: wandb did not start (no route to host); metrics go to {tmp_path} only."
-    ]
+    reason = "no route to host second line"
+    assert warnings == [f"warning: wandb did not start ({reason}); metrics go to {tmp_path} only."]
     run.log(1, {"loss": 1.0})
     run.close()
     assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]
@@ -437,7 +436,7 @@ def test_a_run_outlives_wandb_that_fails_on_the_way(
     calls = dict.fromkeys(("log", "finish", "define_metric"), lambda *_, **__: None)
     calls |= {broken: fail}
     wandb = SimpleNamespace(
-        init=lambda **_: SimpleNamespace(**calls),
+        init=lambda **_: SimpleNamespace(summary={}, **calls),
         Settings=dict,
         Table=calls.get("Table", dict),
     )

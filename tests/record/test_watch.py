@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from common.record import watch
+from common.record.glossary import recorded
 from common.record.watch import (
     Run,
     duration,
     find_runs,
-    metric_names,
     picture,
     seconds_per_step,
     sparkline,
@@ -112,9 +112,9 @@ def test_how_long_a_run_takes_by_hand(tmp_path: Path) -> None:
     assert total_steps(run_of(tmp_path / "b", "max_steps: 0\nnum_train_epochs: 3.0\n", half)) == 120
     assert total_steps(run_of(tmp_path / "c", "max_steps: 0\nnum_train_epochs: 3.0\n")) is None
     run = run_of(tmp_path / "d", "max_steps: 40\n", *lines)
-    shown = watch.progress(run, run.changed + 5)
+    bar, shown = watch.progress(run, run.changed + 5)
     assert shown == "step 20 of 40, 12 s per step, 3 min so far, 4 min left, last line 5 s ago"
-    assert watch.progress_bar(run, plain=False) == 15 * watch.BAR[0] + 15 * watch.BAR[1]
+    assert bar == 15 * watch.DONE + 15 * watch.LEFT
     assert [duration(s) for s in (3, 89, 91, 5460, 11100)] == [
         *("3 s", "89 s", "2 min", "1 h 31 min", "3 h 05 min")
     ]
@@ -124,23 +124,22 @@ def test_how_long_a_run_takes_by_hand(tmp_path: Path) -> None:
 
 
 def test_sparklines_by_hand() -> None:
-    assert sparkline([0, 1, 2, 3], [0.0, 1.0, 0.5, 2.0], 4, "abcde") == "acbe"
-    assert sparkline([0, 1, 2, 3], [0.0, 2.0, 4.0, 6.0], 2, "abcde") == "ae"  # means 1 and 5
-    assert sparkline([0, 4], [1.0, 0.0], 4, "ab") == "bbba"
-    assert sparkline([1], [1.0], 2, "abc") == " b"
-    assert sparkline([2, 4], [3.0, 3.0], 4, "abc") == "  bb"
+    assert sparkline([0, 1, 2, 3], [0.0, 4.0, 2.0, 7.0], 4) == "▁▅▃█"
+    assert sparkline([0, 1, 2, 3], [0.0, 2.0, 4.0, 6.0], 2) == "▁█"  # means 1 and 5
+    assert sparkline([0, 4], [1.0, 0.0], 4) == "███▁"
+    assert sparkline([1], [1.0], 2) == " ▅"
+    assert sparkline([2, 4], [3.0, 3.0], 4) == "  ▅▅"
     assert sparkline([], [], 3) == "   "
 
 
 def test_metrics_are_shown_in_a_fixed_order_with_those_of_reward_functions() -> None:
     records = [{"step": 1, "kl": 1.0, "reward/b": 1.0, "tokens": 5.0}, {"step": 1, "loss": 1.0}]
     records += [{"step": 2, "reward/a": 1.0, "reward": 1.0, "elapsed_minutes": 1.0}]
-    assert metric_names(records) == ["loss", "reward", "reward/a", "reward/b", "kl"]
+    assert recorded(records, watch.SHOWN) == ["loss", "reward", "reward/a", "reward/b", "kl"]
 
 
 @pytest.mark.parametrize(("width", "height"), [(200, 50), (79, 23), (30, 8)])
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_picture_fits_the_window(tmp_path: Path, width: int, height: int, plain: bool) -> None:
+def test_a_picture_fits_the_window(tmp_path: Path, width: int, height: int) -> None:
     names = watch.SHOWN
     lines = [{"step": s, "elapsed_minutes": s / 9, **dict.fromkeys(names, s / 7)} for s in range(9)]
     lines.append({"step": 9, "loss": None, "reward/\x1b[31m\n": 1.0})
@@ -150,7 +149,7 @@ def test_a_picture_fits_the_window(tmp_path: Path, width: int, height: int, plai
     append(run.folder / "samples.jsonl", row, row | {"prompt": "other", "reward": 1.0})
     run.read()
     other = Run(tmp_path / "none", "none")
-    text = picture([other, run], width, height, run.changed, plain)
+    text = picture([other, run], width, height, run.changed)
     assert max(map(len, text.split("\n"))) <= width
     assert len(text.split("\n")) <= height
     assert "\x1b" not in text
@@ -158,15 +157,15 @@ def test_a_picture_fits_the_window(tmp_path: Path, width: int, height: int, plai
         assert "loss" in text
         assert "samples at step 8" in text
         assert "tokens" not in text.replace("tokens_per_second", "")
-    if plain:
-        assert not set(text) & {*watch.BLOCKS, *watch.BAR}
+    assert set(text) & {*watch.BLOCKS}
+    assert not set(text.translate(watch.PLAIN)) & {*watch.BLOCKS, watch.DONE, watch.LEFT}
 
 
 def test_the_run_that_wrote_last_is_shown_whole(tmp_path: Path) -> None:
     old = run_of(tmp_path / "sft", "max_steps: 2\n", {"step": 2, "loss": 1.0})
     new = run_of(tmp_path / "dpo", "max_steps: 2\n", {"step": 1, "accuracy": 0.5})
     old.changed, new.changed = 1.0, 2.0
-    text = picture([old, new, Run(tmp_path / "grpo", "grpo")], 100, 40, 3.0, False)
+    text = picture([old, new, Run(tmp_path / "grpo", "grpo")], 100, 40, 3.0)
     first, second, third, *rest = text.split("\n")
     assert first.startswith("sft")
     assert "all steps made" in first

@@ -123,14 +123,17 @@ def test_verdicts_come_back_as_win_rates(evaluation, capsys):
 
 
 BAD_VERDICTS = {
-    "unknown": (lambda v: [*v, {"id": "nobody", "winner": "tie"}], "no comparison 'nobody'"),
-    "doubled": (lambda v: [*v, v[0]], "is there twice"),
+    "unknown": (lambda v: [*v, {"id": "nobody", "winner": "tie"}], "line 7: `id` is 'nobody'"),
+    "doubled": (lambda v: [*v, v[0]], "line 7: .* each once"),
     "missing": (lambda v: v[2:], "no verdict on 2 of 6 comparisons"),
-    "neither": (lambda v: [{**v[0], "winner": "dpo"}, *v[1:]], "line 1: winner is 'dpo'"),
-    "number": (lambda v: [{**v[0], "winner": 1}, *v[1:]], "winner is 1; it must be first"),
-    "list": (lambda v: [{**v[0], "id": ["x"]}, *v[1:]], "no comparison"),
-    "no_winner": (lambda v: [{"id": v[0]["id"]}, *v[1:]], "needs `id` and `winner`"),
-    "no_object": (lambda v: [3, *v], "needs `id` and `winner`"),
+    "neither": (lambda v: [{**v[0], "winner": "dpo"}, *v[1:]], "line 1: .* `winner` 'dpo'"),
+    "number": (
+        lambda v: [{**v[0], "winner": 1}, *v[1:]],
+        "`winner` '1'; .* winner first, second, tie",
+    ),
+    "list": (lambda v: [{**v[0], "id": ["x"]}, *v[1:]], "id of a comparison"),
+    "no_winner": (lambda v: [{"id": v[0]["id"]}, *v[1:]], "line 1: .* `winner` 'None'"),
+    "no_object": (lambda v: [3, *v], "line 1: `id` is 'None'"),
     "none": (lambda v: [], "no verdict on 6 of 6"),
 }
 

@@ -13,11 +13,13 @@ import pytest
 from PIL import Image
 
 from common.config import parse
+from common.evaluation import completions
+from common.evaluation.completions import Answers, Generation
 from common.record.glossary import METRICS
 from common.report import chain, figures, plots
-from common.report.blocks import Line
-from common.report.chain import chain_report, results_table
-from common.report.plots import PANELS, draw_line, moving_mean, plot_run, series
+from common.report.blocks import Line, Panel
+from common.report.chain import chain_report, systems_table
+from common.report.plots import PANELS, draw_panel, moving_mean, plot_run, series
 from evaluate import EvaluateConfig
 
 
@@ -70,13 +72,6 @@ def results() -> dict[str, Any]:
         "systems": [
             system("SFT", kl=None),
             system("Reward model", **nothing, accuracy=accuracy(0.8125, 0.75, 0.86, num_ties=3)),
-        ],
-        "samples": [
-            {
-                "prompt": "A post.\n\nTL;DR:",
-                "reference": " The facts.",
-                "completions": {"SFT": " One <|endoftext|>\nline", "GRPO": ""},
-            }
         ],
     }
 
@@ -152,7 +147,7 @@ def test_what_is_drawn_is_what_was_recorded() -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
-    draw_line(axes, Line("loss", [1, 2, 3], [0.5, 0.25, 0.125]), "black")
+    draw_panel(axes, Panel("Loss", "loss", [Line("loss", [1, 2, 3], [0.5, 0.25, 0.125])]))
     (line,) = axes.get_lines()
     assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25], [3, 0.125]]
 
@@ -169,7 +164,7 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_table_by_hand(results: dict[str, Any]) -> None:
-    lines = results_table(results).splitlines()
+    lines = str(systems_table(results)).splitlines()
     assert len({len(line) for line in lines}) == 1  # aligned
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     sft = ["SFT", "50.0 [43.0, 57.0]", "84.2", "0.550 [0.500, 0.600]"]
@@ -179,8 +174,8 @@ def test_the_table_by_hand(results: dict[str, Any]) -> None:
     assert len(cells[0]) == len(reward)
     assert not {"RM score [95% CI]", "KL"} & set(cells[0])  # columns of nothing
     results["attainable_accuracy"] = None
-    assert "84.2" not in results_table(results)
-    assert "attainable" not in results_table(results)
+    assert "84.2" not in str(systems_table(results))
+    assert "attainable" not in str(systems_table(results))
 
 
 def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
@@ -195,7 +190,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
         name: {"mean": mean, "low": mean - 0.1, "high": mean + 0.1}
         for name, mean in (("Reward model", 2.0), ("positive", 0.891), ("short", 0.25))
     }
-    headers, _, row, empty = (line.split("|") for line in results_table(results).splitlines())
+    headers, _, row, empty = (line.split("|") for line in str(systems_table(results)).splitlines())
     assert [h.strip() for h in headers[4:6]] == ["positive [95% CI]", "short [95% CI]"]
     assert [c.strip() for c in row[4:6]] == ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]"]
     assert empty[4].strip() == "–"
@@ -214,20 +209,25 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
     results["dataset"] = "/home/someone/data/pairs"
+    made = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}
+    systems = {name: Generation(text, 9, True) for name, text in made.items()}
+    own = Generation(" The facts.", 3, True)
+    (tmp_path / "eval").mkdir()
+    completions.write([Answers(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval")
     written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
     names = ["report.html", "report.md", "plots/summary.png"]
     assert written == [tmp_path / "eval" / name for name in names]
     text = written[1].read_text()
     assert text.startswith("# Results on data/pairs\n")
-    assert results_table(results) in text
+    assert str(systems_table(results)) in text
     assert "(plots/summary.png)" in text
     assert "(../the%20run/plots/curves.png)" in text
     assert "| Loss (loss) |  loss |     1 | 0.0101 | 0.0101 |       1 |" in text
     assert "none/plots" not in text
     rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
-    assert ["| SFT", "One &lt;\\|endoftext\\|> line |"] in rows
-    assert ["| reference", "The facts. |"] in rows
-    assert ["| GRPO", "*(empty)* |"] in rows
+    assert ["| SFT", "One &lt;\\|endoftext\\|> line", "9 tokens, stopped by stop token |"] in rows
+    assert ["| reference", "The facts.", "3 tokens, stopped by stop token |"] in rows
+    assert ["| GRPO", "*(empty)*", "9 tokens, stopped by stop token |"] in rows
     assert "Ties: SFT 0, Reward model 3." in text
     assert "84.2%" in text
     assert ink(written[2]) > 0.01
@@ -236,7 +236,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
 def test_a_chain_without_gold_rewards_or_runs_is_reported(
     tmp_path: Path, results: dict[str, Any]
 ) -> None:
-    results |= {"attainable_accuracy": None, "samples": []}
+    results["attainable_accuracy"] = None
     for each in results["systems"]:
         each["gold_reward"] = None
     _, report_path, picture = chain_report(results, {}, tmp_path)

@@ -20,7 +20,6 @@ import pytest
 from common.report.blocks import (
     Completion,
     Curves,
-    Frame,
     Line,
     Panel,
     Picture,
@@ -67,12 +66,11 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
         Line(text, range(100), [math.sin(x / 9) for x in range(100)]),
         Line("eval", [0, 50, 99], [1, math.nan, -1], exact=True),
     ]
-    frames = [
-        Frame(
-            f"step {s}", [Completion("chosen", text, f"at {s}"), Completion(text, "my cat", text)]
-        )
+    frames = {
+        f"step {s}": [Completion("chosen", text, f"at {s}"), Completion(text, "my cat", text)]
         for s in (10, 20, 30)
-    ]
+    }
+    first = {name: frames[name] for name in ("step 10", "step 20")}
     evil = Token(text, {"log ratio": 3.0, "KL": 9.0})
     coloured = [Completion("completion 1", "my cat", "", tokens()), Completion("empty", " ")]
     hostile = [Completion("completion", "my cat", "", [*tokens(), evil])]
@@ -92,9 +90,9 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
         Section(
             "Samples",
             [
-                SampleBrowser([Sample(text, frames), Sample("second", frames[:2])], text),
-                SampleBrowser([Sample("tokens", [Frame("", coloured)])]),
-                SampleBrowser([Sample("tokens", [Frame("", hostile)])]),
+                SampleBrowser([Sample(text, frames), Sample("second", first)], text),
+                SampleBrowser([Sample("tokens", {"": coloured})]),
+                SampleBrowser([Sample("tokens", {"": hostile})]),
             ],
         ),
     ]
@@ -139,7 +137,7 @@ def test_what_a_model_wrote_is_text_wherever_it_stands(tmp_path: Path) -> None:
 
 def test_texts_of_a_model_become_no_links_and_obey_no_terminal(tmp_path: Path) -> None:
     table = Table([LINK, "b"], [[LINK, "\x1b[2J"]])
-    browser = SampleBrowser([Sample(LINK, [Frame("", [Completion("a", LINK)])])])
+    browser = SampleBrowser([Sample(LINK, {"": [Completion("a", LINK)]})])
     html, text = write_page(tmp_path, "Title", [table, browser], {})
     assert "<a " not in html.read_text()
     assert html.read_text().count(LINK) == 4
@@ -312,8 +310,8 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 
 
 def test_ticks_are_written_with_all_their_digits() -> None:
-    labels = [tick_label(value) for value in (0.0, 1.5e-4, 5e-5, -0.25, 1234.5, 2e5)]
-    assert labels == ["0", "1.5e-4", "5e-5", "\N{MINUS SIGN}0.25", "1,234.5", "2e5"]
+    labels = [tick_label(value) for value in (0.0, 1.5e-4, -0.25, 1234.5, 2e5)]
+    assert labels == ["0", "0.00015", "\N{MINUS SIGN}0.25", "1,234.5", "200,000"]
 
 
 # --- in a browser ---

@@ -15,7 +15,7 @@ from ranks import launch, run_stages
 
 from common.data import Example
 from common.record.jsonl import read_jsonl
-from common.report.blocks import Completion, Frame
+from common.report.blocks import Completion
 from common.report.plots import curve_panels
 from common.report.sections import (
     ADVANTAGE,
@@ -27,7 +27,6 @@ from common.report.sections import (
     completions_section,
     row_tokens,
     samples_section,
-    spread,
     training_browser,
 )
 from common.sampling import token_records
@@ -185,14 +184,11 @@ def test_samples_are_grouped_by_prompt_and_step() -> None:
     ]
     browser = training_browser(rows)
     assert [sample.prompt for sample in browser.samples] == ["a", "b"]
-    second = browser.samples[1].frames[1]
-    assert second == Frame(
-        "step 10",
-        [
-            Completion("completion 1", "b100", "reward 0", []),
-            Completion("completion 2", "b101", "reward 0.25", []),
-        ],
-    )
+    assert list(browser.samples[1].frames) == ["step 5", "step 10"]
+    assert browser.samples[1].frames["step 10"] == [
+        Completion("completion 1", "b100", "reward 0", []),
+        Completion("completion 2", "b101", "reward 0.25", []),
+    ]
     assert "Colours" not in browser.caption
 
 
@@ -200,7 +196,7 @@ def test_pairs_of_a_reward_model_show_chosen_and_rejected() -> None:
     scores = {"chosen score": 1.5, "rejected score": -0.25}
     row = {"step": 1, "prompt": "p", "chosen": "good", "rejected": "", **scores}
     (sample,) = training_browser([row]).samples
-    assert sample.frames[0].completions == [
+    assert sample.frames["step 1"] == [
         Completion("chosen", "good", "score 1.5", []),
         Completion("rejected", "", "score -0.25", []),
     ]
@@ -213,12 +209,10 @@ def test_long_runs_are_shortened_and_the_caption_says_so() -> None:
     browser = training_browser(rows)
     frames = browser.samples[0].frames
     assert len(frames) == MOST_FRAMES
-    assert (frames[0].title, frames[-1].title) == ("step 0", "step 49")
-    assert len(frames[0].completions) == MOST_COMPLETIONS
+    assert list(frames) == [f"step {step}" for step in (0, 7, 14, 21, 28, 35, 42, 49)]
+    assert len(frames["step 0"]) == MOST_COMPLETIONS
     assert f"{MOST_FRAMES} of the 50 steps" in browser.caption
     assert f"first {MOST_COMPLETIONS} completions" in browser.caption
-    assert spread([1, 2, 3], 3) == [1, 2, 3]
-    assert spread(list(range(10)), 4) == [0, 3, 6, 9]
 
 
 def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
@@ -227,9 +221,10 @@ def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     assert [inner.title for inner in section.blocks] == ["grpo", "dpo", "sft"]
     assert samples_section({"none": runs[1] / "none"}) == []
     browser = section.blocks[1].blocks[0]
-    labels = [each.label for each in browser.samples[0].frames[0].completions]
+    (first, *_) = browser.samples[0].frames.values()
+    labels = [each.label for each in first]
     assert labels == ["completion", "chosen", "rejected"]
-    assert all(c.tokens for c in browser.samples[0].frames[0].completions)
+    assert all(c.tokens for c in first)
     assert "log-ratio to the reference" in browser.caption
 
 
@@ -245,17 +240,14 @@ def test_panels_hold_what_was_logged() -> None:
 
 
 def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None:
-    results = {"samples": [{"prompt": "p", "reference": None, "completions": {"SFT": "short"}}]}
-    (section,) = completions_section(results, tmp_path)
-    assert section.blocks[0].samples[0].frames[0].completions == [Completion("SFT", "short")]
     own = {"completion": "a reference", "num_tokens": 3, "stopped": True, "rewards": {"gold": 1.0}}
     made = {"completion": "made", "num_tokens": 4, "stopped": False, "kl": 2.25}
     made["rewards"] = {"gold": None, "rm": 0.5}
     line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}, "verdicts": []}
     (tmp_path / "completions.jsonl").write_text(json.dumps(line) + "\n")
-    (section,) = completions_section(results, tmp_path)
-    assert section.blocks[0].samples[0].frames[0].completions == [
+    (section,) = completions_section(tmp_path)
+    assert section.blocks[0].samples[0].frames[""] == [
         Completion("reference", "a reference", "gold 1, 3 tokens, stopped by stop token"),
         Completion("SFT", "made", "rm 0.5, KL 2.25, 4 tokens, stopped by length limit"),
     ]
-    assert completions_section({}, tmp_path / "none") == []
+    assert completions_section(tmp_path / "none") == []
