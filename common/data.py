@@ -4,10 +4,11 @@
 gives each rank its rows as a function of the step; `pack` puts them into micro-batches by length.
 """
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,94 +16,35 @@ from common import distributed
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
-from common.padding import AnyBatch, make_batch
-
-if TYPE_CHECKING:
-    from common.text.rows import Kind
+from common.padding import MAKERS, AnyBatch
+from common.text.example import Example as Example
 
 MOST_FILLER = 10_000  # rows of a batch that is larger than its data set
-
-
-@dataclass
-class Example:
-    """A prompt with its K completions as token ids.
-
-    Attributes:
-        row: Index into the rows it was made from.
-        prompt: The prompt's text, after truncation.
-        prompt_ids: Ids of `prompt`, never empty.
-        completions: K lists of ids (sft 1, preference 2: chosen, rejected; prompts 0), each ending
-            in the stop token unless it was truncated.
-        columns: The row's other columns, for reward functions and reports.
-        source: Where the row comes from, as `row_source` tells before truncation.
-        messages: The prompt as messages, empty if the row holds text.
-    """
-
-    row: int
-    prompt: str
-    prompt_ids: list[int]
-    completions: list[list[int]]
-    columns: dict[str, Any]
-    source: str = "other"
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, once, and of its completions."""
-        return len(self.prompt_ids) + sum(map(len, self.completions))
-
-
-class Examples(Sequence[Example]):
-    """Examples that are made when they are looked at, out of rows that may stand on disk."""
-
-    def __init__(self, rows: Any) -> None:
-        """Take the rows, by number, with the fields of `Example`."""
-        self._rows = rows
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """See the function of this name."""
-        return torch.from_numpy(self._rows.lengths)
-
-    def __len__(self) -> int:
-        """Number of examples."""
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        """One example, or a list of some."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return Example(*self._rows[range(len(self))[index]])
+order_of_epoch = functools.lru_cache(1)(permutation)
 
 
 def load_examples(
     config: CommonConfig,
     dataset_name: str,
     split: str,
-    kind: "Kind",
+    kind: str,
     tokenizer: Any,
     stop_ids: Sequence[int],
     num_rows: int = 0,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name.
 
-    Collective.
+    `kind` is `sft`, `preference` or `prompts`. Collective.
     """
     from common.text import tokenise
 
     if not dataset_name or not split:
         return []
-    found = tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids[0], num_rows)
-    return [Example(*row) for row in found] if isinstance(found, list) else Examples(found)
+    return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids[0], num_rows)
 
 
 def load_splits(
-    config: TrainConfig, kind: "Kind", tokenizer: Any, stop_ids: Sequence[int]
+    config: TrainConfig, kind: str, tokenizer: Any, stop_ids: Sequence[int]
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     train, test = config.dataset_train_split, config.dataset_test_split
@@ -144,8 +86,8 @@ def to_end_of_turn(
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:
     """(rows, 1 + K) int64, tokens of each prompt and of its K completions."""
-    if isinstance(examples, Examples):
-        return examples.lengths
+    if hasattr(examples, "lengths"):  # they stand on disk
+        return torch.from_numpy(examples.lengths)
     return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
 
 
@@ -155,47 +97,28 @@ def num_tokens(examples: Sequence[Example]) -> list[int]:
     return found
 
 
+@dataclass
 class BatchOrder:
     """Which rows a rank works on at a step: a function of (seed, step), not a state.
 
     Each epoch is a fresh permutation of all rows. A batch never reaches into the next epoch: the
     last one is filled up with None, so that every rank always holds `batch_size / world_size`
-    entries. The ranks' entries together do not depend on their number. With `lengths` long and
-    short rows are dealt out evenly, so that ranks do not wait for each other.
+    entries. The ranks' entries together do not depend on their number. Long and short rows are
+    dealt out evenly, so that ranks do not wait for each other.
+
+    Attributes:
+        lengths: of each row, in tokens; at least one row.
+        batch_size: Rows of a step over all ranks, a multiple of `world_size`.
+        seed: Seed of the permutations.
+        rank: This process.
+        world_size: Number of processes.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-        shuffle: bool = True,
-        lengths: Sequence[int] = (),
-    ) -> None:
-        """Set up the order.
-
-        Args:
-            num_rows: Rows of an epoch.
-            batch_size: Rows of a step over all ranks, a multiple of `world_size`.
-            seed: Seed of the permutations.
-            rank: This process.
-            world_size: Number of processes.
-            shuffle: False keeps the rows in their order, for evaluation.
-            lengths: of each row, in tokens; empty deals the rows out without looking at it.
-        """
-        assert num_rows > 0
-        assert batch_size % world_size == 0, f"batch_size {batch_size} over {world_size} ranks"
-        self.num_rows = num_rows
-        self.batch_size = batch_size
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.shuffle = shuffle
-        self.lengths = lengths
-        self._epoch_order: tuple[int, list[int]] = (-1, [])  # the last epoch asked for
+    lengths: Sequence[int]
+    batch_size: int
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
 
     @classmethod
     def of_training(cls, config: TrainConfig, lengths: Sequence[int]) -> "BatchOrder":
@@ -212,38 +135,24 @@ class BatchOrder:
                 f"--batch_size is {config.batch_size}, and there are {len(lengths)} rows to take "
                 f"a batch of; lower it to {most} or less."
             )
-        return cls(
-            len(lengths),
-            config.batch_size,
-            seed=config.seed,
-            rank=rank,
-            world_size=world_size,
-            lengths=lengths,
-        )
+        return cls(lengths, config.batch_size, config.seed, rank, world_size)
 
     def total_steps(self, config: TrainConfig) -> int:
         """Steps of a run: `max_steps`, or what `num_train_epochs` come to."""
         return config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
 
-    def epochs(self, num_steps: int) -> float:
-        """Passes over the rows that `num_steps` steps make."""
-        return num_steps / self.steps_per_epoch
-
     @property
     def steps_per_epoch(self) -> int:
         """Steps that see every row once."""
-        return -(-self.num_rows // self.batch_size)
+        return -(-len(self.lengths) // self.batch_size)
 
     def rows(self, step: int) -> list[int | None]:
         """This rank's rows at a step (counted from 0); None stands for a row of weight 0."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        start = index * self.batch_size
-        batch: list[int | None] = [*self._order(epoch)[start : start + self.batch_size]]
-        if self.lengths:
-            batch.sort(key=lambda row: self.lengths[row or 0])
+        order = order_of_epoch(len(self.lengths), self.seed, epoch)
+        rows = order[index * self.batch_size : (index + 1) * self.batch_size]
+        batch: list[int | None] = [*sorted(rows, key=lambda row: self.lengths[row])]
         batch += [None] * (self.batch_size - len(batch))
-        if not self.lengths:
-            return batch[self.rank :: self.world_size]
         # Dealt out like cards, every other round in reverse: 0 1 2 2 1 0 0 1 2 ...
         rounds = [batch[i : i + self.world_size] for i in range(0, len(batch), self.world_size)]
         return [cards[:: 1 - 2 * (i % 2)][self.rank] for i, cards in enumerate(rounds)]
@@ -251,15 +160,9 @@ class BatchOrder:
     def rows_until(self, num_steps: int) -> list[int]:
         """The rows that the first steps see, on all ranks, in ascending order."""
         if num_steps >= self.steps_per_epoch:
-            return list(range(self.num_rows))
-        return sorted(self._order(0)[: num_steps * self.batch_size])
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.num_rows))
-        if self._epoch_order[0] != epoch:
-            self._epoch_order = (epoch, permutation(self.num_rows, self.seed, epoch))
-        return self._epoch_order[1]
+            return list(range(len(self.lengths)))
+        first = order_of_epoch(len(self.lengths), self.seed, 0)
+        return sorted(first[: num_steps * self.batch_size])
 
 
 @dataclass
@@ -331,8 +234,7 @@ def pack(
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
     """The pieces as one batch on the device, a piece's completions next to each other."""
-    batch = make_batch(
-        layout,
+    batch = MAKERS[layout](
         [piece.prompt_ids for piece in pieces],
         [piece.completions for piece in pieces],
         pad_id,

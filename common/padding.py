@@ -5,14 +5,14 @@ nothing later may infer them from `ids != pad`, since GPT-2's pad token is its e
 which is also an action that is trained.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
-
-EitherBatch = TypeVar("EitherBatch", bound="_EitherBatch")
+from typing_extensions import Self
 
 
 def position_ids(mask: Tensor) -> Tensor:
@@ -32,7 +32,8 @@ def position_ids(mask: Tensor) -> Tensor:
 
 def left_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad rows on the left to the longest one; returns what `right_pad` does."""
-    return _pad(rows, pad_id, left=True)
+    ids, mask = right_pad([row[::-1] for row in rows], pad_id)
+    return ids.flip(1), mask.flip(1)
 
 
 def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -45,48 +46,54 @@ def right_pad(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
     Returns:
         ids (B, T) int64; mask (B, T) bool, True = a token of the row. Both on the CPU.
     """
-    return _pad(rows, pad_id, left=False)
+    width = max(map(len, rows), default=0)
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[index, : len(row)] = True
+    return ids, mask
 
 
-def cut_at_stop(
-    completion_ids: Tensor, stop_ids: Sequence[int], valid: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Find where each completion ends: the first stop token counts, what follows it does not.
 
     Args:
         completion_ids: (B, C) int64.
-        stop_ids: Token ids that end a completion; none of them means that only `valid` ends it.
-        valid: (B, C) bool, True = a token of the completion, False = padding, whose id is not
-            looked at; default all True.
+        stop_ids: Token ids that end a completion.
 
     Returns:
         completion_mask (B, C) bool, True up to and including the first stop token; has_stop (B,)
         bool, True where the completion has one, False where it was truncated.
     """
-    if valid is None:
-        valid = torch.ones_like(completion_ids, dtype=torch.bool)
-    stops = torch.tensor(list(stop_ids), dtype=torch.long, device=completion_ids.device)
-    is_stop = torch.isin(completion_ids, stops) & valid  # (B, C)
-    num_stops_before = (
-        is_stop.long().cumsum(dim=-1) - is_stop.long()
-    )  # (B, C), the token itself not counted
-    return (num_stops_before == 0) & valid, is_stop.any(dim=-1)
+    stops = torch.tensor(stop_ids, dtype=torch.long, device=completion_ids.device)
+    is_stop = torch.isin(completion_ids, stops).long()  # (B, C)
+    return is_stop.cumsum(dim=-1) - is_stop == 0, is_stop.any(dim=-1)
 
 
+@dataclass
 class _EitherBatch:
-    """What a batch can do in either layout."""
+    """What a batch of B completions has and can do in either layout.
+
+    Attributes:
+        completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
+            that is not real.
+        is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
+        places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
+    """
 
     completion_mask: Tensor
+    is_real: Tensor
+    places: Tensor
 
     @property
     def num_tokens(self) -> Tensor:
         """Number of tokens that count in the loss, an int64 scalar that stays on the device."""
         return self.completion_mask.sum()
 
-    def to(self: EitherBatch, device: torch.device | str) -> EitherBatch:
+    def to(self, device: torch.device | str) -> Self:
         """Copy to a device."""
-        names = [one.name for one in fields(self)]  # type: ignore[arg-type]
-        return type(self)(**{name: getattr(self, name).to(device) for name in names})
+        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 @dataclass
@@ -100,18 +107,11 @@ class Batch(_EitherBatch):
         input_ids: (B, T) int64, prompt padded on the left, completion on the right; T = P + C.
         attention_mask: (B, T) bool, True = a real token.
         position_ids: (B, T) int64, see `position_ids`.
-        completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
-            that is not real.
-        is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
-        places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     position_ids: Tensor
-    completion_mask: Tensor
-    is_real: Tensor
-    places: Tensor
 
     @property
     def completion_ids(self) -> Tensor:
@@ -137,7 +137,7 @@ def padded_batch(
         pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
-        places: For each of the B completions, see `Batch`; default 0, 1, ...
+        places: For each of the B completions, default 0, 1, ...
 
     Returns:
         Batch of B rows on the CPU, those of a prompt next to each other.
@@ -176,7 +176,8 @@ class Layout:
         tail: (S,) int64, the places of all tails.
         longest: Tokens of the longest prompt with a completion.
         kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
-        worked_out: By attention, from the places.
+        worked_out: By attention, from the places, for every layer. No container: FSDP hands each
+            layer a copy of those.
     """
 
     trunks: list[tuple[int, int, int, int]]
@@ -186,21 +187,13 @@ class Layout:
     tail: Tensor
     longest: int
     kept: dict[int, tuple[Tensor, Tensor]] | None = None
-    worked_out: "WorkedOut" = field(default_factory=lambda: WorkedOut())
+    worked_out: Any = field(default_factory=lambda: SimpleNamespace(gathers={}))
 
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
         names = ("branch_index", "branch_mask", "branch_owner", "tail")
         moved = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved, worked_out=WorkedOut())
-
-
-class WorkedOut:
-    """What every layer needs again. No container, since FSDP hands each layer a copy of those."""
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        self.gathers: dict[bool, Any] = {}
+        return replace(self, **moved, worked_out=SimpleNamespace(gathers={}))
 
 
 @dataclass
@@ -215,9 +208,6 @@ class SharedPrefixBatch(_EitherBatch):
         position_ids: (1, T) int64.
         layout: Which token sees which.
         completion_ids: (B, C) int64, padded on the right.
-        completion_mask: (B, C) bool, as in `Batch`.
-        is_real: (B,) bool, as in `Batch`.
-        places: (B,) int64, as in `Batch`.
         predictors: (M,) int64, the places before the M completion tokens: each predicts one.
         slots: (M,) int64, where those tokens stand in (B, C), flattened.
         last: (B,) int64, the place of each completion's last token.
@@ -227,9 +217,6 @@ class SharedPrefixBatch(_EitherBatch):
     position_ids: Tensor
     layout: Layout
     completion_ids: Tensor
-    completion_mask: Tensor
-    is_real: Tensor
-    places: Tensor
     predictors: Tensor
     slots: Tensor
     last: Tensor
@@ -319,27 +306,8 @@ def _completions(
     return ids, token_mask, shared
 
 
-def make_batch(
-    layout: str,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Sequence[int]]],
-    pad_id: int,
-    *,
-    is_real: Sequence[bool] | None = None,
-    places: Sequence[int] | None = None,
-) -> AnyBatch:
-    """`padded_batch` or `shared_prefix_batch`, by the name of the layout."""
-    make = shared_prefix_batch if layout == "shared_prefix" else padded_batch
-    return make(prompts, completions, pad_id, is_real=is_real, places=places)
-
-
-def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Rows as one rectangle of ids and the mask of where they lie, both (B, T)."""
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for index, row in enumerate(rows):
-        columns = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[index, columns] = torch.tensor(list(row), dtype=torch.long)
-        mask[index, columns] = True
-    return ids, mask
+MAKERS: dict[str, Callable[..., AnyBatch]] = {
+    "padded": padded_batch,
+    "shared_prefix": shared_prefix_batch,
+}
+"""What makes a batch, by the name of its layout."""

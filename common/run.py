@@ -127,7 +127,7 @@ class Run:
             values: further metrics of the step.
         """
         done, config = self.step + 1, self.config
-        self.metrics.add_values(**values, epoch=self.order.epochs(done))
+        self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
         self.logger.update(done)
         if self.profiler:
             self.profiler.step()

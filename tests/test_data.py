@@ -7,6 +7,7 @@ step do not depend on the number of ranks, and every epoch shows every row once.
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +80,13 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def tokenize(rows: list[dict[str, Any]], tokenizer: Any, stop: str = EOS, **changes: Any) -> Any:
+def tokenize(
+    rows: list[dict[str, Any]], tokenizer: Any, stop: str = EOS, kind: str = "sft", **fields: Any
+) -> Any:
     (stop_id,) = ids_of(tokenizer, stop)
-    settings = {
-        "kind": "sft",
-        "stop_id": stop_id,
-        "max_prompt_length": 400,
-        "max_completion_length": 60,
-        "truncation": "tldr",
-        "max_dropped_fraction": 0.0,
-        "split": "train",
-    }
-    found, report = tokenize_rows(rows, tokenizer, **(settings | changes))
-    return [Example(*fields) for fields in found], report
+    limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
+    config = tiny.train_config(**(limits | fields))
+    return tokenize_rows(rows, tokenizer, config, kind=kind, stop_id=stop_id, split="train")
 
 
 # --- truncation -----------------------------------------------------------------------------------
@@ -210,7 +205,7 @@ def test_a_merge_with_the_cue_that_costs_a_token_is_paid_for(gpt2):
 
 def test_real_prompts_fit_and_keep_their_structure(gpt2):
     folder = str(SHARED / "scitldr")
-    rows = load_rows(folder, "validation", kind="sft", seed=0, num_rows=300)
+    rows = load_rows(folder, "validation", kind="sft", num_rows=300)
     examples, report = tokenize(rows, gpt2, max_prompt_length=200, max_completion_length=200)
     assert len(examples) == len(rows) == 300
     lengths = [len(ids_of(gpt2, row["prompt"])) for row in rows]
@@ -230,7 +225,7 @@ def test_real_prompts_fit_and_keep_their_structure(gpt2):
 def test_cues_that_prompts_share_are_kept(gpt2):
     """Mails that end in two ways, among them one without an ending and one with TL;DR's."""
     folder = str(SHARED / "scitldr")
-    rows = load_rows(folder, "validation", kind="sft", seed=0, num_rows=60)
+    rows = load_rows(folder, "validation", kind="sft", num_rows=60)
     ends = ["In short.\nSubject:"] * 50
     ends += ["Who wrote this, when, to whom, and what for?\nThe answer in short:"] * 10
     own = [
@@ -288,7 +283,7 @@ def test_a_cue_is_the_last_lines_that_prompts_share():
 def test_start_drops_tokens_from_the_start(tokenizer):
     row = {"prompt": "one two three four five\n\nTL;DR:", "completion": " x"}
     whole = ids_of(tokenizer, row["prompt"])
-    (example,), report = tokenize([row], tokenizer, truncation="start", max_prompt_length=6)
+    (example,), report = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=6)
     leading = leading_ids(tokenizer)
     assert example.prompt_ids == leading + whole[len(leading) - 6 :]
     assert row["prompt"].endswith(example.prompt)
@@ -314,7 +309,7 @@ def test_a_bos_that_the_text_has_is_not_doubled_by_a_cut(tokenizer):
     post = "TITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
     room = len(leading) + len(ids_of(tokenizer, post)) - 2
     for truncation in ("tldr", "start"):
-        cut = {"truncation": truncation, "max_prompt_length": room}
+        cut = {"prompt_truncation": truncation, "max_prompt_length": room}
         examples = [
             tokenize([{"prompt": text, "completion": " x"}], tokenizer, **cut)[0][0]
             for text in (post, tokenizer.decode(leading) + post)
@@ -327,7 +322,7 @@ def test_a_bos_that_the_text_has_is_not_doubled_by_a_cut(tokenizer):
 def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
     post = "SUBREDDIT: r/pets\n\nTITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
     row = {"prompt": post, "completion": " x"}
-    (example,), _ = tokenize([row], tokenizer, truncation="start", max_prompt_length=8)
+    (example,), _ = tokenize([row], tokenizer, prompt_truncation="start", max_prompt_length=8)
     assert "SUBREDDIT" not in example.prompt
     assert example.source == "tldr"
 
@@ -342,17 +337,7 @@ def test_a_slow_tokenizer_is_refused_where_characters_are_needed(gpt2):
 
     row = {"prompt": "one two three four", "completion": " x"}
     with pytest.raises(UserError, match="'tldr' needs a fast tokenizer; use 'start'"):
-        tokenize_rows(
-            [row],
-            Slow(),
-            kind="sft",
-            stop_id=50256,
-            max_prompt_length=2,
-            max_completion_length=5,
-            truncation="tldr",
-            max_dropped_fraction=0,
-            split="train",
-        )
+        tokenize([row], Slow(), max_prompt_length=2)
 
 
 # --- tokenisation ---------------------------------------------------------------------------------
@@ -515,7 +500,7 @@ def test_the_boundary_sample_is_bounded_and_spread(gpt2):
 def test_the_embedded_task_loses_nothing():
     tokenizer = synthetic.train_tokenizer()
     for kind in ("sft", "preference", "prompts"):
-        rows = load_rows("synthetic", "train", kind=kind, seed=0, num_rows=200)
+        rows = load_rows("synthetic", "train", kind=kind, num_rows=200)
         examples, report = tokenize(rows, tokenizer, kind=kind, max_prompt_length=128)
         assert len(examples) == 200
         assert report.num_prompts_truncated == report.num_boundary_merges == 0
@@ -528,7 +513,7 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     tokenizer = synthetic.train_tokenizer()
     train, test = load_splits(config, "preference", tokenizer, [0])
     assert (len(train), len(test)) == (6, 4)
-    rows = load_rows("synthetic", "validation", kind="preference", seed=0, num_rows=4)
+    rows = load_rows("synthetic", "validation", kind="preference", num_rows=4)
     assert [example.prompt for example in test] == [row["prompt"] for row in rows]
     assert all(c[-1] == 0 for example in train for c in example.completions)
     printed = capsys.readouterr().out
@@ -541,7 +526,7 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
 
 def test_rows_of_the_real_pairs_are_kept(gpt2):
     folder = str(SHARED / "summeval_preference")
-    rows = load_rows(folder, "validation", kind="preference", seed=0, num_rows=150)
+    rows = load_rows(folder, "validation", kind="preference", num_rows=150)
     limits = {"max_prompt_length": 384, "max_completion_length": 200}
     examples, report = tokenize(rows, gpt2, kind="preference", **limits)
     assert report.num_kept == len(rows) == 150
@@ -553,11 +538,9 @@ def test_rows_of_the_real_pairs_are_kept(gpt2):
 # --- order and batches ----------------------------------------------------------------------------
 
 
-def orders(num_rows: int, batch_size: int, world_size: int, **kwargs: Any) -> list[BatchOrder]:
-    return [
-        BatchOrder(num_rows, batch_size, rank=rank, world_size=world_size, **{"seed": 0, **kwargs})
-        for rank in range(world_size)
-    ]
+def orders(num_rows: int, batch_size: int, world_size: int, seed: int = 0) -> list[BatchOrder]:
+    lengths = [1 + row % 5 for row in range(num_rows)]
+    return [BatchOrder(lengths, batch_size, seed, rank, world_size) for rank in range(world_size)]
 
 
 @given(num_rows=st.integers(1, 40), batch_size=st.sampled_from([4, 8, 12]), seed=st.integers(0, 9))
@@ -571,14 +554,11 @@ def test_every_epoch_shows_every_row_once_and_ranks_share_a_step(num_rows, batch
         assert sorted(flat[:num_rows]) == list(range(num_rows))  # the fill comes last
         assert flat[num_rows:] == [None] * (len(flat) - num_rows)
         for world_size in (2, 4):
+            ranks = orders(num_rows, batch_size, world_size, seed=seed)
             for step, batch in zip(steps, batches, strict=True):
-                parts = [
-                    order.rows(step)
-                    for order in orders(num_rows, batch_size, world_size, seed=seed)
-                ]
+                parts = [order.rows(step) for order in ranks]
                 assert {len(part) for part in parts} == {batch_size // world_size}
-                # rank r holds every world_size-th entry: interleaving gives the batch back
-                assert [row for rows in zip(*parts, strict=True) for row in rows] == batch
+                assert Counter(row for part in parts for row in part) == Counter(batch)
 
 
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
@@ -589,17 +569,6 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     assert [again.rows(step) for step in (2, 0, 1)] == [first[2], first[0], first[1]]
     (other,) = orders(50, 50, 1, seed=1)
     assert other.rows(0) != first[0]
-
-
-def test_without_shuffling_rows_come_in_order_every_time():
-    (order,) = orders(5, 4, 1, shuffle=False)
-    assert order.steps_per_epoch == 2
-    assert [order.rows(step) for step in range(4)] == [[0, 1, 2, 3], [4, None, None, None]] * 2
-
-
-def test_an_indivisible_batch_is_a_programming_error():
-    with pytest.raises(AssertionError, match="batch_size 6 over 4 ranks"):
-        BatchOrder(10, 6, seed=0, rank=0, world_size=4)
 
 
 def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
@@ -621,11 +590,11 @@ def test_the_length_of_a_run(tmp_path, fields, total_steps):
     lengths = [9, 2, 5, 5, 1, 8, 3, 7, 4, 6]
     examples = [pair_example(row, length, (2, 1)) for row, length in enumerate(lengths)]
     order = BatchOrder.of_training(config, data.num_tokens(examples))
-    rows = BatchOrder(10, 4, seed=3, rank=0, world_size=1).rows(1)
+    rows = BatchOrder([1] * 10, 4, seed=3).rows(1)
     assert sorted(order.rows(1)) == sorted(rows)
     assert order.rows(1) == sorted(rows, key=lambda row: lengths[row])
     assert order.total_steps(config) == total_steps
-    assert order.epochs(6) == 2.0
+    assert order.steps_per_epoch == 3
 
 
 def test_prompts_of_a_step_have_a_stand_in_that_is_not_real():

@@ -50,27 +50,15 @@ def test_positions_count_real_tokens(mask: list[list[bool]]):
 @FAST
 @given(
     rows=st.lists(st.lists(TOKENS, min_size=5, max_size=5), min_size=1, max_size=4),
-    lengths=st.lists(st.integers(0, 5), min_size=4, max_size=4),
     stop_ids=st.lists(TOKENS, max_size=3),
 )
-def test_cut_at_the_first_stop_token(
-    rows: list[list[int]], lengths: list[int], stop_ids: list[int]
-):
-    lengths = lengths[: len(rows)]
-    valid = torch.arange(5) < torch.tensor(lengths)[:, None]
-    mask, has_stop = padding.cut_at_stop(torch.tensor(rows), stop_ids, valid)
-    for row, length, kept, stopped in zip(rows, lengths, mask.tolist(), has_stop, strict=True):
-        end = next((i + 1 for i, token in enumerate(row[:length]) if token in stop_ids), None)
-        assert stopped == (end is not None)
-        assert kept == [i < (length if end is None else end) for i in range(5)]
-
-
-def test_stop_token_is_kept_and_valid_defaults_to_everything():
-    ids = torch.tensor([[5, 9, 5, 9], [5, 5, 5, 5], [8, 9, 5, 5]])
-    mask, has_stop = padding.cut_at_stop(ids, [9, 8])
-    assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert has_stop.tolist() == [True, False, True]
+def test_cut_at_the_first_stop_token(rows: list[list[int]], stop_ids: list[int]):
+    mask, has_stop = padding.cut_at_stop(torch.tensor(rows), stop_ids)
     assert mask.dtype == has_stop.dtype == torch.bool
+    for row, kept, stopped in zip(rows, mask.tolist(), has_stop, strict=True):
+        end = next((i + 1 for i, token in enumerate(row) if token in stop_ids), None)
+        assert stopped == (end is not None)
+        assert kept == [i < (5 if end is None else end) for i in range(5)]
 
 
 GROUPS = st.integers(1, 3).flatmap(

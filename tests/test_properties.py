@@ -22,7 +22,7 @@ from common import noise
 from common.config import parse
 from common.data import load_examples
 from common.errors import UserError
-from common.padding import make_batch, padded_batch, shared_prefix_batch
+from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from common.text.chat import is_messages
@@ -70,7 +70,7 @@ def test_a_score_does_not_depend_on_what_pads_the_row(policy, groups, layout, pa
     """Each completion in its batch against the same one alone, without any padding."""
     prompts, completions = ids_of(groups)
     with torch.no_grad():
-        batch = make_batch(layout, prompts, completions, pad_id)
+        batch = MAKERS[layout](prompts, completions, pad_id)
         found = tiny.per_row(policy(batch).token_logps, batch.completion_mask)
         alone = []
         for prompt, group in zip(prompts, completions, strict=True):
@@ -131,12 +131,14 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         examples, report = tokenize_rows(
             rows,
             tokenizer,
+            tiny.train_config(
+                max_prompt_length=max_prompt_length,
+                max_completion_length=max_completion_length,
+                prompt_truncation=truncation,
+                max_dropped_fraction=1.0,
+            ),
             kind="sft",
             stop_id=stop_id,
-            max_prompt_length=max_prompt_length,
-            max_completion_length=max_completion_length,
-            truncation=truncation,
-            max_dropped_fraction=1.0,
             split="train",
         )
     except UserError as error:
@@ -260,7 +262,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
     tokenizer = tiny.tokenizer()
     config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1, token_cache_dir="")
     try:
-        rows = load_rows(str(file), "train", kind=kind, seed=0)
+        rows = load_rows(str(file), "train", kind=kind)
         rest = (kind, tokenizer, [tokenizer.eos_token_id])
         examples = load_examples(config, str(file), "train", *rest)
     except UserError as error:

@@ -145,7 +145,7 @@ def batch_of(
     is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
     real = torch.ones(len(rows), dtype=torch.bool)
     places = torch.arange(len(rows))
-    batch = Batch(ids, mask, position_ids(mask), is_completion[:, 1:], real, places)
+    batch = Batch(is_completion[:, 1:], real, places, ids, mask, position_ids(mask))
     return batch.to(distributed.device())
 
 

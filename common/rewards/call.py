@@ -210,7 +210,7 @@ def is_collective(function: RewardFunction) -> bool:
 
 def needed_columns(name: str, function: RewardFunction) -> list[str]:
     """The columns of a row that a function cannot be called without."""
-    from common.text.rows import ARGUMENTS, OWN_COLUMNS, TRAINER_ARGUMENTS
+    from common.text.rows import ARGUMENTS
 
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     try:
@@ -220,8 +220,7 @@ def needed_columns(name: str, function: RewardFunction) -> list[str]:
             f"reward function {name!r} does not tell its arguments; it must be made with `def`."
         ) from None
     needed = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
-    given = (*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS)
-    return [*getattr(function, "columns", ()), *(n for n in needed if n not in given)]
+    return [*getattr(function, "columns", ()), *(n for n in needed if n not in ARGUMENTS)]
 
 
 def ask(

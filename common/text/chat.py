@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from common.errors import UserError, gist
@@ -13,13 +12,7 @@ from common.text.truncate import encode
 class Conversation(str):
     """A prompt rendered from messages: used whole or not at all, since no part may be cut."""
 
-    messages: list[dict[str, Any]]
-
-    def __new__(cls, text: str, messages: Sequence[dict[str, Any]] = ()) -> "Conversation":
-        """A text that remembers the messages it was made of."""
-        conversation = super().__new__(cls, text)
-        conversation.messages = list(messages)
-        return conversation
+    messages: Sequence[dict[str, Any]] = ()
 
 
 def is_messages(value: Any) -> bool:
@@ -30,22 +23,6 @@ def is_messages(value: Any) -> bool:
         and all(isinstance(message, dict) for message in value)
         and all(isinstance(m.get(key), str) for m in value for key in ("role", "content"))
     )
-
-
-def split_turns(row: dict[str, Any], columns: Sequence[str]) -> dict[str, Any]:
-    """The row with one message in each completion: the last one, which answers.
-
-    The messages before it that all completions share go to the end of the prompt, or are the prompt
-    where there is none. So earlier turns, also those of the assistant, are read and not trained.
-
-    Args:
-        row: With messages in the completion columns, and in `prompt` if it has one.
-        columns: The completion columns, at least one.
-    """
-    earlier = zip(*(row[column][:-1] for column in columns), strict=False)
-    shared = [turn[0] for turn in takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)]
-    prompt = [*row.get("prompt", []), *shared]
-    return {**row, "prompt": prompt, **{name: row[name][len(shared) :] for name in columns}}
 
 
 def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[str, Any]:
@@ -66,8 +43,9 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     *before, last = row["prompt"]
     is_begun = last["role"] == "assistant"
     turn = "continue_final_message" if is_begun else "add_generation_prompt"
-    prompt = text_of(row["prompt"], **{turn: True})
-    texts: dict[str, str] = {"prompt": Conversation(prompt, row["prompt"])}
+    prompt = Conversation(text_of(row["prompt"], **{turn: True}))
+    prompt.messages = row["prompt"]
+    texts: dict[str, str] = {"prompt": prompt}
     for column in columns:
         (answer,) = row[column]
         if is_begun:

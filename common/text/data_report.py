@@ -14,7 +14,7 @@ class DataReport:
     split: str
     num_rows: int
     num_kept: int = 0
-    dropped: dict[str, int] = field(default_factory=Counter)
+    dropped: dict[str, int] = field(default_factory=Counter)  # by the reason
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
     truncated_prompt: str = ""  # the row of them that changed most, before and after
@@ -23,8 +23,8 @@ class DataReport:
     num_duplicates: int = 0
     num_boundary_merges: int = 0
     num_boundaries_checked: int = 0
-    prompt_lengths: list[int] = field(default_factory=list)
-    completion_lengths: list[int] = field(default_factory=list)
+    prompt_lengths: Sequence[int] = ()
+    completion_lengths: Sequence[int] = ()
     notes: list[str] = field(default_factory=list)  # on the rows as they were read
 
     @property
@@ -39,26 +39,27 @@ class DataReport:
 
     def __str__(self) -> str:
         """Lines to print."""
-        notes = "".join(f"{note}\n" for note in self.notes)
         dropped = f" ({self.drop_counts})" if self.num_dropped else ""
-        cues_cut = (
-            f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
-            "max_prompt_length leaves no room\n"
-            if self.num_cues_cut
-            else ""
-        )
-        lines = (
-            f"{notes}{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
+        lines = [
+            *self.notes,
+            f"{self.split}: {self.num_kept} of {self.num_rows} rows{dropped}, truncated "
             f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
-            f"completions, {self.num_duplicates} duplicates\n{self.truncated_prompt}"
-            f"{cues_cut}  tokens at 50/90/99/100 %: prompt {slashed(self.prompt_lengths)}"
-        )
+            f"completions, {self.num_duplicates} duplicates",
+        ]
+        if self.truncated_prompt:
+            lines.append(f"  {self.truncated_prompt}")
+        if self.num_cues_cut:
+            lines.append(
+                f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
+                "max_prompt_length leaves no room"
+            )
+        lines.append(f"  tokens at 50/90/99/100 %: prompt {slashed(self.prompt_lengths)}")
         if self.num_boundaries_checked:
-            lines += (
+            lines[-1] += (
                 f", completion {slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
-        return lines
+        return "\n".join(lines)
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:
         """Raise a UserError if too few rows are left."""

@@ -4,101 +4,102 @@ TRL's rows have the prompt in a column, or in front of both completions of a pai
 messages of a conversation, or in two of these places. What comes out has it in `prompt` alone.
 """
 
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
-from common.text.chat import is_messages, split_turns
+from common.text.chat import is_messages
 
 Row = dict[str, Any]
 
 
-def with_completion(row: Row, columns: Sequence[str]) -> Row:
-    """A row whose column `messages` is prompt and completion in one, with it as `completion`.
-
-    That is TRL's conversational language modelling. What is no list of messages stays, and is
-    refused by that name.
-    """
-    if columns == ("completion",) and "completion" not in row and is_messages(row.get("messages")):
-        return {**row, "completion": row["messages"]}
-    return row
-
-
-def without_repeated_prompts(
+def with_own_prompts(
     rows: Sequence[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
 ) -> list[Row]:
-    """Rows whose completions repeat the prompt, without it in the completions; tells how many.
+    """Rows with what all completions share in `prompt` and nowhere else; tells what it cut.
+
+    A column `messages` is prompt and completion in one (TRL's conversational language modelling).
+    What does not fit a form stays as it is, and is refused by its own names.
 
     TRL's rows with an implicit prompt have it in front of every completion; some data sets give it
     in a column beside (UltraFeedback as text, the completions as messages), and would be trained
     with the prompt twice. Texts are cut only if all rows are so: a short prompt may by chance be
     how its completions begin.
     """
-    repeats = [bool(columns) and _repeats_prompt(row, columns) for row in rows]
-    if not any(repeats):
+    if not columns:
         return list(rows)
-    is_layout = all(repeats)
-    result, num_cut = [], 0
-    for row, repeated in zip(rows, repeats, strict=True):
-        is_cut = repeated and (is_layout or is_messages(row[columns[0]]))
-        num_cut += is_cut
-        result.append(_without_prompt(row, columns) if is_cut else row)
+    if columns == ("completion",):
+        rows = [
+            {**row, "completion": row["messages"]}
+            if "completion" not in row and is_messages(row.get("messages"))
+            else row
+            for row in rows
+        ]
+    cut = [_without_repetition(row, columns) for row in rows]
+    num_found = len(rows) - cut.count(None)
+    is_layout = num_found == len(rows)
+    result = [
+        new if new and (is_layout or is_messages(row[columns[0]])) else row
+        for row, new in zip(rows, cut, strict=True)
+    ]
+    num_cut = sum(map(operator.is_not, result, rows))
+    names = " and ".join(columns)
     if num_cut:
-        tell(
-            f"{source}: {' and '.join(columns)} repeat the prompt in {num_cut} of {len(rows)} "
-            "rows, which is cut from them"
-        )
-    if num_cut < sum(repeats):
-        tell(
-            f"warning: {source}: {' and '.join(columns)} begin with the text of the prompt in "
-            f"{sum(repeats)} of {len(rows)} rows, which are taken as they are"
-        )
-    return result
+        many = f"{num_cut} of {len(rows)} rows"
+        tell(f"{source}: {names} repeat the prompt in {many}, which is cut from them")
+    if num_cut < num_found:
+        many = f"{num_found} of {len(rows)} rows"
+        begin = f"{names} begin with the text of the prompt in {many}, which are taken as they are"
+        tell(f"warning: {source}: {begin}")
+    return [_with_shared_prompt(row, columns) for row in result]
 
 
-def _repeats_prompt(row: Row, columns: Sequence[str]) -> bool:
-    """Whether all completions of a row begin with its prompt, or are messages that hold it."""
+def _without_repetition(row: Row, columns: Sequence[str]) -> Row | None:
+    """The row without its prompt in the completions; None unless all begin with it, or hold it.
+
+    The latter are messages beside a text; they keep it, and the text goes.
+    """
     prompt: Any = row.get("prompt")
-    completions: list[Any] = [row.get(column) for column in columns]
-    if isinstance(prompt, str) and all(isinstance(value, str) for value in completions):
-        return prompt.strip() != "" and all(value.startswith(prompt) for value in completions)
-    if not all(map(is_messages, completions)):
-        return False
-    if is_messages(prompt):
-        return all(value[: len(prompt)] == prompt for value in completions)
-    earlier = [[message["content"].strip() for message in value[:-1]] for value in completions]
-    return isinstance(prompt, str) and all(prompt.strip() in texts for texts in earlier)
-
-
-def _without_prompt(row: Row, columns: Sequence[str]) -> Row:
-    """A row that repeats its prompt, without the repetition."""
-    prompt = row["prompt"]
-    if isinstance(prompt, str) and is_messages(row[columns[0]]):
-        return {name: value for name, value in row.items() if name != "prompt"}
+    values: list[Any] = [row.get(column) for column in columns]
+    is_chat = all(map(is_messages, values))
+    if is_chat and isinstance(prompt, str):
+        earlier = [[message["content"].strip() for message in value[:-1]] for value in values]
+        is_there = all(prompt.strip() in texts for texts in earlier)
+        return {k: v for k, v in row.items() if k != "prompt"} if is_there else None
+    is_text = isinstance(prompt, str) and all(isinstance(value, str) for value in values)
+    if not (is_text and prompt.strip()) and not (is_chat and is_messages(prompt)):
+        return None
+    if any(value[: len(prompt)] != prompt for value in values):
+        return None
     return {**row, **{column: row[column][len(prompt) :] for column in columns}}
 
 
-def with_one_answer(row: Row, columns: Sequence[str]) -> Row:
-    """A row of messages with the last one in each completion and those before it in `prompt`."""
-    values = [row.get(column) for column in columns]
-    values += [row["prompt"]] if "prompt" in row else []
-    return split_turns(row, columns) if columns and all(map(is_messages, values)) else row
+def _with_shared_prompt(row: Row, columns: Sequence[str]) -> Row:
+    """The row with what its completions share at the end of the prompt, or as the prompt.
 
-
-def with_explicit_prompt(row: Row) -> Row:
-    """A pair with a `prompt` column: if it has none, the prefix that both texts share.
-
-    The prefix ends at a word boundary, and a single space there goes to the completions, as in the
+    Of messages those before the last one, which answers: so earlier turns, also those of the
+    assistant, are read and not trained. Of the texts of a pair without a `prompt` column the
+    prefix. It ends at a word boundary, and a single space there goes to the completions, as in the
     layout of `trl-lib/tldr`; other white space stays with the prompt.
     """
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if "prompt" in row or not isinstance(chosen, str) or not isinstance(rejected, str):
+    values: list[Any] = [row.get(column) for column in columns]
+    prompt: Any = row.get("prompt", [])
+    if all(map(is_messages, values)) and (is_messages(prompt) or "prompt" not in row):
+        earlier = zip(*(value[:-1] for value in values), strict=False)
+        alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
+        shared: Any = [turn[0] for turn in alike]
+        prompt = [*prompt, *shared]
+    elif len(columns) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
+        shared = os.path.commonprefix(values)
+        if not all(value[len(shared) :][:1].isspace() for value in values):
+            shared = re.sub(r"\S*\Z", "", shared)
+        if re.search(r"\S \Z", shared):
+            shared = shared[:-1]
+        prompt = shared
+    else:
         return row
-    shared = os.path.commonprefix([chosen, rejected])
-    if not (chosen[len(shared) :][:1].isspace() and rejected[len(shared) :][:1].isspace()):
-        shared = re.sub(r"\S*\Z", "", shared)
-    if re.search(r"\S \Z", shared):
-        shared = shared[:-1]
-    texts = {"chosen": chosen[len(shared) :], "rejected": rejected[len(shared) :]}
-    return {**row, "prompt": shared, **texts}
+    rest = {name: value[len(shared) :] for name, value in zip(columns, values, strict=True)}
+    return {**row, "prompt": prompt, **rest}

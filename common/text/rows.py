@@ -8,41 +8,39 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from common import distributed
 from common.errors import UserError, gist
 from common.text import checked_file, forms, hub
 from common.text.chat import is_messages
-from common.text.forms import Row as Row
-
-Kind = Literal["sft", "preference", "prompts"]
+from common.text.forms import Row
 
 COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
     "sft": ("completion",),
     "preference": ("chosen", "rejected"),
     "prompts": (),
 }
-"""Text columns of each kind beside `prompt`, in the order of the K completions."""
+"""By the kind of rows: text columns beside `prompt`, in the order of the K completions."""
 
 # What a reward function is given beside the columns of the rows.
-ARGUMENTS = ("prompts", "completions", "completion_ids")
-TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
-OWN_COLUMNS = ("prompt_ids", "has_stop")
+ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "prompt_ids", "has_stop"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
 RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-NO_MESSAGES = ", of which 'messages' is no list of messages with the texts 'role' and 'content'"
+MESSAGES = "a list of messages, each with the texts 'role' and 'content'"
 
 
 def load_rows(
     dataset_name: str,
     split: str,
     *,
-    kind: Kind,
-    seed: int,
-    num_rows: int | None = None,
+    kind: str,
+    num_rows: int = 0,
     dataset_config: str | None = None,
     tell: Callable[[str], None] = distributed.print_rank0,
 ) -> list[Row]:
@@ -57,8 +55,7 @@ def load_rows(
         kind: `sft` (prompt, completion; or messages, the last of which is the completion),
             `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
-        seed: Seed of the embedded task; unused for other data.
-        num_rows: Take the first rows only; None or 0 takes all.
+        num_rows: Take the first rows only; 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
         tell: Takes what is to be known of the rows.
 
@@ -73,26 +70,19 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        return synthetic.make_rows(kind, split, num_rows or None, seed)
-    files = data_files(dataset_name, split)
-    if files:
-        source = os.fspath(files[0])
-        if len(files) > 1:
-            source = f"{os.path.expanduser(dataset_name)} split {split!r}"
+        return synthetic.make_rows(kind, split, num_rows)
+    source = f"{os.path.expanduser(dataset_name)} split {split!r}"
+    if files := data_files(dataset_name, split):
+        source = os.fspath(files[0]) if len(files) == 1 else source
         rows = [row for file in files for row in _read_file(file)]
     else:
-        source = f"{dataset_name} split {split!r}"
         rows = list(_hub_data(dataset_name, split, dataset_config).to_list())
     if not rows:
         raise UserError(f"{source} has no rows; at least one is needed.")
-    rows = rows[: num_rows or None]
-    columns = COMPLETION_COLUMNS[kind]
-    rows = [forms.with_completion(row, columns) for row in rows]
-    rows = forms.without_repeated_prompts(rows, columns, source, tell)
-    rows = [forms.with_one_answer(row, columns) for row in rows]
-    if kind == "preference":
-        rows = [forms.with_explicit_prompt(row) for row in rows]
-    _check_rows(rows, kind, source)
+    rows = forms.with_own_prompts(rows[: num_rows or None], COMPLETION_COLUMNS[kind], source, tell)
+    for number, row in enumerate(rows, start=1):
+        if fault := _fault(row, kind):
+            raise UserError(f"{source}, row {number}: {fault}.")
     return rows
 
 
@@ -112,21 +102,6 @@ def identity(dataset_name: str, split: str, dataset_config: str | None) -> str:
     return digest.hexdigest()
 
 
-def data_files(dataset_name: str, split: str) -> list[Path]:
-    """The files of one split; none of what must be a hub id."""
-    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
-    if path.is_dir():
-        return _split_files(path, split)
-    if path.is_file():
-        return [_single_file(path, split)]
-    how = _how_it_is_made(dataset_name)
-    # `folder/name` is a valid hub id.
-    if how or _looks_like_path(dataset_name):
-        end = f": {how}" if how else "; give a file or a folder"
-        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
-    return []
-
-
 def row_source(row: Row) -> str:
     """Where a row comes from, so that accuracies can be reported apart.
 
@@ -140,26 +115,41 @@ def row_source(row: Row) -> str:
     Returns:
         The row's own `source` column if it has one, else `tldr`, `cnn_dm` or `other`.
     """
+    prompt = row["prompt"]
     if isinstance(row.get("source"), str):
         return str(row["source"])
-    batch = row.get("batch")
-    if isinstance(batch, str) and "cnndm" in batch:
+    if isinstance(row.get("batch"), str) and "cnndm" in row["batch"]:
         return "cnn_dm"
-    prompt = row["prompt"]
     if prompt.startswith("SUBREDDIT: r/"):
         return "tldr"
-    if prompt.startswith("TITLE:") and "\n\nPOST:" not in prompt:
-        return "cnn_dm"
-    return "other"
+    return "cnn_dm" if prompt.startswith("TITLE:") and "\n\nPOST:" not in prompt else "other"
 
 
-def _looks_like_path(name: str) -> bool:
-    """Whether a name that does not exist was meant as a path: `folder/name` is a valid hub id."""
-    return (
-        name.endswith(SUFFIXES)
-        or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None
-        or name.startswith((".", "~"))
-    )
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def data_files(dataset_name: str, split: str) -> list[Path]:
+    """The files of one split; none of what must be a hub id."""
+    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
+    if path.is_dir():
+        return _split_files(path, split)
+    is_named = path.name.endswith(SUFFIXES)
+    if path.is_file():
+        if not is_named:
+            raise UserError(f"dataset_name {os.fspath(path)!r} must end in {', '.join(SUFFIXES)}.")
+        if split not in ("train", path.name.split(".")[0]):
+            raise UserError(
+                f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', "
+                f"not {split!r}; put {split}.jsonl beside train.jsonl in a folder, name another "
+                "split, or in training, have none: --dataset_test_split ''."
+            )
+        return [path]
+    how = _how_it_is_made(dataset_name)
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset_name) is not None  # or a path
+    if how or is_named or not is_hub_id:
+        end = f": {how}" if how else "; give a file or a folder"
+        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
+    return []
 
 
 def _how_it_is_made(name: str) -> str:
@@ -175,19 +165,6 @@ def _how_it_is_made(name: str) -> str:
     return ""
 
 
-def _single_file(path: Path, split: str) -> Path:
-    """The file itself if it holds the split: `train`, or the split that it is named after."""
-    if not path.name.endswith(SUFFIXES):
-        raise UserError(f"dataset_name {os.fspath(path)!r} must end in {', '.join(SUFFIXES)}.")
-    if split not in ("train", path.name.split(".")[0]):
-        raise UserError(
-            f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', not "
-            f"{split!r}; put {split}.jsonl beside train.jsonl in a folder, name another split, or "
-            "in training, have none: --dataset_test_split ''."
-        )
-    return path
-
-
 def _split_files(folder: Path, split: str) -> list[Path]:
     """The file or the shards of one split, in order."""
     found = sorted(
@@ -199,19 +176,17 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     )
     name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
     matches = {file: match for file in found if (match := name.fullmatch(file.name))}
-    where = f"folder {os.fspath(folder)!r}"
+    there = ", ".join(os.fspath(file.relative_to(folder)) for file in found) or "no data files"
     if not matches:
-        there = ", ".join(os.fspath(file.relative_to(folder)) for file in found) or "no data files"
         raise UserError(
-            f"{where} has no file for the split {split!r} ({split}.jsonl, .jsonl.gz, .json or "
-            f".parquet), it has: {there}; name another split or folder."
+            f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "
+            f".jsonl.gz, .json or .parquet), it has: {there}; name another split or folder."
         )
     shards = [match["shards"] for match in matches.values()]
     if len(matches) != int(shards[0] or 1) or len(set(shards)) > 1:
-        files = ", ".join(file.name for file in matches)
         raise UserError(
-            f"{where} must have one file for the split {split!r}, or all its shards once; "
-            f"it has: {files}."
+            f"folder {os.fspath(folder)!r} must have one file for the split {split!r}, or all its "
+            f"shards once; it has: {there}."
         )
     return list(matches)
 
@@ -242,42 +217,29 @@ def _read_file(path: Path) -> list[Row]:
 
 def _json_rows(stream: Any, source: str) -> Iterator[Row]:
     """Rows of a JSON list of objects, or of one object per line."""
-    is_first = True
+    is_list = None  # until there is more than white space
     # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
     for number, line in enumerate(stream, start=1):
-        text = _text(line, source, number).removeprefix("\ufeff" if number == 1 else "")
-        if is_first and text.lstrip().startswith("["):
-            documents = _DECODER.decode(text + _text(stream.read(), source, number + 1))
-            for index, row in enumerate(documents, start=1):
-                yield _object(row, f"{source}, row {index}")
-        elif text.strip():
-            is_first, place = False, f"{source}, line {number}"
-            try:
-                row = _DECODER.decode(text)
-            except json.JSONDecodeError as error:  # which would say that it is the first line
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if not text.strip():
+                continue
+            is_list = is_list is None and text.lstrip().startswith("[")
+            found = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
+        except (ValueError, RecursionError) as error:
+            fault, line_number = f"{gist(error)}; rows are JSON in UTF-8", number
+            if isinstance(error, json.JSONDecodeError):
                 fault = f"it is not JSON, at column {error.colno}: {error.msg}"
-                raise UserError(f"{place}: {fault}.") from None
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{place}: {gist(error)}.") from None
-            yield _object(row, place)
-
-
-def _text(data: bytes, source: str, line: int) -> str:
-    """The text of a part of a file that begins with so many a line."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{source}, line {line + data.count(10, 0, error.start)}: byte "
-            f"0x{data[error.start]:02x} is no text in UTF-8; save the file in that encoding."
-        ) from None
-
-
-def _object(row: Any, place: str) -> Row:
-    if not isinstance(row, dict):
-        found = type(row).__name__
-        raise UserError(f"{place}: expected an object with named columns, found {found}.")
-    return row
+                line_number += error.lineno - 1
+            raise UserError(f"{source}, line {line_number}: {fault}.") from None
+        for index, row in enumerate(found if is_list else [found], start=1):
+            if not isinstance(row, dict):
+                place = f"row {index}" if is_list else f"line {number}"
+                raise UserError(
+                    f"{source}, {place}: expected an object with named columns, found "
+                    f"{type(row).__name__}."
+                )
+            yield row
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -308,48 +270,39 @@ def _hub_data(name: str, split: str, config: str | None) -> Any:
         ) from None
 
 
-def _check_rows(rows: Sequence[Row], kind: Kind, source: str) -> None:
-    """Raise a UserError for the first row that does not fit the schema."""
-    columns = ("prompt", *COMPLETION_COLUMNS[kind])
-    for number, row in enumerate(rows, start=1):
-        for column in columns:
-            fault = _column_fault(row, column)
-            if fault:
-                raise UserError(f"{source}, row {number}: column {column!r} {fault}.")
-            if is_messages(row[column]) != is_messages(row["prompt"]):
-                raise UserError(
-                    f"{source}, row {number}: {column!r} and 'prompt' must both be text or both "
-                    "be messages."
+# ---- the schema ----------------------------------------------------------------------------------
+
+
+def _fault(row: Row, kind: str) -> str:
+    """Why a row does not fit the schema of its kind, empty if it does."""
+    for column in ("prompt", *COMPLETION_COLUMNS[kind]):
+        if fault := _column_fault(row, column):
+            return f"column {column!r} {fault}"
+        if is_messages(row[column]) != is_messages(row["prompt"]):
+            return f"{column!r} and 'prompt' must both be text or both be messages"
+        if column != "prompt" and is_messages(row[column]):
+            roles = ", ".join(message["role"] for message in row[column])
+            if roles != "assistant":
+                return (
+                    f"column {column!r} has messages of {roles} behind those that all completions "
+                    "share; it must be one, of the assistant"
                 )
-            roles = [m["role"] for m in row[column]] if is_messages(row[column]) else ["assistant"]
-            if column != "prompt" and roles != ["assistant"]:
-                names = " ".join(", ".join(roles).split())
-                raise UserError(
-                    f"{source}, row {number}: column {column!r} has messages of {names} "
-                    "behind those that all completions share; it must be one, of the assistant."
-                )
-        clash = sorted({*ARGUMENTS, *TRAINER_ARGUMENTS, *OWN_COLUMNS} & row.keys())
-        if kind == "prompts" and clash:
-            raise UserError(
-                f"{source}, row {number}: column {clash[0]!r} has the name of a reward function's "
-                "argument; rename it."
-            )
+    clash = sorted(row.keys() & ARGUMENTS) if kind == "prompts" else []
+    rename = "has the name of a reward function's argument; rename it"
+    return f"column {clash[0]!r} {rename}" if clash else ""
 
 
 def _column_fault(row: Row, column: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
-        there = ", ".join(map(repr, row)) or "none"
         is_odd = "messages" in row and not is_messages(row["messages"])
-        return f"is missing; the columns are {there}{NO_MESSAGES if is_odd else ''}"
+        odd = f", of which 'messages' is not {MESSAGES}" if is_odd else ""
+        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}{odd}"
     value = row[column]
     if value == []:
         return "is an empty list of messages; a conversation needs one before the answer"
     if not isinstance(value, str) and not is_messages(value):
-        return (
-            f"holds {type(value).__name__}, it must be text or a list of messages, each with the "
-            "texts 'role' and 'content'"
-        )
+        return f"holds {type(value).__name__}, it must be text or {MESSAGES}"
     text = value if isinstance(value, str) else "".join(message["content"] for message in value)
     try:
         text.encode()

@@ -10,10 +10,11 @@ posts use (who, thing, place) combinations that no training post uses, whatever 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from common.errors import UserError
@@ -126,35 +127,25 @@ _PATTERNS = {
 Facts = dict[str, str]
 
 
-def make_rows(
-    kind: str, split: str, num_rows: int | None = None, seed: int = 0
-) -> list[dict[str, Any]]:
-    """Rows of the embedded task, in TRL's column layouts.
+def make_rows(kind: str, split: str, num_rows: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of the embedded task, in TRL's column layouts; row i does not depend on `num_rows`.
 
     Args:
         kind: `sft` (prompt, completion, facts), `preference` (prompt, chosen, rejected, facts,
             chosen_gold, rejected_gold, label_probability) or `prompts` (as `sft`; the completion
             is there for reference only).
         split: `train` or `validation`.
-        num_rows: how many; by default `DEFAULT_ROWS` for training and `VALIDATION_ROWS`.
+        num_rows: how many; 0: `DEFAULT_ROWS` for training and `VALIDATION_ROWS`.
         seed: of the grammar and of the preference labels.
 
-    Returns:
-        A list of rows; row i does not depend on `num_rows`.
-
     Raises:
-        UserError: unknown kind or split, or no rows asked for.
+        UserError: unknown split.
     """
-    if kind not in DEFAULT_ROWS:
-        raise UserError(f"kind is {kind!r}, allowed are {', '.join(DEFAULT_ROWS)}")
     if split not in ("train", "validation"):
         raise UserError(
-            f"split is {split!r}, the embedded task has train and validation: change the split"
+            f"split is {split!r}, the embedded task has train and validation: change the split."
         )
-    if num_rows is None:
-        num_rows = DEFAULT_ROWS[kind] if split == "train" else VALIDATION_ROWS
-    if num_rows < 1:
-        raise UserError(f"num_rows is {num_rows}, at least 1 is needed: change num_rows")
+    num_rows = num_rows or (DEFAULT_ROWS[kind] if split == "train" else VALIDATION_ROWS)
     make = _preference_row if kind == "preference" else _sft_row
     return [
         make(random.Random(derive_seed(seed, "synthetic", kind, split, row)), split)
@@ -191,34 +182,26 @@ def attainable_accuracy(rows: Sequence[dict[str, Any]]) -> float:
     """Expected accuracy on preference rows of a judge that knows the gold reward: mean max(p, 1-p).
 
     Labels are one Bradley-Terry draw each, so no judge can expect more.
-
-    Raises:
-        UserError: rows without a `label_probability`.
     """
-    if not rows or any("label_probability" not in row for row in rows):
-        raise UserError("attainable accuracy needs preference rows of the embedded task")
-    probabilities: list[float] = [row["label_probability"] for row in rows]
-    return sum(max(p, 1 - p) for p in probabilities) / len(probabilities)
+    best: list[float] = [
+        max(row["label_probability"], 1 - row["label_probability"]) for row in rows
+    ]
+    return sum(best) / len(best)
 
 
-def train_tokenizer(vocab_size: int = 1024, seed: int = 0) -> Any:
+def train_tokenizer(vocab_size: int = 1024) -> Any:
     """A byte-level BPE tokenizer trained on the task's training posts; the same bytes every time.
 
     Args:
         vocab_size: tokens, at least the 256 bytes and the two special ones.
-        seed: of the corpus.
 
     Returns:
         A `PreTrainedTokenizerFast`: `<|endoftext|>` is token 0 (eos, bos), `<|pad|>` token 1.
-
-    Raises:
-        UserError: `vocab_size` below 258.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < 258:
-        raise UserError(f"vocab_size is {vocab_size}, at least 258 is needed: change vocab_size")
+    assert vocab_size >= 258, vocab_size
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -228,7 +211,9 @@ def train_tokenizer(vocab_size: int = 1024, seed: int = 0) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(seed), trainer)
+    posts = (row["prompt"] + row["completion"] for row in make_rows("sft", "train", 4_000))
+    pairs = (row["chosen"] + row["rejected"] for row in make_rows("preference", "train", 1_000))
+    tokenizer.train_from_iterator(itertools.chain(posts, pairs), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|endoftext|>",
@@ -237,24 +222,12 @@ def train_tokenizer(vocab_size: int = 1024, seed: int = 0) -> Any:
     )
 
 
-def _corpus(seed: int) -> Iterator[str]:
-    """Texts that the tokenizer is trained on: posts, references and the summaries of pairs."""
-    for row in make_rows("sft", "train", 4_000, seed):
-        yield row["prompt"] + row["completion"]
-    for row in make_rows("preference", "train", 1_000, seed):
-        yield row["chosen"] + row["rejected"]
-
-
-def _held_out(facts: Facts) -> bool:
-    """Whether this (who, thing, place) is kept for validation; does not depend on any seed."""
-    combination = derive_seed(0, "held out", facts["who"], facts["thing"], facts["place"])
-    return combination % HELD_OUT_SHARE == 0
-
-
 def _draw_facts(rng: random.Random, split: str) -> Facts:
+    """Facts whose (who, thing, place) is of the split, which does not depend on any seed."""
     while True:
         facts = {slot: rng.choice(values) for slot, values in SLOTS.items()}
-        if _held_out(facts) == (split == "validation"):
+        combination = derive_seed(0, "held out", facts["who"], facts["thing"], facts["place"])
+        if (combination % HELD_OUT_SHARE == 0) == (split == "validation"):
             return facts
 
 
@@ -297,12 +270,6 @@ def _draw_told(rng: random.Random, facts: Facts) -> Facts:
     return {slot: value for slot, value in facts.items() if slot not in missing}
 
 
-def _draw_reference(rng: random.Random, facts: Facts) -> str:
-    """What a person wrote: the goal of supervised fine-tuning, and not the best summary."""
-    tail = rng.choice(PADDING) if rng.random() < PADDING_SHARE else ""
-    return _summary(rng.choice(REFERENCES), _draw_told(rng, facts))[:-1] + tail + "."
-
-
 def _draw_summary(rng: random.Random, facts: Facts) -> str:
     """A summary in a pair: as a person writes, with now and then a wrong fact or a repetition."""
     told = _draw_told(rng, facts)
@@ -321,32 +288,30 @@ def _draw_summary(rng: random.Random, facts: Facts) -> str:
 
 
 def _sft_row(rng: random.Random, split: str) -> dict[str, Any]:
+    """A post and what a person wrote: the goal of fine-tuning, and not the best summary."""
     facts = _draw_facts(rng, split)
     prompt = _draw_prompt(rng, facts)
-    return {"prompt": prompt, "completion": _draw_reference(rng, facts), "facts": facts}
+    tail = rng.choice(PADDING) if rng.random() < PADDING_SHARE else ""
+    reference = _summary(rng.choice(REFERENCES), _draw_told(rng, facts))[:-1] + tail + "."
+    return {"prompt": prompt, "completion": reference, "facts": facts}
 
 
 def _preference_row(rng: random.Random, split: str) -> dict[str, Any]:
     facts = _draw_facts(rng, split)
     prompt = _draw_prompt(rng, facts)
-    first = second = _draw_summary(rng, facts)
-    while second == first:
-        second = _draw_summary(rng, facts)
-    first_gold, second_gold = gold_reward(first, facts), gold_reward(second, facts)
-    if rng.random() >= _label_probability(first_gold, second_gold):
-        first, second = second, first
-        first_gold, second_gold = second_gold, first_gold
+    texts = [_draw_summary(rng, facts)] * 2
+    while texts[0] == texts[1]:
+        texts[1] = _draw_summary(rng, facts)
+    golds = [gold_reward(text, facts) for text in texts]
+    # Bradley-Terry: that the first is preferred, that the second is
+    shares = [1 / (1 + math.exp(-LABEL_SCALE * (a - b))) for a, b in (golds, golds[::-1])]
+    chosen = int(rng.random() >= shares[0])
     return {
         "prompt": prompt,
-        "chosen": first,
-        "rejected": second,
+        "chosen": texts[chosen],
+        "rejected": texts[1 - chosen],
         "facts": facts,
-        "chosen_gold": first_gold,
-        "rejected_gold": second_gold,
-        "label_probability": _label_probability(first_gold, second_gold),
+        "chosen_gold": golds[chosen],
+        "rejected_gold": golds[1 - chosen],
+        "label_probability": shares[chosen],
     }
-
-
-def _label_probability(first_gold: float, second_gold: float) -> float:
-    """Bradley-Terry probability that the first is preferred to the second."""
-    return 1 / (1 + math.exp(-LABEL_SCALE * (first_gold - second_gold)))

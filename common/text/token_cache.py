@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as package_version
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from common.errors import gist
 from common.text import checked_file
+from common.text.example import Example
 from common.text.truncate import leading_ids
 
 MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checked
@@ -28,20 +29,8 @@ MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checke
 PACKAGES = ("numpy", "pyarrow", "tokenizers", "transformers")
 
 
-class Tokenized(NamedTuple):
-    """The fields of a `data.Example`, which says what they are."""
-
-    row: int
-    prompt: str
-    prompt_ids: list[int]
-    completions: list[list[int]]
-    columns: dict[str, Any]
-    source: str
-    messages: list[dict[str, Any]]
-
-
-class Stored:
-    """The rows of a file, each decoded when it is looked at, and the report on them."""
+class Stored(Sequence[Example]):
+    """The examples of a file, each decoded when it is looked at, and the report on them."""
 
     def __init__(self, body: memoryview) -> None:
         """Find the arrays in the body of a file."""
@@ -64,14 +53,17 @@ class Stored:
         """Number of rows."""
         return len(self.text_ends) - 1
 
-    def __getitem__(self, index: int) -> Tokenized:
-        """A row, made anew each time."""
+    def __getitem__(self, index: Any) -> Any:
+        """An example, or a list of some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
         start, end = self.text_ends[index : index + 2]
         row, prompt, *rest = json.loads(self.texts[start:end].tobytes())
         first = index * self.num_lists
         ends = self.id_ends[first : first + self.num_lists + 1].tolist()
         prompt_ids, *completions = (self.ids[a:b].tolist() for a, b in pairwise(ends))
-        return Tokenized(row, prompt, prompt_ids, completions, *rest)
+        return Example(row, prompt, prompt_ids, completions, *rest)
 
 
 def file_for(
@@ -107,10 +99,13 @@ def read(file: Path | None) -> Stored | None:
     return Stored(body) if body else None
 
 
-def write(file: Path, rows: Sequence[Tokenized], report: Mapping[str, Any]) -> None:
-    """Keep at least one row, all with as many completions, and the report, as JSON values."""
+def write(file: Path, rows: Sequence[Example], report: Mapping[str, Any]) -> None:
+    """Keep at least one example, all with as many completions, and the report, as JSON values."""
     try:
-        texts = [json.dumps([row.row, row.prompt, *row[4:]]).encode() for row in rows]
+        texts = [
+            json.dumps([row.row, row.prompt, row.columns, row.source, row.messages]).encode()
+            for row in rows
+        ]
     except TypeError as error:  # of a Parquet file's dates, for example
         print(f"warning: tokenised rows are not kept: {gist(error)}.", flush=True)
         return

@@ -18,8 +18,9 @@ from common.errors import UserError
 from common.text import token_cache
 from common.text.chat import Conversation, render
 from common.text.data_report import DataReport
-from common.text.rows import COMPLETION_COLUMNS, Kind, Row, identity, load_rows, row_source
-from common.text.token_cache import Stored, Tokenized
+from common.text.example import Example
+from common.text.forms import Row
+from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, row_source
 from common.text.truncate import (
     CHUNK_ROWS,
     encode,
@@ -48,18 +49,17 @@ def load(
     config: CommonConfig,
     dataset_name: str,
     split: str,
-    kind: Kind,
+    kind: str,
     tokenizer: Any,
     stop_id: int,
     num_rows: int = 0,
-) -> list[Tokenized] | Stored:
-    """Read, check and tokenise one split, and print what was lost.
-
-    The embedded task has one data set, whatever the seed of the run.
-    """
+) -> Sequence[Example]:
+    """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`."""
     # A configuration belongs to the data set it was given with, not to a second one.
     dataset_config = (dataset_name == config.dataset_name and config.dataset_config) or None
-    settings: dict[str, Any] = {
+    settings = {
+        "dataset_name": dataset_name,
+        "num_rows": num_rows,
         "kind": kind,
         "stop_id": stop_id,
         "max_prompt_length": config.max_prompt_length,
@@ -67,12 +67,8 @@ def load(
         "truncation": config.prompt_truncation,
         "split": split,
     }
-    file = token_cache.file_for(
-        config.token_cache_dir,
-        tokenizer,
-        {"dataset_name": dataset_name, "num_rows": num_rows, **settings},
-        partial(identity, dataset_name, split, dataset_config),
-    )
+    of_data = partial(identity, dataset_name, split, dataset_config)
+    file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
     with distributed.host_first():
         stored = token_cache.read(file)
         if stored is None:
@@ -81,14 +77,13 @@ def load(
                 dataset_name,
                 split,
                 kind=kind,
-                seed=0,
                 num_rows=num_rows,
                 dataset_config=dataset_config,
                 tell=notes.append,
             )
             rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
             found, report = tokenize_rows(
-                rows, tokenizer, **settings, max_dropped_fraction=config.max_dropped_fraction
+                rows, tokenizer, config, kind=kind, stop_id=stop_id, split=split
             )
             report.notes = notes
             if file and len(rows) >= token_cache.MIN_ROWS and distributed.is_first_on_host():
@@ -113,15 +108,12 @@ def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
 def tokenize_rows(
     rows: Sequence[Row],
     tokenizer: Any,
+    config: CommonConfig,
     *,
-    kind: Kind,
+    kind: str,
     stop_id: int,
-    max_prompt_length: int,
-    max_completion_length: int,
-    truncation: str,
-    max_dropped_fraction: float,
     split: str,
-) -> tuple[list[Tokenized], DataReport]:
+) -> tuple[list[Example], DataReport]:
     """Tokenise prompts and completions apart and count what is lost.
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
@@ -131,29 +123,23 @@ def tokenize_rows(
 
     Args:
         rows: Rows of text: as `load_rows` gives them, messages rendered.
-        tokenizer: A Hugging Face tokenizer, a fast one for `tldr`.
+        tokenizer: A Hugging Face tokenizer, a fast one to cut the body of a prompt.
+        config: The limits, and which part of a prompt is cut.
         kind: As in `load_rows`.
         stop_id: Token that ends a completion.
-        max_prompt_length: Tokens.
-        max_completion_length: Tokens, stop token included.
-        truncation: `tldr` cuts the body of the prompt (`truncate_prompt`), `start` keeps the last
-            tokens of the prompt, whatever they are.
-        max_dropped_fraction: Refuse a split that loses more than this share of its rows.
         split: Name for the report and for errors.
 
     Raises:
-        UserError: Too many rows dropped or none left; `tldr` without a fast tokenizer.
+        UserError: Too many rows dropped or none left; a slow tokenizer and a prompt to cut.
     """
     columns = COMPLETION_COLUMNS[kind]
-    limits = (max_prompt_length, max_completion_length, truncation)
     report = DataReport(split=split, num_rows=len(rows))
-    kept: list[Tokenized] = []
-    answers: list[Sequence[_Text]] = []  # of those kept
+    kept: list[Example] = []
+    answers: list[list[str]] = []  # of those kept
     cut: dict[int, _Text] = {}
-    tokenized = _in_chunks(rows, columns, tokenizer, stop_id, *limits)
+    tokenized = _in_chunks(rows, columns, tokenizer, stop_id, config)
     for index, (row, (prompt, *completions)) in enumerate(zip(rows, tokenized, strict=True)):
-        reason = _drop_reason(prompt, completions)
-        if prompt is None or reason:
+        if reason := _drop_reason(prompt, completions):
             report.dropped[reason] += 1
             report.first_dropped = report.first_dropped or index + 1
             continue
@@ -161,44 +147,24 @@ def tokenize_rows(
             cut[index] = prompt
         report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        answers.append(completions)
-        kept.append(_tokenized(index, row, columns, prompt, completions))
+        ids = [text.ids for text in completions]
+        others = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
+        messages = getattr(row["prompt"], "messages", [])
+        source = row_source(row)
+        kept.append(Example(index, prompt.text, prompt.ids, ids, others, source, messages))
+        answers.append([text.text for text in completions])
 
-    report.num_prompts_truncated, report.num_duplicates = len(cut), _num_duplicates(rows, columns)
-    report.truncated_prompt = _before_and_after(rows, cut, truncation)
-    _measure(report, kept, answers, tokenizer)
-    report.refuse_lossy(max_dropped_fraction)
-    return kept, report
-
-
-def _num_duplicates(rows: Sequence[Row], columns: Sequence[str]) -> int:
-    return len(rows) - len({tuple(row[c] for c in ("prompt", *columns)) for row in rows})
-
-
-def _tokenized(
-    index: int, row: Row, columns: Sequence[str], prompt: _Text, completions: Sequence[_Text]
-) -> Tokenized:
-    ids = [text.ids for text in completions]
-    rest = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
-    messages = getattr(row["prompt"], "messages", [])
-    return Tokenized(index, prompt.text, prompt.ids, ids, rest, row_source(row), messages)
-
-
-def _measure(
-    report: DataReport,
-    kept: Sequence[Tokenized],
-    answers: Sequence[Sequence[_Text]],
-    tokenizer: Any,
-) -> None:
-    """Note lengths, and on a sample how many completions would merge with their prompts."""
-    report.num_kept = len(kept)
+    report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
+    report.num_duplicates = len(rows) - len({tuple(map(r.get, ("prompt", *columns))) for r in rows})
+    report.truncated_prompt = _before_and_after(rows, cut, config.prompt_truncation)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
-    sample = slice(None, None, -(-len(kept) // MERGE_SAMPLE) or 1)
-    sampled = zip(kept[sample], answers[sample], strict=True)
-    pairs = [(row.prompt, text.text) for row, texts in sampled for text in texts]
+    sample = range(0, len(kept), -(-len(kept) // MERGE_SAMPLE) or 1)
+    pairs = [(kept[i].prompt, text) for i in sample for text in answers[i]]
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
+    report.refuse_lossy(config.max_dropped_fraction)
+    return kept, report
 
 
 def _in_chunks(
@@ -206,9 +172,7 @@ def _in_chunks(
     columns: Sequence[str],
     tokenizer: Any,
     stop_id: int,
-    max_prompt_length: int,
-    max_completion_length: int,
-    truncation: str,
+    config: CommonConfig,
 ) -> Iterator[tuple[Any, ...]]:
     """Each row's prompt and completions, by as many threads as there are cores.
 
@@ -219,15 +183,13 @@ def _in_chunks(
 
     def tokenized(start: int) -> list[tuple[Any, ...]]:
         part = rows[start : start + CHUNK_ROWS]
-        prompts = [row["prompt"] for row in part]
+        prompts = _tokenize_prompts([row["prompt"] for row in part], tokenizer, config, cues)
+        limit = config.max_completion_length
         completions = (
-            tokenize_completions(
-                [row[c] for row in part], tokenizer, stop_id, max_completion_length
-            )
+            tokenize_completions([row[c] for row in part], tokenizer, stop_id, limit)
             for c in columns
         )
-        cut = _tokenize_prompts(prompts, tokenizer, max_prompt_length, truncation, cues)
-        return list(zip(cut, *completions, strict=True))
+        return list(zip(prompts, *completions, strict=True))
 
     starts = range(0, len(rows), CHUNK_ROWS)
     is_shown = distributed.is_rank0() and len(starts) > 10
@@ -238,19 +200,16 @@ def _in_chunks(
 
 
 def _tokenize_prompts(
-    prompts: Sequence[str],
-    tokenizer: Any,
-    max_length: int,
-    truncation: str,
-    cues: Mapping[str, str],
+    prompts: Sequence[str], tokenizer: Any, config: CommonConfig, cues: Mapping[str, str]
 ) -> list[_Text | None]:
-    """Prompts of at most `max_length` tokens, bos included; None where no cut makes one fit."""
-    assert truncation in ("tldr", "start"), truncation
+    """Prompts that fit, bos included; None where no cut makes one fit."""
     leading = leading_ids(tokenizer)
     opening = tokenizer.decode(leading)
-    room = max_length - len(leading)
+    room = config.max_prompt_length - len(leading)
     if room < 1:
-        raise UserError(f"max_prompt_length is {max_length}, too little for more than the bos.")
+        raise UserError(
+            f"max_prompt_length is {config.max_prompt_length}, too little for more than the bos."
+        )
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
         may_be_cut = not isinstance(prompt, Conversation)
@@ -259,7 +218,7 @@ def _tokenize_prompts(
             result.append(_Text(prompt, leading + ids, False))
         elif not may_be_cut:
             result.append(None)
-        elif truncation == "start":
+        elif config.prompt_truncation == "start":
             ids = ids[-room:]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             result.append(_Text(text, leading + ids, True))
@@ -288,7 +247,7 @@ def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation:
         return ""
     index = min(changed, key=lambda i: len(os.path.commonprefix([s[::-1] for s in shown[i]])))
     before, after = shown[index]
-    return f"  row {index + 1}'s prompt {verb} {before!r}, now {after!r}\n"
+    return f"row {index + 1}'s prompt {verb} {before!r}, now {after!r}"
 
 
 def tokenize_completions(

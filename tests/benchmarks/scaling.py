@@ -114,14 +114,14 @@ def update(
 ) -> Callable[[], object]:
     """A forward and a backward pass through the log-probabilities of a group."""
     from common.model import projection
-    from common.padding import make_batch
+    from common.padding import MAKERS
     from common.scoring import Policy
 
     if whole:
         projection.token_statistics.__kwdefaults__["chunk_numbers"] = 2**62
     policy = Policy(model(vocabulary, prompt + COMPLETION))
     ids, completions = texts(group, prompt)
-    batch = make_batch(layout, [ids], [completions], 0)
+    batch = MAKERS[layout]([ids], [completions], 0)
 
     def call() -> None:
         policy(batch).token_logps.sum().backward()

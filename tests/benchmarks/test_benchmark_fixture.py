@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import NormalDist, mean, stdev
 
 import pytest
+import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, GPT2LMHeadModel
@@ -50,14 +51,11 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
     path = folder / "data" / f"{row.data_name}.jsonl"
     recorded = json.loads((folder / "fixture.json").read_text())["lengths"][row.data_name]
     examples, report = tokenize_rows(
-        load_rows(str(path), "train", kind=row.kind, seed=0),
+        load_rows(str(path), "train", kind=row.kind),
         AutoTokenizer.from_pretrained(folder / "policy"),
+        tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0),
         kind=row.kind,
         stop_id=EOS_ID,
-        max_prompt_length=384,
-        max_completion_length=56,
-        truncation="tldr",
-        max_dropped_fraction=0,
         split="train",
     )
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)

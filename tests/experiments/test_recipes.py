@@ -239,7 +239,7 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, m
         "validation.jsonl",
     ]
     for split in ("train", "validation"):
-        pairs = load_rows(str(folder / "pairs"), split, kind="preference", seed=0)
+        pairs = load_rows(str(folder / "pairs"), split, kind="preference")
         assert 0 < len(pairs) <= 4 * 6, "of four samples of four prompts, but for equal rewards"
         assert all(row["chosen_reward"] > row["rejected_reward"] for row in pairs)
         gold = load_reward_functions([f"{GOLD}:{CLASSIFIER}"], [1.0])
@@ -273,7 +273,7 @@ def make_imdb(folder: Path) -> None:
     assert gone.stderr.startswith("error: ")
     assert gone.stderr.count("\n") == 1
     subprocess.run([*command, "gpt2-large"], cwd=folder, check=True)
-    rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft", seed=0)
+    rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft")
     assert len(rows) == 12
     tokenizer = AutoTokenizer.from_pretrained(folder / "gpt2-large")
     for row in rows:
@@ -298,7 +298,7 @@ def save_classifier(folder: Path) -> None:
 
 def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
     file = str(working_directory / "data" / "gsm8k" / "train.jsonl")
-    rows = load_rows(file, "train", kind="sft", seed=0)
+    rows = load_rows(file, "train", kind="sft")
     assert [row["prompt"][-1]["content"] for row in rows] == [q["question"] for q in QUESTIONS]
     (answer,) = rows[2]["completion"]
     assert answer == {"role": "assistant", "content": "There are 3 + 3 = 6 apples.\n#### 6"}

@@ -32,7 +32,7 @@ from common.grpo.minibatches import MicroBatch, Scores
 from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import fsdp
-from common.padding import make_batch
+from common.padding import MAKERS
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, ReferenceStates
 from tests.variants import REWARD_FILE, stopping_model_job
@@ -470,7 +470,7 @@ def test_the_exact_kl_is_the_enumerated_one_and_so_is_its_gradient(layout: str, 
     reference = Policy(tiny.causal_lm(family, seed=2)).requires_grad_(False)
     prompts = [tiny.random_ids(n, seed=n) for n in (5, 3)]
     completions = [[tiny.random_ids(n, seed=n) for n in lengths] for lengths in ((4, 2), (1, 6))]
-    batch = make_batch(layout, prompts, completions, PAD)
+    batch = MAKERS[layout](prompts, completions, PAD)
     ref_scores = reference(batch, temperature=TEMPERATURE, with_hidden=True)
     config = new_config(layout=layout)
     states = ReferenceStates(ref_scores.hidden, minibatches.reference_head(reference, config))

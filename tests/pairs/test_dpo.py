@@ -137,9 +137,7 @@ def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, A
     lengths = [sum(len(tokenizer(row[name])["input_ids"]) for name in names) + 2 for row in rows]
     for seed in range(100):
         ranks = [
-            BatchOrder(len(rows), BATCH, seed=seed, rank=rank, world_size=2, lengths=lengths).rows(
-                0
-            )
+            BatchOrder(lengths, BATCH, seed=seed, rank=rank, world_size=2).rows(0)
             for rank in (0, 1)
         ]
         tokens = [sum(lengths[row] for row in mine if row is not None) for mine in ranks]
@@ -316,7 +314,7 @@ def test_the_first_loss_is_the_papers_formula(runs, scored, job):
 
 def first_rows(num_rows: int) -> list[int]:
     """The rows of the first batch."""
-    order = BatchOrder(num_rows, BATCH, seed=0, rank=0, world_size=1)
+    order = BatchOrder([1] * num_rows, BATCH)
     return [row for row in order.rows(0) if row is not None]
 
 

@@ -19,7 +19,7 @@ from common.config import TrainConfig
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
-from common.padding import make_batch
+from common.padding import MAKERS
 from common.pairs.config import DPOConfig
 from common.planning import activations, memory, plan
 from common.planning import work as workload
@@ -182,7 +182,7 @@ def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
     completions = [
         [tiny.random_ids(10, seed=10 * n + k) for k in range(num_completions)] for n in range(4)
     ]
-    batch = make_batch(layout, prompts, completions, 0)
+    batch = MAKERS[layout](prompts, completions, 0)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

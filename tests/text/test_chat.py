@@ -369,4 +369,4 @@ def test_a_template_that_does_not_fit_is_refused(template, words):
 def test_rows_that_are_neither_text_nor_messages_are_refused(tmp_path, row):
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match="row 1.*(both be messages|list of messages)"):
-        load_rows(str(tmp_path / "train.jsonl"), "train", kind="sft", seed=0)
+        load_rows(str(tmp_path / "train.jsonl"), "train", kind="sft")

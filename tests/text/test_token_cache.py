@@ -23,7 +23,7 @@ from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from common.data import Example, Examples, load_examples
+from common.data import Example, load_examples
 from common.errors import UserError
 from common.text import checked_file, rows, token_cache, tokenise
 from common.text.data_report import DataReport
@@ -171,7 +171,7 @@ def test_examples_on_disk_are_read_like_a_list(load, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenise, "tokenize_rows", lambda *_, **__: pytest.fail("it is there"))
     rest = ("preference", other_tokenizer(), [0])
     examples = load_examples(config, str(tmp_path / "rows"), "train", *rest)
-    assert isinstance(examples, Examples)
+    assert isinstance(examples, token_cache.Stored)
     assert len(examples) == 4
     rows = [0, 1, 2, 5]
     assert [example.row for example in examples] == rows

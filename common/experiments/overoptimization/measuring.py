@@ -28,7 +28,6 @@ from common.model import load as models
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
-from common.text.rows import Kind
 
 Values = NDArray[np.float64]
 
@@ -82,7 +81,7 @@ class Measurer:
             state.restore_parameters(Path(path), policy)
         return policy
 
-    def examples(self, split: str, kind: Kind, num_rows: int = 0) -> Sequence[Example]:
+    def examples(self, split: str, kind: str, num_rows: int = 0) -> Sequence[Example]:
         """The first rows of a split (0: all) as token ids."""
         config, rest = self.config, (kind, self.tokenizer, self.stop_ids, num_rows)
         prompts_name = config.prompts_dataset_name or config.dataset_name

@@ -29,7 +29,8 @@ from common.pairs.from_rollouts import (
 )
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.rows import Row, load_rows
+from common.text.forms import Row
+from common.text.rows import load_rows
 
 Item = TypeVar("Item")
 
@@ -183,7 +184,7 @@ def proxy_pairs(config: OveroptimizationConfig) -> list[Row]:
     """
     names = (config.dataset_name, config.dataset_train_split)
     about = config.dataset_config or None
-    pairs = load_rows(*names, kind="preference", seed=0, dataset_config=about)
+    pairs = load_rows(*names, kind="preference", dataset_config=about)
     return choose(pairs, config, "num_proxy_pairs")
 
 
