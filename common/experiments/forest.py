@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.experiments.outcomes import SeedMean, about
+from common.experiments.outcomes import SeedMean, about, over_seeds
 from common.experiments.sweep_file import Variant
 from common.report.plots import COLOURS, GREY, save, style
 
@@ -28,32 +28,36 @@ class Effect:
     outcome: str
     values: Sequence[float]  # by seed
     base: Sequence[float]  # by seed
-    difference: SeedMean
 
     @property
     def by_seed(self) -> list[float]:
-        """The differences."""
+        """The differences to the base of the same seed: what both share cancels."""
         return [value - start for value, start in zip(self.values, self.base, strict=True)]
 
+    @property
+    def difference(self) -> SeedMean:
+        """Their mean over the seeds."""
+        return over_seeds(self.by_seed)
 
-def draw(panels: Mapping[tuple[str, str], Sequence[Effect]], path: Path) -> Path | None:
-    """Draw the effects by stage and outcome, the outcomes of a stage side by side; None without."""
+
+Effects = Mapping[str, Mapping[str, Sequence[Effect]]]  # by stage and outcome, one of each variant
+
+
+def draw(stages: Effects, path: Path) -> Path:
+    """Draw the effects, the outcomes of a stage side by side."""
     from matplotlib.figure import Figure
 
-    panels = {key: effects for key, effects in panels.items() if effects}
-    if not panels:
-        return None
-    stages = {stage: [key for key in panels if key[0] == stage] for stage, _ in panels}
-    heights = [PANEL_HEIGHT + ROW_HEIGHT * len(panels[keys[0]]) for keys in stages.values()]
+    num_rows = [len(next(iter(panels.values()))) for panels in stages.values()]
+    heights = [PANEL_HEIGHT + ROW_HEIGHT * number for number in num_rows]
     num_columns = max(map(len, stages.values()))
     size = (LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights))
     with style():
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.add_gridspec(len(stages), num_columns, height_ratios=heights)
-        for i, keys in enumerate(stages.values()):
-            for j, (stage, outcome) in enumerate(keys):
+        for i, (stage, panels) in enumerate(stages.items()):
+            for j, (outcome, effects) in enumerate(panels.items()):
                 axes = figure.add_subplot(grid[i, j])
-                draw_panel(axes, panels[stage, outcome], with_labels=j == 0)
+                draw_panel(axes, effects, with_labels=j == 0)
                 axes.set_title(f"{stage}: {about(outcome).label}", fontsize=9)
                 axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
         figure.supxlabel(KEY, fontsize=8, color=GREY)
@@ -63,36 +67,26 @@ def draw(panels: Mapping[tuple[str, str], Sequence[Effect]], path: Path) -> Path
 def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> None:
     """One panel: pale dots for seeds, a line for the interval, its mean full where it excludes 0.
 
-    Without an interval (one seed) the mean is a hollow mark alone.
+    Without an interval (one seed) the mean is a hollow mark alone. With two or three seeds an
+    interval can be far wider than all that was seen: it is shown up to twice as far, then runs out
+    of the picture, and the table has its ends.
     """
     axes.axvline(0, color=GREY, linewidth=1)
+    seen = [0.0, *(value for effect in effects for value in effect.by_seed)]
+    reach = 2 * max(map(abs, seen)) or 1.0
     for place, effect in enumerate(effects):
         mean, colour = effect.difference, COLOURS[1 if effect.variant.patch else 0]
         seeds = effect.by_seed
         axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
-        if mean.low is not None:
+        if mean.low is not None and mean.high is not None:
             axes.plot([mean.low, mean.high], [place, place], color=colour, linewidth=1.4)
+            seen += [max(-reach, mean.low), min(mean.high, reach)]
         face = colour if mean.excludes_zero else "white"
         axes.plot([mean.mean], [place], "s", color=colour, markerfacecolor=face, ms=4.5)
+    margin = 0.05 * (max(seen) - min(seen)) or 1.0
+    axes.set_xlim(min(seen) - margin, max(seen) + margin)
     axes.set_ylim(len(effects) - 0.4, -0.6)  # the first row on top
     labels = [f"{effect.variant.detail}: {effect.variant.choice}" for effect in effects]
     axes.set_yticks(range(len(effects)), labels)
     axes.tick_params(axis="y", length=0, labelleft=with_labels)
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(*limits(effects))
-
-
-def limits(effects: Sequence[Effect]) -> tuple[float, float]:
-    """Left and right end of the x axis: every seed and mean, and intervals up to twice as far.
-
-    With two or three seeds an interval can be far wider than all that was seen; it then runs out of
-    the picture, and the table has its ends.
-    """
-    means = [effect.difference for effect in effects]
-    seen = [0.0, *(mean.mean for mean in means)]
-    seen += [value for effect in effects for value in effect.by_seed]
-    reach = 2 * max(map(abs, seen)) or 1.0
-    ends = [end for mean in means for end in (mean.low, mean.high) if end is not None]
-    seen += [max(-reach, min(end, reach)) for end in ends]
-    margin = 0.05 * (max(seen) - min(seen)) or 1.0
-    return min(seen) - margin, max(seen) + margin

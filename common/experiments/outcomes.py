@@ -14,6 +14,8 @@ from typing import Any
 
 from common.evaluation.intervals import finite_vector, interval_cell, t_quantile
 from common.record.folder import read_environment, read_metrics
+from common.report.blocks import Block, Section, Table
+from common.report.page import write_page
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,6 @@ def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"{JUDGED}{name}" for name in found]
 
 
-def commits(run_dirs: Iterable[Path]) -> list[str]:
-    """The commits that the runs were made with, as they recorded them."""
-    found = (read_environment(run_dir) for run_dir in run_dirs)
-    return sorted({str(environment["git_commit"]) for environment in found if environment})
-
-
 # ---- over seeds ----------------------------------------------------------------------------------
 
 
@@ -136,6 +132,31 @@ def over_seeds(values: Iterable[float]) -> SeedMean:
     return SeedMean(mean, sd, mean - half_width, mean + half_width, n)
 
 
-def paired_difference(values: Sequence[float], base: Sequence[float]) -> SeedMean:
-    """Mean over seeds of value minus base of the same seed: what both share cancels."""
-    return over_seeds(value - start for value, start in zip(values, base, strict=True))
+def summary(name: str, values: Iterable[float]) -> dict[str, Any]:
+    """An outcome over seeds, ready for JSON."""
+    return {"unit": about(name).unit, **asdict(over_seeds(values))}
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def write_results(
+    file: Path,
+    record: Mapping[str, Any],
+    title: str,
+    blocks: Sequence[Block],
+    facts: Mapping[str, str],
+    run_dirs: Iterable[Path],
+) -> None:
+    """Write the record and the page beside it, with the runs' commits; print the page's tables."""
+    found = (read_environment(run_dir) for run_dir in run_dirs)
+    commits = sorted({str(environment["git_commit"]) for environment in found if environment})
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"git_commits": commits, **record}, indent=1) + "\n")
+    short = ", ".join(commit[:16] for commit in commits) or "none"
+    write_page(file.parent, title, blocks, {**facts, "commits of the runs": short})
+    for block in blocks:
+        for table in block.blocks if isinstance(block, Section) else [block]:
+            if isinstance(table, Table):
+                print(f"\n{table}")
+    print(f"\nreport: {file.parent}/report.html")

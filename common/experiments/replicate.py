@@ -22,8 +22,8 @@ Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 import importlib
 import json
 import shlex
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -36,16 +36,24 @@ from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
     about,
-    commits,
     judges,
     outcome_of,
     over_seeds,
+    summary,
     systems_by_run,
+    write_results,
 )
-from common.experiments.stages import Stage, command, drive, is_finished, run, script_arguments
+from common.experiments.stages import (
+    Stage,
+    command,
+    exit_with_status,
+    is_finished,
+    run,
+    script_arguments,
+)
+from common.experiments.sweep_file import entry
 from common.record.folder import read_environment
 from common.report.blocks import Block, Section, Table, Text
-from common.report.page import write_page
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
@@ -88,6 +96,7 @@ class ReplicateConfig:
         self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
 
 
+Recipes = dict[str, dict[str, Any]]  # flags by stage
 Chains = Mapping[int, Mapping[str, Stage]]  # by seed, then by the names of their recipes
 Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
 
@@ -121,37 +130,27 @@ def main(config: ReplicateConfig) -> None:
     }
     found = measured(finished, published)
     run_dirs = [run_dir for made in finished.values() for run_dir in made.values()]
-    spent, made_with = cost(run_dirs), commits(run_dirs)
-    record: dict[str, Any] = {
+    spent = cost(run_dirs)
+    record = {
         "recipe": config.recipe,
         "seeds": config.seeds,
         "overrides": config.overrides,
-        "git_commits": made_with,
         "cost": spent,
         "published": [asdict(row) for row in published],
         "ours": [
             {
                 "system": system,
                 "metric": metric,
-                "unit": about(metric).unit,
                 "by_seed": by_seed,
-                **asdict(over_seeds(by_seed.values())),
+                **summary(metric, by_seed.values()),
             }
             for (system, metric), by_seed in found.items()
         ],
     }
-    output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "replication.json").write_text(json.dumps(record, indent=1) + "\n")
-    facts = {
-        "recipe": config.recipe,
-        "seeds": ", ".join(map(str, config.seeds)),
-        "commits of the runs": ", ".join(commit[:16] for commit in made_with) or "none",
-    }
+    title, file = f"Replication of {config.recipe}", Path(config.output_dir) / "replication.json"
+    facts = {"recipe": config.recipe, "seeds": ", ".join(map(str, config.seeds))}
     blocks = report(config, published, found, spent)
-    write_page(output_dir, f"Replication of {config.recipe}", blocks, facts)
-    table = comparison(published, found)
-    print(f"\n{table}\n\nreport: {output_dir}/report.html")
+    write_results(file, record, title, blocks, facts, run_dirs)
 
 
 # ---- the chain -----------------------------------------------------------------------------------
@@ -166,13 +165,15 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     folder = RECIPES / config.recipe
     names = [name for name in CHAIN if (folder / f"{name}.yaml").is_file()]
     recipes = {name: read_recipe(str(folder / f"{name}.yaml")) for name in names}
-    own = {name: moved(recipe, config, seed) for name, recipe in recipes.items()}
-    links = {name: {f for f in LINKS if f not in recipes[name] or f in own[name]} for name in names}
-    overrides = read_overrides(config.overrides, links)
-    sft_rows = data_set_of_all(config, recipes, links)
+    # What begins with the recipe's folder of runs, as the JSON of a text
+    old = json.dumps(f"output/{config.recipe}/")[:-1]
+    new = json.dumps(f"{config.output_dir}/seed_{seed}/")[:-1]
+    moved = json.loads(json.dumps(recipes).replace(old, new))
+    own = {n: {f: v for f, v in moved[n].items() if v != recipes[n][f]} for n in names}
+    overrides = read_overrides(config, recipes, own)
     stages = {}
     for name in names:
-        flags = {"seed": seed, **own[name], **sft_rows.get(name, {}), **overrides[name]}
+        flags = {"seed": seed, **own[name], **overrides[name]}
         output_dir = Path(flags.pop("output_dir"))
         stages[name] = Stage(CHAIN[name], output_dir, folder / f"{name}.yaml", flags)
     return stages
@@ -193,39 +194,30 @@ def show_commands(config: ReplicateConfig, chains: Chains) -> None:
         print(shlex.join(command(stage, config.num_processes)), flush=True)
 
 
-def moved(recipe: Mapping[str, Any], config: ReplicateConfig, seed: int) -> dict[str, Any]:
-    """The values of a recipe that name folders of its chain, as folders of this seed's chain."""
-    old, new = f"output/{config.recipe}/", f"{config.output_dir}/seed_{seed}/"
-
-    def move(value: Any) -> Any:
-        if isinstance(value, list):
-            return [move(item) for item in value]
-        return new + value.removeprefix(old) if str(value).startswith(old) else value
-
-    return {name: move(value) for name, value in recipe.items() if move(value) != value}
-
-
-def read_overrides(
-    texts: Sequence[str], stages: Mapping[str, Collection[str]]
-) -> dict[str, dict[str, Any]]:
+def read_overrides(config: ReplicateConfig, recipes: Recipes, own: Recipes) -> Recipes:
     """Flags by stage, of `flag=value` and `stage.flag=value`; `[a, b]` is a list.
 
+    The last wins, one of a stage over one of all.
+
     Args:
-        texts: The overrides; the last wins, one of a stage over one of all.
-        stages: The flags of each stage that an override of all stages leaves as they are.
+        config: Has the overrides.
+        recipes: Of the stages.
+        own: The flags that name folders of the chain, which an override of all stages leaves.
 
     Raises:
-        UserError: there is no `=`, or no stage of the recipe has the flag.
+        UserError: there is no `=`, no stage of the recipe has the flag, or it is `dataset_name` for
+            stages with different data sets.
     """
-    known = {
-        stage: {field.name for field in fields(config_class(CHAIN[stage]))} for stage in stages
-    }
-    found: dict[str, dict[str, Any]] = {stage: {} for stage in stages}
+    known = {stage: {f.name for f in fields(config_class(CHAIN[stage]))} for stage in recipes}
+    found: Recipes = {stage: {} for stage in recipes}
+    # Those of one stage last; the data set of all first, as it changes other flags beside
+    texts = sorted(config.overrides, key=lambda text: not text.startswith("dataset_name="))
     for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):
         name, equals, value = text.partition("=")
         stage, dot, flag = name.rpartition(".")
-        wanted = [stage] if dot else [s for s in stages if flag not in stages[s]]
-        takers = [s for s in wanted if flag in known.get(s, ())]
+        takers = [s for s in recipes if flag in known[s] and stage in ("", s)]
+        if not dot and flag in LINKS:
+            takers = [s for s in takers if flag in recipes[s] and flag not in own[s]]
         if flag in ("seed", "output_dir"):
             raise UserError(
                 f"--overrides has {text!r}; it must be another flag: --seeds and --output_dir say "
@@ -235,43 +227,32 @@ def read_overrides(
             every = {flag for flags in known.values() for flag in flags}
             raise UserError(
                 f"--overrides has {text!r}; it must be flag=value or stage.flag=value with a flag "
-                f"of {', '.join(stages)} ({hint(flag, every)})."
+                f"of {', '.join(recipes)} ({hint(flag, every)})."
             )
         is_list = value.startswith("[") and value.endswith("]")
         for taker in takers:
             found[taker][flag] = yaml.safe_load(value) if is_list else value
+        if name == "dataset_name":
+            refuse_different(config, text, {taker: recipes[taker][name] for taker in takers})
+            for taker, recipe in recipes.items():
+                same = [f for f in SFT_ROWS if recipe.get(f) == recipes["sft"][name]]
+                found[taker] |= dict.fromkeys(same, value)
     return found
 
 
-def data_set_of_all(
-    config: ReplicateConfig,
-    recipes: Mapping[str, Mapping[str, Any]],
-    links: Mapping[str, Collection[str]],
-) -> dict[str, dict[str, Any]]:
-    """What `dataset_name=X` changes besides it, by stage: the flags that name SFT's data set.
-
-    Raises:
-        UserError: it is for stages whose recipe names different data sets.
-    """
-    flag = "dataset_name"
-    given = dict(text.partition("=")[::2] for text in config.overrides)
-    if flag not in given:
-        return {}
-    takers: dict[str, list[str]] = {}
-    for name, recipe in recipes.items():
-        if flag not in links[name] and f"{name}.{flag}" not in given:
-            takers.setdefault(recipe[flag], []).append(name)
-    if len(takers) > 1:
-        named = "; ".join(f"{', '.join(names)}: {value}" for value, names in takers.items())
+def refuse_different(config: ReplicateConfig, text: str, named: Mapping[str, str]) -> None:
+    """Raise a UserError for one data set in the place of several, by stage, that are not given."""
+    given = {override.partition("=")[0] for override in config.overrides}
+    stages: dict[str, list[str]] = {}  # by data set
+    for stage, value in named.items():
+        if f"{stage}.dataset_name" not in given:
+            stages.setdefault(value, []).append(stage)
+    if len(stages) > 1:
+        listed = "; ".join(f"{', '.join(names)}: {value}" for value, names in stages.items())
         raise UserError(
-            f"--overrides has '{flag}={given[flag]}' for stages of --recipe {config.recipe} that "
-            f"have different data sets ({named}); it must be stage.{flag}= for those of one."
+            f"--overrides has {text!r} for stages of --recipe {config.recipe} that have different "
+            f"data sets ({listed}); it must be stage.dataset_name= for those of one."
         )
-    own = recipes["sft"][flag]
-    return {
-        name: {other: given[flag] for other in SFT_ROWS if recipe.get(other) == own}
-        for name, recipe in recipes.items()
-    }
 
 
 def config_class(script: str) -> type[Any]:
@@ -319,17 +300,8 @@ def read_published(file: Path) -> list[Published]:
     Raises:
         UserError: it is not as it should be.
     """
-    if not file.is_file():
-        return []
-    rows = read_recipe(str(file), typed=True).get("published")
-    try:
-        found = [Published(**row) for row in rows or ()]
-        return [replace(row, value=row.value and float(row.value)) for row in found]
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{file} must hold a list `published` of {', '.join(f.name for f in fields(Published))}"
-            f" ({error})."
-        ) from None
+    rows = read_recipe(str(file), typed=True).get("published") if file.is_file() else None
+    return [entry(Published, row, f"{file}, published[{i}],") for i, row in enumerate(rows or ())]
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -345,7 +317,7 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
         reported: dict[bool, list[str]] = {False: [], True: []}  # by whether it is the origin's
         for row in published:
             if (row.system, row.metric) == key and row.value is not None:
-                text = f"{outcome.scale * row.value:.4g} ({sources[row.source]})"
+                text = f"{outcome.scale * float(row.value):.4g} ({sources[row.source]})"
                 reported[row.origin].append(text)
         if key in found:
             mean = over_seeds(found[key].values())
@@ -394,4 +366,4 @@ def report(
 
 
 if __name__ == "__main__":
-    drive(main, ReplicateConfig)
+    exit_with_status(lambda: main(parse(ReplicateConfig)))

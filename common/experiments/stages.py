@@ -18,21 +18,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.checkpoint.files import describe
-from common.config import parse, read_recipe
+from common.config import read_recipe
 from common.errors import UserError
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
-
-Config = TypeVar("Config")
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHED = Path(__file__).with_name("patched.py")
 MARK, BEGUN = "finished.json", "started.json"
 LOG = "stage.log"
-TRAINING = ("train_sft", "train_reward", "train_dpo", "train_grpo")  # which keep checkpoints
 DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
 LONGEST_PATH = 1024  # characters
 TAIL = 40  # lines of a failed run's output that its error repeats
@@ -76,7 +73,8 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
     result_before = written_at(stage)
     words = command(stage, num_processes)
-    if read_mark(stage.output_dir, BEGUN) != made_by and Path(stage.script).stem in TRAINING:
+    is_training = Path(stage.script).name.startswith("train_")  # which keeps checkpoints
+    if is_training and read_mark(stage.output_dir, BEGUN) != made_by:
         words.append("--resume_from_checkpoint=none")
     write_mark(stage.output_dir, made_by, BEGUN)
     status, last_lines = show(words, stage.output_dir / LOG)
@@ -165,7 +163,7 @@ def description(stage: Stage) -> dict[str, Any]:
         if name != "output_dir"
     }
     texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
-    patch = digest(stage.patch) if stage.patch else None
+    patch = describe(stage.patch)["sha256"] if stage.patch else None
     return {"script": stage.script, "flags": flags, "patch": patch, "inputs": inputs(texts)}
 
 
@@ -182,7 +180,7 @@ def inputs(texts: Iterable[str]) -> dict[str, str]:
             continue
         marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
         if path.is_file() or marks:
-            found[text] = digest(path if path.is_file() else marks[0])
+            found[text] = describe(path if path.is_file() else marks[0])["sha256"]
         else:
             files = sorted(
                 file for file in path.iterdir() if file.suffix in DATA and file.is_file()
@@ -190,11 +188,6 @@ def inputs(texts: Iterable[str]) -> dict[str, str]:
             about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             found[text] = hashlib.sha256(repr(about).encode()).hexdigest()
     return found
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    return str(describe(path)["sha256"])
 
 
 def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
@@ -223,8 +216,3 @@ def exit_with_status(main: Callable[[], None]) -> None:
     except StageFailed as failure:
         print(f"\n{failure}", file=sys.stderr)
         sys.exit(1)
-
-
-def drive(main: Callable[[Config], None], config_class: type[Config]) -> None:
-    """Run a driver with the config that the command line gives."""
-    exit_with_status(lambda: main(parse(config_class)))

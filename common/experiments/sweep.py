@@ -12,8 +12,6 @@ goes on where it was stopped, and a line that is added to the file costs its own
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,27 +21,34 @@ from common.config import Parser
 from common.errors import UserError
 from common.evaluation.score import run_cost
 from common.experiments import forest
-from common.experiments.forest import Effect
+from common.experiments.forest import Effect, Effects
 from common.experiments.outcomes import (
     about,
-    commits,
     outcome_of,
     over_seeds,
-    paired_difference,
+    summary,
     systems_by_run,
+    write_results,
 )
 from common.experiments.stages import exit_with_status, is_finished, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
 from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table, Text
-from common.report.page import write_page
 
-Outcomes = Mapping[int, Mapping[str, Mapping[str, float]]]  # by seed, folder of the run, name
+# Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
+Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, judge, compare, report."""
-    arguments = command_line(argv)
+    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the sweep, a YAML file")
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
+    parser.add_argument(
+        "--finished_only", action="store_true", help="leave out the lines that still need runs"
+    )
+    parser.add_argument("--output_dir", default="", help="instead of the one in the file")
+    arguments = parser.parse_args(argv)
     sweep = read_sweep(arguments.config)
     sweep = replace(
         sweep,
@@ -59,23 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seed in sweep.seeds:
         for stage in sweep.evaluations(seed):
             run(stage)
-    outcomes = {seed: measured(sweep, seed) for seed in sweep.seeds}
-    details = list(dict.fromkeys(variant.detail for variant in sweep.variants))
-    in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
-    sweep = replace(sweep, variants=in_order)
-    write_results(sweep, outcomes, effects(sweep, outcomes))
-
-
-def command_line(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; a UserError if one is unknown or missing."""
-    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--config", required=True, help="the sweep, a YAML file")
-    parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
-    parser.add_argument(
-        "--finished_only", action="store_true", help="leave out the lines that still need runs"
-    )
-    parser.add_argument("--output_dir", default="", help="instead of the one in the file")
-    return parser.parse_args(argv)
+    outcomes = measured(sweep)
+    report(sweep, outcomes, effects(sweep, outcomes))
 
 
 def finished_part(sweep: Sweep) -> Sweep:
@@ -89,123 +79,91 @@ def finished_part(sweep: Sweep) -> Sweep:
     return replace(sweep, variants=[v for v in sweep.variants if v.slug not in unfinished])
 
 
-# ---- outcomes ------------------------------------------------------------------------------------
-
-
-def measured(sweep: Sweep, seed: int) -> dict[str, dict[str, float]]:
-    """The outcomes of every judged run of a seed, by its folder.
+def measured(sweep: Sweep) -> Outcomes:
+    """The outcomes of every judged run.
 
     Raises:
         UserError: an outcome was not measured in one of them.
     """
-    systems: dict[str, dict[str, Any]] = {}
-    for stage in sweep.evaluations(seed):
-        systems |= systems_by_run(stage.output_dir)
-    runs = list(sweep.folders(seed).items())
-    runs += [(v.judged, sweep.folders(seed, v)[v.judged]) for v in sweep.variants]
-    found: dict[str, dict[str, float]] = {}
-    for name, run_dir in runs:
-        for outcome in sweep.base[name].outcomes:
-            value = outcome_of(outcome, run_dir, systems)
-            if value is None:
-                raise UserError(
-                    f"the outcome {outcome!r} was not measured in {run_dir}; leave it out."
-                )
-            found.setdefault(str(run_dir), {})[outcome] = value
+    found: dict[tuple[str, str, str], list[float]] = {}
+    runs: list[tuple[Variant | None, str]] = [(None, name) for name in sweep.base]
+    runs += [(variant, variant.stages[-1]) for variant in sweep.variants]
+    for seed in sweep.seeds:
+        systems: dict[str, dict[str, Any]] = {}
+        for stage in sweep.evaluations(seed):
+            systems |= systems_by_run(stage.output_dir)
+        for variant, name in runs:
+            run_dir, slug = sweep.folders(seed, variant)[name], variant.slug if variant else ""
+            for outcome in sweep.base[name].outcomes:
+                value = outcome_of(outcome, run_dir, systems)
+                if value is None:
+                    what = f"the outcome {outcome!r} was not measured in {run_dir}"
+                    raise UserError(f"{what}; leave it out.")
+                found.setdefault((slug, name, outcome), []).append(value)
     return found
 
 
-def by_seed(
-    sweep: Sweep, outcomes: Outcomes, stage: str, outcome: str, variant: Variant | None = None
-) -> list[float]:
-    """An outcome of a stage, of the base chain or of a variant."""
-    return [outcomes[s][str(sweep.folders(s, variant)[stage])][outcome] for s in sweep.seeds]
-
-
-def effects(sweep: Sweep, outcomes: Outcomes) -> list[Effect]:
-    """Every variant's difference to the base in every outcome of its stage."""
-    found = []
-    for variant in sweep.variants:
-        for outcome in sweep.base[variant.judged].outcomes:
-            base = by_seed(sweep, outcomes, variant.judged, outcome)
-            values = by_seed(sweep, outcomes, variant.judged, outcome, variant)
-            found.append(Effect(variant, outcome, values, base, paired_difference(values, base)))
+def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
+    """What every variant changes, lines of a detail together."""
+    details = [variant.detail for variant in sweep.variants]
+    in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
+    found: dict[str, dict[str, list[Effect]]] = {}
+    for (slug, stage, outcome), base in outcomes.items():
+        own = [variant for variant in in_order if variant.stages[-1] == stage]
+        for variant in own if not slug else []:
+            effect = Effect(variant, outcome, outcomes[variant.slug, stage, outcome], base)
+            found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
     return found
 
 
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write_results(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect]) -> None:
+def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     """Write `sweep.json`, the picture and the report; print the tables."""
-    output_dir, run_dirs = Path(sweep.output_dir), sweep.run_dirs()
+    output_dir = Path(sweep.output_dir)
+    run_dirs = [stage.output_dir for seed in sweep.seeds for stage, _ in sweep.training(seed)]
     minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
-    judged = [(name, o) for name, stage in sweep.base.items() for o in stage.outcomes]
-    made_with = commits(run_dirs)
+    found = [e for own in panels.values() for effects in own.values() for e in effects]
     record = {
         "seeds": list(sweep.seeds),
-        "git_commits": made_with,
         "training_minutes": round(minutes, 2),
         "base": [
-            {
-                "stage": stage,
-                "outcome": outcome,
-                "unit": about(outcome).unit,
-                "by_seed": (values := by_seed(sweep, outcomes, stage, outcome)),
-                **asdict(over_seeds(values)),
-            }
-            for stage, outcome in judged
+            {"stage": stage, "outcome": outcome, "by_seed": values, **summary(outcome, values)}
+            for (slug, stage, outcome), values in outcomes.items()
+            if not slug
         ],
         "effects": [
             {
                 **asdict(effect.variant),
-                "judged": effect.variant.judged,
+                "judged": effect.variant.stages[-1],
                 "outcome": effect.outcome,
                 "unit": about(effect.outcome).unit,
-                "by_seed": list(effect.values),
-                "base_by_seed": list(effect.base),
+                "by_seed": effect.values,
+                "base_by_seed": effect.base,
                 "difference": asdict(effect.difference),
             }
             for effect in found
         ],
     }
-    (output_dir / "sweep.json").write_text(json.dumps(record, indent=1) + "\n")
-    panels = {key: [e for e in found if (e.variant.judged, e.outcome) == key] for key in judged}
-    picture = forest.draw(panels, output_dir / "plots" / "forest.png")
-    varied = [name for name in sweep.base if any(v.judged == name for v in sweep.variants)]
-    tables = {stage: table(sweep, outcomes, found, stage) for stage in varied}
+    blocks: list[Block] = [Text(reading(sweep, found))]
+    if panels:
+        picture = forest.draw(panels, output_dir / "plots" / "forest.png")
+        caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
+        blocks.append(Picture(picture, caption))
+    blocks += [Section(stage, [table(own)]) for stage, own in panels.items()]
     facts = {
         "seeds": ", ".join(map(str, sweep.seeds)),
-        "commits of the runs": ", ".join(commit[:16] for commit in made_with),
         "training": f"{minutes:.0f} minutes in all",
     }
-    write_page(output_dir, sweep.title, blocks(sweep, found, picture, tables), facts)
-    text = "\n\n".join(map(str, tables.values()))
-    print(f"\n{text}\n\nreport: {output_dir}/report.html")
+    write_results(output_dir / "sweep.json", record, sweep.title, blocks, facts, run_dirs)
 
 
-def table(sweep: Sweep, outcomes: Outcomes, found: Sequence[Effect], stage: str) -> Table:
-    """Base values and differences of one stage."""
-    names = list(sweep.base[stage].outcomes)
-    headers = ["detail", "choice", *(about(name).heading for name in names), "n"]
-    base = [over_seeds(by_seed(sweep, outcomes, stage, name)).spread for name in names]
-    rows = [["base", "as in the recipe", *base, str(len(sweep.seeds))]]
-    for variant in sweep.variants:
-        if variant.judged == stage:
-            own = [effect.difference for effect in found if effect.variant is variant]
-            choice = variant.choice + (" (patch)" if variant.patch else "")
-            cells = [difference.difference for difference in own]
-            rows.append([variant.detail, choice, *cells, str(own[0].n)])
-    return Table(headers, rows)
-
-
-def blocks(
-    sweep: Sweep, found: Sequence[Effect], picture: Path | None, tables: Mapping[str, Table]
-) -> list[Block]:
-    """The report."""
+def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
+    """What stands above the tables."""
     num_clear = sum(effect.difference.excludes_zero for effect in found)
     num_varying = sum(bool(effect.difference.sd) for effect in found)
-    reading = (
+    return (
         f"Each row is the base chain with one thing changed, for the seeds {list(sweep.seeds)}. "
         "A base row has mean \N{PLUS-MINUS SIGN} standard deviation over seeds; every other row "
         "the mean difference to the base of the same seed, with Student's 95% interval over seeds. "
@@ -215,9 +173,19 @@ def blocks(
         f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
         "code, or dropout; the scripts themselves have no flag for it."
     )
-    caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
-    pictures: list[Block] = [Picture(picture, caption)] if picture else []
-    return [Text(reading), *pictures, *(Section(stage, [own]) for stage, own in tables.items())]
+
+
+def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
+    """Base values and differences of one stage, of its effects by outcome."""
+    headers = ["detail", "choice", *(about(name).heading for name in panels), "n"]
+    first = [over_seeds(effects[0].base) for effects in panels.values()]
+    rows = [["base", "as in the recipe", *(mean.spread for mean in first), str(first[0].n)]]
+    for own in zip(*panels.values(), strict=True):
+        variant = own[0].variant
+        choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
+        cells = [effect.difference.difference for effect in own]
+        rows.append([str(variant.detail), choice, *cells, str(own[0].difference.n)])
+    return Table(headers, rows)
 
 
 if __name__ == "__main__":

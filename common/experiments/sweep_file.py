@@ -73,9 +73,9 @@ class Variant:
         return re.sub(r"[^a-z0-9]+", "_", words).strip("_")
 
     @property
-    def judged(self) -> str:
-        """The stage whose run is judged."""
-        return [self.stage, *self.then][-1]
+    def stages(self) -> list[str]:
+        """The stages that it makes, of which the last is judged."""
+        return [self.stage, *self.then]
 
 
 @dataclass(frozen=True)
@@ -91,39 +91,29 @@ class Sweep:
 
     def folders(self, seed: int, variant: Variant | None = None) -> dict[str, Path]:
         """The folder of each stage as a variant sees it: its own where it makes the stage again."""
-        root = Path(self.output_dir) / f"seed_{seed}"
-        again = (variant.stage, *variant.then) if variant else ()
+        root, again = Path(self.output_dir) / f"seed_{seed}", variant.stages if variant else []
         slug = variant.slug if variant else ""
         return {name: root / (slug if name in again else "base") / name for name in self.base}
 
     def training(self, seed: int) -> Iterator[tuple[Stage, int]]:
         """Every training run of a seed and its number of processes, the base chain first."""
-        folders = self.folders(seed)
-        for name in self.base:
-            yield self._training_stage(seed, name, folders), 1
-        for variant in self.variants:
+        for variant in (None, *self.variants):
             folders = self.folders(seed, variant)
-            stage = self._training_stage(seed, variant.stage, folders)
-            flags = {**stage.flags, **filled_in(variant.flags, folders)}
-            patch = Path(variant.patch) if variant.patch else None
-            yield replace(stage, flags=flags, patch=patch), variant.num_processes
-            for name in variant.then:
-                yield self._training_stage(seed, name, folders), 1
-
-    def _training_stage(self, seed: int, name: str, folders: Mapping[str, Path]) -> Stage:
-        base = self.base[name]
-        flags = {"seed": seed, **filled_in(base.flags, folders)}
-        return Stage(base.script, folders[name], Path(base.config), flags)
-
-    def run_dirs(self) -> list[Path]:
-        """The folders of all training runs."""
-        return [stage.output_dir for seed in self.seeds for stage, _ in self.training(seed)]
+            for name in variant.stages if variant else self.base:
+                base, num_processes, patch = self.base[name], 1, None
+                flags = {"seed": seed, **filled_in(base.flags, folders)}
+                if variant and name == variant.stage:
+                    flags |= filled_in(variant.flags, folders)
+                    num_processes = variant.num_processes
+                    patch = Path(variant.patch) if variant.patch else None
+                run = Stage(base.script, folders[name], Path(base.config), flags, patch)
+                yield run, num_processes
 
     def evaluations(self, seed: int) -> Iterator[Stage]:
         """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
         judging, base = self.evaluation, self.folders(seed)
         judged = [(name, base[name]) for name, stage in self.base.items() if stage.outcomes]
-        judged += [(v.judged, self.folders(seed, v)[v.judged]) for v in self.variants]
+        judged += [(v.stages[-1], self.folders(seed, v)[v.stages[-1]]) for v in self.variants]
         paths: dict[bool, list[str]] = {True: [], False: []}  # of policies, of reward models
         for name, run_dir in judged:
             paths[self.base[name].script in POLICY_SCRIPTS].append(f"{run_dir}/model")
@@ -166,28 +156,39 @@ def read_sweep(path: str) -> Sweep:
     """
     where = f"--config {path}"
     top = entry(Sweep, read_recipe(path, typed=True), where)
-    for key, kind in (("base", dict), ("variants", list), ("seeds", list), ("evaluation", dict)):
+    for key, kind in (("base", dict), ("variants", list), ("seeds", list)):
         if not isinstance(getattr(top, key), kind):
             raise UserError(f"{where} has a {key!r} of the wrong form; see sweep_file.py.")
     variants: Sequence[Any] = top.variants
     sweep = replace(
         top,
-        output_dir=str(top.output_dir),
-        base={str(n): entry(Base, v, f"{where}, base.{n},") for n, v in top.base.items()},
+        base={name: entry(Base, v, f"{where}, base.{name},") for name, v in top.base.items()},
         evaluation=entry(Evaluation, top.evaluation, f"{where}, evaluation,"),
         variants=[entry(Variant, v, f"{where}, variants[{i}],") for i, v in enumerate(variants)],
-        title=str(top.title),
     )
-    seeds = sweep.seeds
-    if {type(seed) for seed in seeds} != {int} or len(set(seeds)) < len(seeds):
-        raise UserError(f"{where} has the seeds {seeds}; they must be distinct integers.")
-    refuse_base(sweep, where)
-    refuse_variants(sweep, where)
+    if {type(seed) for seed in sweep.seeds} != {int} or len(set(sweep.seeds)) < len(sweep.seeds):
+        raise UserError(f"{where} has the seeds {sweep.seeds}; they must be distinct integers.")
+    refuse_names(sweep, where)
+    refuse_placeholders(sweep, where)
+    slugs = [variant.slug for variant in sweep.variants]
+    for variant in sweep.variants:
+        last = variant.stages[-1]
+        reasons = {
+            f"ends with {last}, which has no outcomes; give base.{last} some, or the variant a "
+            "later stage in `then`": not sweep.base[last].outcomes,
+            "is there twice; give it another detail or choice": slugs.count(variant.slug) > 1,
+            f"has the patch {variant.patch}, which is no file": (
+                variant.patch and not Path(variant.patch).is_file()
+            ),
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise UserError(f"{where}, variant {variant.choice!r}, {reason}.")
     return sweep
 
 
 def entry(cls: type[Entry], values: Any, where: str) -> Entry:
-    """A mapping of the file as one of the classes above.
+    """A mapping of a file as a dataclass.
 
     Raises:
         UserError: a key is unknown or missing, or there is no mapping.
@@ -205,52 +206,37 @@ def entry(cls: type[Entry], values: Any, where: str) -> Entry:
     return cls(**values)
 
 
-def refuse_base(sweep: Sweep, where: str) -> None:
-    """Raise a UserError for a chain that refers to what does not come before."""
-    names = list(sweep.base)
-    for i, (name, stage) in enumerate(sweep.base.items()):
-        place = f"{where}, base.{name},"
-        refuse_unknown(f"{place} has the script", stage.script, SCRIPTS)
-        refuse_placeholders(stage.flags, names[:i], place)
-    for key in ("reference", "judge"):
-        known = [*names, ""] if key == "judge" else names
-        value = getattr(sweep.evaluation, key)
-        refuse_unknown(f"{where}, evaluation, has the {key}", value, known)
-
-
-def refuse_variants(sweep: Sweep, path: str) -> None:
-    """Raise a UserError for a variant of no stage, without a judgement, or the same as another."""
-    names = list(sweep.base)
-    slugs = [variant.slug for variant in sweep.variants]
+def refuse_names(sweep: Sweep, where: str) -> None:
+    """Raise a UserError for a script or a stage that there is not."""
+    names, judging = list(sweep.base), sweep.evaluation
+    given: list[tuple[str, str, Sequence[str]]] = [
+        (f"base.{name}, has the script", stage.script, SCRIPTS)
+        for name, stage in sweep.base.items()
+    ]
+    given.append(("evaluation, has the reference", judging.reference, names))
+    given.append(("evaluation, has the judge", judging.judge, [*names, ""]))
     for variant in sweep.variants:
-        where = f"{path}, variant {variant.choice!r},"
-        for name in (variant.stage, *variant.then):
-            refuse_unknown(f"{where} names", name, names)
-        if not sweep.base[variant.judged].outcomes:
-            raise UserError(
-                f"{where} ends with {variant.judged}, which has no outcomes; give base."
-                f"{variant.judged} some, or the variant a later stage in `then`."
-            )
-        if slugs.count(variant.slug) > 1:
-            raise UserError(f"{where} is there twice; give it another detail or choice.")
-        if variant.patch and not Path(variant.patch).is_file():
-            raise UserError(f"{where} has the patch {variant.patch}, which is no file.")
-        refuse_placeholders(variant.flags, names[: names.index(variant.stage)], where)
-
-
-def refuse_unknown(what: str, name: str, known: Sequence[str]) -> None:
-    """Raise a UserError for a name that is not among those known."""
-    if name not in known:
-        raise UserError(f"{what} {name!r}; it must be one of {', '.join(filter(None, known))}.")
-
-
-def refuse_placeholders(flags: Any, known: Sequence[str], where: str) -> None:
-    """Raise a UserError where the flags name the folder of another stage than the known ones."""
-    if not isinstance(flags, dict):
-        raise UserError(f"{where} has the flags {flags!r}; they must be `flag: value` lines.")
-    for name in PLACEHOLDER.findall(str(list(flags.values()))):
+        given += [(f"variant {variant.choice!r}, names", n, names) for n in variant.stages]
+    for what, name, known in given:
         if name not in known:
-            raise UserError(
-                f"{where} names the folder {{{name}}}; it must be of an earlier stage "
-                f"({', '.join(known) or 'there is none'})."
-            )
+            allowed = ", ".join(filter(None, known))
+            raise UserError(f"{where}, {what} {name!r}; it must be one of {allowed}.")
+
+
+def refuse_placeholders(sweep: Sweep, where: str) -> None:
+    """Raise a UserError for flags that name the folder of a stage which does not come before."""
+    names, judging = list(sweep.base), sweep.evaluation
+    given = [(f"base.{n}", stage.flags, n) for n, stage in sweep.base.items()]
+    given += [(f"variant {v.choice!r}", v.flags, v.stage) for v in sweep.variants]
+    given += [("evaluation", flags, "") for flags in (judging.flags, judging.policy_flags)]
+    for what, flags, stage in given:
+        if not isinstance(flags, dict):
+            what = f"{where}, {what}, has the flags {flags!r}"
+            raise UserError(f"{what}; they must be `flag: value` lines.")
+        known = names[: names.index(stage)] if stage else names
+        for name in PLACEHOLDER.findall(str(list(flags.values()))):
+            if name not in known:
+                raise UserError(
+                    f"{where}, {what}, names the folder {{{name}}}; it must be of an earlier stage "
+                    f"({', '.join(known) or 'there is none'})."
+                )

@@ -190,13 +190,14 @@ def test_published_values_have_sources(folder):
             assert row.value is None or 0 < row.value < 1, "shares of 1"
     file = folder / "published.yaml"
     file.write_text("published:\n  - {system: a, metric: b, worth: 1}\n")
-    with pytest.raises(UserError, match="must hold a list `published` of system, metric, source"):
+    with pytest.raises(UserError, match="unknown key 'worth' .the keys are system, metric, source"):
         read_published(file)
 
 
-def test_a_list_may_be_overridden():
-    stages: dict[str, set] = {"dpo": set(), "grpo": set()}
-    found = replicate.read_overrides(["dpo.loss_type=[ipo, hinge]", "beta=0.5"], stages)
+def test_a_list_may_be_overridden(folder):
+    arguments = ["--recipe", "demo", "--overrides", "dpo.loss_type=[ipo, hinge]", "beta=0.5"]
+    config, stages = parse(ReplicateConfig, arguments), {"dpo": {}, "grpo": {}}
+    found = replicate.read_overrides(config, stages, stages)
     assert found == {"dpo": {"loss_type": ["ipo", "hinge"], "beta": "0.5"}, "grpo": {"beta": "0.5"}}
 
 

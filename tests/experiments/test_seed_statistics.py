@@ -5,7 +5,9 @@ import pytest
 from scipy import stats
 
 from common.evaluation.intervals import t_quantile
-from common.experiments.outcomes import over_seeds, paired_difference
+from common.experiments.forest import Effect
+from common.experiments.outcomes import over_seeds
+from common.experiments.sweep_file import Variant
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 49])
@@ -17,14 +19,16 @@ def test_a_paired_difference_is_scipy_s_paired_t_test():
     generator = np.random.default_rng(0)
     base = generator.normal(size=4)
     values = base + 0.3 + 0.1 * generator.normal(size=4)
-    found = paired_difference(values.tolist(), base.tolist())
+    variant = Variant("detail", "choice", "stage")
+    found = Effect(variant, "outcome", values.tolist(), base.tolist()).difference
     target = stats.ttest_rel(values, base)
     interval = target.confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     assert found.mean == pytest.approx(float((values - base).mean()))
     assert found.n == 4
     assert found.excludes_zero == bool(target.pvalue < 0.05)
-    assert paired_difference(base.tolist(), values.tolist()).mean == pytest.approx(-found.mean)
+    back = Effect(variant, "outcome", base.tolist(), values.tolist()).difference
+    assert back.mean == pytest.approx(-found.mean)
     unpaired = over_seeds(values.tolist())
     assert found.high - found.low < unpaired.high - unpaired.low, "what both share cancels"
 

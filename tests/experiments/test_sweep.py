@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from common import distributed, padding
 from common.errors import UserError
 from common.experiments import sweep
+from common.experiments.outcomes import over_seeds
 from common.experiments.replicate import config_class
 from common.experiments.stages import ROOT, Stage, description, write_mark
 from common.experiments.sweep_file import read_sweep
@@ -149,11 +150,11 @@ def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
 
 
 def test_a_star_says_that_the_interval_excludes_zero():
-    excludes = sweep.paired_difference([1.02, 2.02, 3.01], [1, 2, 3]).difference
+    excludes = over_seeds([0.02, 0.02, 0.01]).difference
     assert excludes.startswith("+0.02 [+0.00")
     assert excludes.endswith("] *")
-    assert "*" not in sweep.paired_difference([1.02, 1.9], [1, 2]).difference
-    assert sweep.paired_difference([1.5], [1]).difference == "+0.50"
+    assert "*" not in over_seeds([0.02, -0.1]).difference
+    assert over_seeds([0.5]).difference == "+0.50"
 
 
 def test_what_a_variant_is_built_on(tmp_path):
@@ -199,6 +200,9 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
     assert "distinct integers" in told(lambda c: c.update(seeds=[0, 0]))
     assert "'variants' of the wrong form" in told(lambda c: c.update(variants=3))
     assert "it must be one of train_sft.py" in told(lambda c: c["base"]["sft"].update(script="x"))
+    for key in ("flags", "policy_flags"):
+        flags = {key: {"x": "{ppo}/model"}}
+        assert "names the folder {ppo}" in told(lambda c, own=flags: c["evaluation"].update(own))
     assert "has the judge 'ppo'" in told(lambda c: c["evaluation"].update(judge="ppo"))
 
 
@@ -237,7 +241,7 @@ def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):
             "flags": {"num_prompts": 4, "num_eval_rows": 4},
         },
         "variants": [
-            {"detail": "beta", "choice": "0", "stage": "dpo", "flags": {"beta": 9.0}},
+            {"detail": "beta", "choice": 9.0, "stage": "dpo", "flags": {"beta": 9.0}},
             {"detail": "nothing", "choice": "as it was", "stage": "dpo", "flags": {"beta": 0.2}},
         ],
     }

@@ -33,11 +33,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import distributed
-from common.experiments import stages
+from common.config import parse
 from common.experiments.overoptimization import page
 from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.experiments.overoptimization.frontier import summarise
 from common.experiments.overoptimization.runs import run_seed
+from common.experiments.stages import exit_with_status
 from common.record import folder
 
 
@@ -56,4 +57,4 @@ def main(config: OveroptimizationConfig) -> None:
 
 
 if __name__ == "__main__":
-    stages.drive(main, OveroptimizationConfig)
+    exit_with_status(lambda: main(parse(OveroptimizationConfig)))
