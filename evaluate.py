@@ -82,7 +82,7 @@ class EvaluateConfig(CommonConfig):
     temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
     max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = path_flag(
-        [], "further judges of generations: gold, file.py:function (your file is run as code)"
+        [], "further judges of generations: as in train_grpo.py (a file is run as code)"
     )
     judge_funcs: list[str] = path_flag(
         [], "judges of two generations: file.py:function (your file is run as code)"

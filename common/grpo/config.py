@@ -34,7 +34,8 @@ class GRPOConfig(TrainConfig):
     _rewards: ClassVar = "rewards"
     reward_funcs: list[str] = path_flag(
         [],
-        "`gold`, file.py:function (your file is run as code), or reward-model folders",
+        "gold, length, gsm8k, regex:PATTERN, format:PATTERN, rouge_l:COLUMN, count:TEXT, "
+        "file.py:function (your file is run as code), or reward-model folders",
         required=True,
     )
     reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
@@ -132,12 +133,8 @@ class GRPOConfig(TrainConfig):
             raise self.refused("num_generations", most)
         refuse_sampling(self)
         refuse_objective(self)
-        if self.lora_r and self.ref_update_steps:
-            refuse_adapter_update(self)
-        if self.beta == 0:
-            refuse_unused_reference(self)
-        else:
-            refuse_kl(self)
+        refuse_reference(self)
+        refuse_kl(self)
 
     @property
     def num_updates(self) -> int:
@@ -176,25 +173,24 @@ def refuse_objective(config: GRPOConfig) -> None:
         raise config.refused("num_minibatches", f"at most --batch_size, {config.batch_size}")
 
 
-def refuse_unused_reference(config: GRPOConfig) -> None:
-    """Raise a UserError for what --beta 0 would ignore: it has no reference and no KL."""
-    if config.ref_update_steps:
-        raise config.refused("ref_update_steps", "0 with --beta 0, which has no reference")
-    if config.ref_model_name_or_path != config.model_name_or_path:
-        raise config.refused("ref_model_name_or_path", "empty with --beta 0: no reference")
-    for name, default in (("kl_estimator", "k3"), ("kl_in", "loss"), ("kl_correction", False)):
-        if getattr(config, name) != default:
-            raise config.refused(name, f"{str(default).lower()} with --beta 0, which has no KL")
-
-
-def refuse_adapter_update(config: GRPOConfig) -> None:
-    """Raise a UserError for a reference that cannot take the policy's adapters."""
-    if config.ref_mixup_alpha != 1:
-        why = "a mixture of two adapters has a higher rank"
-        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
-    if config.ref_model_name_or_path != config.model_name_or_path:
-        where = "with --lora_r and --ref_update_steps"
-        raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
+def refuse_reference(config: GRPOConfig) -> None:
+    """Raise a UserError for a reference without use, or that cannot take the adapters."""
+    is_other = config.ref_model_name_or_path != config.model_name_or_path
+    if config.beta == 0:
+        plain = {"ref_update_steps": 0, "kl_estimator": "k3", "kl_in": "loss"}
+        for name, value in (plain | {"kl_correction": False}).items():
+            if getattr(config, name) != value:
+                needed = f"{str(value).lower()} with --beta 0, which has no KL and no reference"
+                raise config.refused(name, needed)
+        if is_other:
+            raise config.refused("ref_model_name_or_path", "empty with --beta 0: no reference")
+    elif config.lora_r and config.ref_update_steps:
+        if config.ref_mixup_alpha != 1:
+            why = "a mixture of two adapters has a higher rank"
+            raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
+        if is_other:
+            where = "with --lora_r and --ref_update_steps"
+            raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
 
 
 def refuse_kl(config: GRPOConfig) -> None:

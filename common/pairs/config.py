@@ -95,7 +95,7 @@ class DPOConfig(TrainConfig):
     )
     temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
     reward_funcs: list[str] = path_flag(
-        [], "`gold`, file.py:function (your file is run as code), or reward-model folders"
+        [], "as in train_grpo.py: built-ins, file.py:function (your file is run as code), folders"
     )
     reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
     missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")

@@ -19,6 +19,7 @@ from common.planning.activations import (
 )
 from common.planning.footprint import Footprint
 from common.planning.work import FLOAT32, MOMENTS_OF_ADAM, MicroBatch, Run, micro_batch
+from common.sampling.sampler import decoded_at_once
 
 COLUMNS = (
     "parameters",
@@ -226,7 +227,8 @@ def rollout_moment(run: Run, ranks: int, base: Parts, num_prompts: int, num_samp
     Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
     temporary, and what is drawn from.
     """
-    prompts, samples = decoded_at_once(run, num_prompts, num_samples)
+    prompts, samples = decoded_at_once(run.config.max_prompt_length, num_samples, run.config)
+    prompts = min(prompts, num_prompts)
     parts = {
         "copy": copy_bytes(run, ranks),
         "cache": cache_bytes(run, prompts, samples),
@@ -263,18 +265,6 @@ def copy_bytes(run: Run, ranks: int) -> float:
         return float(size * policy.numbers() + head)
     is_merged = policy.numbers(trained=True) < policy.numbers()  # adapters, into new weights
     return float(head + FLOAT32 * policy.linear_numbers * (is_packed or is_merged))
-
-
-def decoded_at_once(run: Run, num_prompts: int, num_samples: int) -> tuple[int, int]:
-    """Prompts, and samples of each, that `generation.Sampler.parts` decodes together."""
-    config = run.config
-    room, own = config.generation_cache_tokens, config.max_completion_length
-    group = config.max_prompt_length + num_samples * own
-    at_once = min(config.generation_batch_size // num_samples, room // group, num_prompts)
-    if at_once > 0:
-        return at_once, num_samples
-    left = (room - config.max_prompt_length) // own
-    return 1, max(1, min(config.generation_batch_size, left))
 
 
 def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:

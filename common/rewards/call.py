@@ -230,8 +230,8 @@ def ask(
 
     A number is one step, which ends with the completion.
     """
-    is_text = isinstance(arguments["completions"][0], str)
-    who = f"reward function {name!r}" + ("" if is_text else ", given lists of messages,")
+    is_chat = isinstance(next(iter(arguments["completions"]), ""), list)
+    who = f"reward function {name!r}" + (", given lists of messages," if is_chat else "")
     rewards = call(function, partial(inputs, arguments, notes), rows, who, "rewards")
     answers = {}
     for row, reward in zip(rows, rewards, strict=True):

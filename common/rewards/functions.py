@@ -1,12 +1,8 @@
 """The built-in reward functions, and reward functions found by name.
 
-A reward function has TRL's signature
-
-    f(prompts, completions, completion_ids, **columns) -> list of rewards
-
-where a prompt and a completion are texts, or lists of messages if the rows are conversations. The
-rewards here are computed from the text of the completion and, some, from a column of its row. A
-built-in raises a ValueError for a column that it cannot use, whatever the completion is.
+Their signature is in `call`. The rewards here are computed from the text of the completion and,
+some, from a column of its row. A built-in raises a ValueError for a column that it cannot use,
+whatever the completion is.
 """
 
 import importlib.util
@@ -15,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,28 +83,22 @@ def value_of(match: re.Match[str] | None) -> Decimal | None:
     return -value if set(match["sign"]) & {"-", "\u2212"} else value
 
 
-def regex(pattern: str) -> RewardFunction:
-    """1 if the pattern is found anywhere in the completion, else 0."""
-    return matching("regex", pattern, lambda compiled, text: compiled.search(text))
+def matching(kind: str, pattern: str) -> RewardFunction:
+    """1 where a pattern of Python's `re` matches, else 0; . matches line breaks too.
 
-
-def exact_format(pattern: str) -> RewardFunction:
-    """1 if the whole completion, white space around it aside, matches the pattern, else 0."""
-    return matching("format", pattern, lambda compiled, text: compiled.fullmatch(text.strip()))
-
-
-def matching(
-    name: str, pattern: str, match: Callable[[re.Pattern[str], str], Any]
-) -> RewardFunction:
-    """1 where a pattern of Python's `re` matches in that way; . matches line breaks too."""
+    `regex`: anywhere in the completion; `format`: the whole of it, white space around it aside.
+    """
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise UserError(
-            f"reward_funcs has {name}:{pattern}, which is no pattern: {error}."
+            f"reward_funcs has {kind}:{pattern}, which is no pattern: {error}."
         ) from None
+    find: Callable[[str], Any] = compiled.search
+    if kind == "format":
+        find = lambda text: compiled.fullmatch(text.strip())  # noqa: E731
     return lambda completions, **columns: [
-        float(match(compiled, text_of(text)) is not None) for text in completions
+        float(find(text_of(text)) is not None) for text in completions
     ]
 
 
@@ -155,8 +146,8 @@ def text_of(value: Any) -> str:
 
 BUILT_IN: dict[str, RewardFunction] = {"gold": gold, "length": length, "gsm8k": gsm8k}
 WITH_ARGUMENT: dict[str, Callable[[str], RewardFunction]] = {
-    "regex": regex,
-    "format": exact_format,
+    "regex": partial(matching, "regex"),
+    "format": partial(matching, "format"),
     "rouge_l": rouge_l,
     "count": count,
 }

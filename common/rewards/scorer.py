@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
@@ -16,12 +16,9 @@ from common import distributed
 from common.config import CommonConfig, TrainConfig
 from common.data import Example
 from common.errors import UserError
-from common.rewards.call import Rewards, RewardSet
+from common.rewards.call import Rewards, RewardSet, is_collective
 from common.rewards.functions import find_function, is_built_in
 from common.sampling.sampler import Rollouts
-
-if TYPE_CHECKING:
-    from common.rewards.models import EncoderFunction, RewardModelFunction
 
 
 class RewardScorer:
@@ -48,25 +45,20 @@ class RewardScorer:
         Raises:
             UserError: a name is no function, or a folder holds no reward model.
         """
-        self.short = short_names([*names, *beside])  # by name
-        self.tokenizer = tokenizer
-        self.functions = RewardSet({}, [])
 
         def load_model(path: str) -> Any:
             from common.rewards.models import model_function
 
             return model_function(path, tokenizer, config)
 
-        if names:
-            self.functions = load_reward_functions(names, weights or None, load_model)
+        self.short = short_names([*names, *beside])  # by name
+        self.tokenizer = tokenizer
+        self.functions = load_reward_functions(names, weights, load_model)
 
     @property
-    def reward_models(self) -> "dict[str, RewardModelFunction | EncoderFunction]":
+    def reward_models(self) -> dict[str, Any]:
         """The functions that are reward models, by folder."""
-        from common.rewards.models import EncoderFunction, RewardModelFunction
-
-        kinds = RewardModelFunction | EncoderFunction
-        return {n: f for n, f in self.functions.functions.items() if isinstance(f, kinds)}
+        return {name: f for name, f in self.functions.functions.items() if is_collective(f)}
 
     def check_rows(self, *splits: Sequence[Example]) -> None:
         """Refuse rows that the functions cannot judge, before any model is loaded.
@@ -161,7 +153,7 @@ class RewardScorer:
             made = min(step + 1, total_steps)  # behind the last step are samples to be judged
             place = f"failed/step_{made:08d}/rewards_rank_{distributed.rank()}"
             folder = Path(config.output_dir) / place
-            told = str(error).removesuffix(".")
+            told = f"its completions are in {folder}"
             try:
                 self.keep(folder, examples, rollouts)
                 save_config(folder / CONFIG, config)
@@ -169,9 +161,8 @@ class RewardScorer:
                     text = "".join(traceback.format_exception(error.__cause__))
                     (folder / "traceback.txt").write_text(text, "utf-8", "backslashreplace")
             except OSError as refusal:
-                told += f"; its completions were not kept: {refusal}"
-                raise type(error)(told) from error
-            raise type(error)(f"{told}; its completions are in {folder}.") from error
+                told = f"its completions were not kept: {refusal}"
+            raise type(error)(f"{str(error).removesuffix('.')}; {told}.") from error
 
     def keep(self, folder: Path, examples: Sequence[Example], rollouts: Rollouts) -> None:
         """Write a line for each prompt; an `OSError` if the disk refuses."""
@@ -191,24 +182,20 @@ class RewardScorer:
 
 def load_reward_functions(
     names: Sequence[str],
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] = (),
     load_reward_model: Callable[[str], Any] = lambda path: None,
 ) -> RewardSet:
-    """Find reward functions by name, each with its weight; None weighs all with 1.
+    """Find reward functions by name, each with its weight; without weights each has 1.
 
     All names are checked before `load_reward_model` makes a function of the first folder or hub id.
 
     Raises:
-        UserError: No names, a name twice or that is nothing of the above, weights that do not fit.
+        UserError: A name twice or that is nothing of the above, or weights that do not fit.
     """
-    if not names:
-        raise UserError(
-            "reward_funcs is empty; give a built-in, `path/to/file.py:function` or a reward model."
-        )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
-    weights = [1.0] * len(names) if weights is None else list(weights)
+    weights = list(weights) or [1.0] * len(names)
     if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
         raise UserError(
             f"reward_weights is {weights}; it must hold one finite number for each of "

@@ -4,9 +4,10 @@ The uniform numbers that decide a token are hashed from (seed, step, prompt, sam
 completion does not depend on the rank or batch that drew it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Rollouts:
 
     @classmethod
     def blank(cls, num_rows: int, max_length: int) -> "Rollouts":
-        """So many empty completions, to `put` others in their places."""
+        """So many empty completions."""
         ids = torch.zeros(num_rows, max_length, dtype=torch.int64)
         return cls(ids, ids.bool(), ids.float(), ids.any(1))
 
@@ -56,11 +57,6 @@ class Rollouts:
     def __getitem__(self, rows: Tensor) -> "Rollouts":
         """A copy of some of the completions (n,)."""
         return Rollouts(*(values[rows] for values in self.tensors))
-
-    def put(self, rows: Tensor | Sequence[int] | slice, tensors: Sequence[Tensor]) -> None:
-        """Put completions in the places of some, before any is read."""
-        for mine, others in zip(self.tensors, tensors, strict=True):
-            mine[rows] = others
 
     @property
     def lengths(self) -> Tensor:
@@ -107,6 +103,20 @@ def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor
     )
 
 
+def decoded_at_once(longest: int, num_samples: int, config: CommonConfig) -> tuple[int, int]:
+    """How many prompts of up to `longest` tokens are decoded together, and samples of each.
+
+    As many whole groups as the limits on completions and on cached tokens let in; of a group that
+    is too large alone, as many samples.
+    """
+    most, room = config.generation_batch_size, config.generation_cache_tokens
+    own = config.max_completion_length
+    num_prompts = min(most // num_samples, room // (longest + num_samples * own))
+    if num_prompts > 0:
+        return num_prompts, num_samples
+    return 1, max(1, min(most, (room - longest) // own))
+
+
 class Sampler:
     """Samples from a policy that is being trained, through a plain copy of its weights."""
 
@@ -141,15 +151,19 @@ class Sampler:
         settings = Settings(self.stop_ids, pad_id, layout, temperature, top_k, top_p)
         seed = noise.derive_seed(self.config.seed, "sampling", step)
         max_length = self.config.max_completion_length
-        rollouts = Rollouts.blank(len(examples) * num_samples, max_length)
+        longest = max((len(example.prompt_ids) for example in examples), default=0)
+        num_prompts, count = decoded_at_once(longest, num_samples, self.config)
+        found = [Rollouts.blank(0, max_length).tensors]
 
         def tell(title: str, position: int) -> None:
             report(f"{title}, token {position + 1} of {max_length}")
 
         with self.copy.gathered(self.policy) as lm, replica.packed(lm):
-            for start, end, first, count in self.parts(examples, num_samples):
-                part, samples = examples[start:end], range(first, first + count)
-                title = f"prompts {start + 1} to {end} of {len(examples)}"
+            starts = range(0, len(examples), num_prompts), range(0, num_samples, count)
+            for start, first in product(*starts):
+                part = examples[start : start + num_prompts]
+                samples = range(first, min(first + count, num_samples))
+                title = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
                 drawn = decode(
                     lm,
                     [example.prompt_ids for example in part],
@@ -157,37 +171,8 @@ class Sampler:
                     settings,
                     partial(tell, title),
                 )
-                row = start * num_samples + first
-                rollouts.put(slice(row, row + len(part) * count), drawn)
-        return rollouts
-
-    def parts(
-        self, examples: Sequence[Example], num_samples: int
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """What is decoded together: prompts start to end, and of each `count` samples from `first`.
-
-        As many whole groups as the limits on completions and on cached tokens let in; the samples
-        of a group that is too large alone come in several parts.
-        """
-        at_once, room = self.config.generation_batch_size, self.config.generation_cache_tokens
-        own = num_samples * self.config.max_completion_length
-        start = 0
-        while start < len(examples):
-            end, tokens = start, 0
-            while end < len(examples) and (end + 1 - start) * num_samples <= at_once:
-                tokens += len(examples[end].prompt_ids) + own
-                if tokens > room:
-                    break
-                end += 1
-            if end > start:
-                yield start, end, 0, num_samples
-            else:
-                end = start + 1
-                left = room - len(examples[start].prompt_ids)
-                count = max(1, min(at_once, left // self.config.max_completion_length))
-                for first in range(0, num_samples, count):
-                    yield start, end, first, min(count, num_samples - first)
-            start = end
+                found.append(drawn)
+        return Rollouts(*map(torch.cat, zip(*found, strict=True)))
 
     def sample_shared(
         self, examples: Sequence[Example], *, temperature: float, title: str
@@ -203,7 +188,8 @@ class Sampler:
                 report=lambda text: show_status(bar, f"{title}: {text}"),
             )
         rollouts = Rollouts.blank(len(examples), self.config.max_completion_length)
-        rollouts.put(list(mine), local.tensors)
+        for values, own in zip(rollouts.tensors, local.tensors, strict=True):
+            values[list(mine)] = own
         # In float64, which holds ids and float32 as they are: a sum of bools is none.
         sums = (distributed.all_reduce_sum(x.double()).to(x.dtype) for x in rollouts.tensors)
         return Rollouts(*sums)

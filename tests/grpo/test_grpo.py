@@ -33,6 +33,7 @@ from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import fsdp
 from common.padding import MAKERS
+from common.rewards import functions
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, ReferenceStates
 from tests.variants import REWARD_FILE, stopping_model_job
@@ -814,3 +815,9 @@ def test_what_contradicts_itself_is_refused_in_one_sentence(
     assert all(word in message for word in words), message
     assert message.endswith(".")
     assert "\n" not in message
+
+
+def test_the_help_names_every_built_in_reward():
+    told = GRPOConfig.__dataclass_fields__["reward_funcs"].metadata["help"]
+    assert all(f"{name}, " in told for name in functions.BUILT_IN)
+    assert all(f"{name}:" in told for name in functions.WITH_ARGUMENT)

@@ -283,17 +283,6 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     assert memory.cache_bytes(on_gpu, num_prompts, num_samples) == by_hand + more
 
 
-def test_what_is_decoded_at_once_is_bounded(shapes: Path):
-    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
-    run = run_of(shapes, **flags, generation_batch_size=24)
-    assert memory.decoded_at_once(run, 100, 8) == (3, 8)
-    assert memory.decoded_at_once(run, 2, 8) == (2, 8)
-    run = run_of(shapes, **flags, generation_cache_tokens=250)
-    assert memory.decoded_at_once(run, 100, 8) == (2, 8)  # of 40 + 80 tokens
-    run = run_of(shapes, **flags, generation_cache_tokens=90)
-    assert memory.decoded_at_once(run, 100, 8) == (1, 5)
-
-
 def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     flags: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
     flags |= {"batch_size": 64, "dry_run_device": "cuda"}

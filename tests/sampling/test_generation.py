@@ -628,44 +628,38 @@ def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 40), max_size=8),
+    longest=st.integers(1, 40),
     num_samples=st.integers(1, 9),
     at_once=st.integers(1, 20),
     room=st.integers(1, 200),
     own=st.integers(1, 20),
 )
-def test_parts_cover_every_sample_once_within_the_limits(lengths, num_samples, at_once, room, own):
-    examples = [Example(row, "", [1] * length, [], {}) for row, length in enumerate(lengths)]
-    sampler = Sampler.__new__(Sampler)  # without a model
-    sampler.config = tiny.train_config(
+def test_what_is_decoded_at_once_fills_the_limits(longest, num_samples, at_once, room, own):
+    config = tiny.train_config(
         generation_batch_size=at_once, generation_cache_tokens=room, max_completion_length=own
     )
-    seen = []
-    for start, end, first, count in sampler.parts(examples, num_samples):
-        assert end > start
-        assert count >= 1
-        seen += [(row, first + k) for row in range(start, end) for k in range(count)]
-        tokens = sum(lengths[start:end]) + (end - start) * count * own
-        is_one = (end - start, count) == (1, 1)  # may exceed the limits alone
-        assert is_one or ((end - start) * count <= at_once and tokens <= room)
-        assert (first, count) == (0, num_samples) or end == start + 1
-    assert seen == [(row, k) for row in range(len(lengths)) for k in range(num_samples)]
+
+    def fits(num_prompts: int, count: int) -> bool:
+        return num_prompts * count <= at_once and num_prompts * (longest + count * own) <= room
+
+    num_prompts, count = generation.decoded_at_once(longest, num_samples, config)
+    assert num_prompts >= 1
+    assert 1 <= count <= num_samples
+    assert fits(num_prompts, count) or (num_prompts, count) == (1, 1)  # may exceed the limits alone
+    assert (count == num_samples and not fits(num_prompts + 1, count)) or num_prompts == 1
+    assert count == num_samples or not fits(1, count + 1)
 
 
-def test_parts_by_hand():
-    """Room for 100 tokens and 6 completions of up to 10: 2 groups of 3, then 1 and 1."""
-    lengths = [20, 20, 30, 60, 5]
-    examples = [Example(row, "", [1] * length, [], {}) for row, length in enumerate(lengths)]
-    sampler = Sampler.__new__(Sampler)
-    sampler.config = tiny.train_config(
+@pytest.mark.parametrize(
+    ("longest", "num_samples", "expected"),
+    [(20, 3, (2, 3)), (60, 3, (1, 3)), (60, 8, (1, 4)), (5, 8, (1, 6))],
+)
+def test_what_is_decoded_at_once_by_hand(longest, num_samples, expected):
+    """Room for 100 tokens and 6 completions of up to 10."""
+    config = tiny.train_config(
         generation_batch_size=6, generation_cache_tokens=100, max_completion_length=10
     )
-    found = list(sampler.parts(examples, 3))
-    assert found == [(0, 2, 0, 3), (2, 3, 0, 3), (3, 4, 0, 3), (4, 5, 0, 3)]
-    assert list(sampler.parts(examples[3:], 8)) == [
-        *((0, 1, 0, 4), (0, 1, 4, 4)),  # 60 and 4 tens fill the room
-        *((1, 2, 0, 6), (1, 2, 6, 2)),  # 6 at once
-    ]
+    assert generation.decoded_at_once(longest, num_samples, config) == expected
 
 
 def test_texts_leave_out_the_stop_token_only(gpt2):
