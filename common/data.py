@@ -233,15 +233,14 @@ def pack(
 
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
-    """The pieces as one batch on the device, a piece's completions next to each other."""
-    batch = MAKERS[layout](
+    """The pieces as one batch, a piece's completions next to each other."""
+    return MAKERS[layout](
         [piece.prompt_ids for piece in pieces],
         [piece.completions for piece in pieces],
         pad_id,
         is_real=[bool(piece.places) for piece in pieces],
         places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
     )
-    return batch.to(distributed.device())
 
 
 def batches(

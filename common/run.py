@@ -5,7 +5,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -26,7 +26,14 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return resume.find(config)
 
 
-Batch = TypeVar("Batch")
+class Movable(Protocol):
+    """What can be taken to another device."""
+
+    def to(self, device: Any) -> Any:
+        """The same there."""
+
+
+Batch = TypeVar("Batch", bound=Movable)
 
 
 class Run:
@@ -81,7 +88,9 @@ class Run:
             yield step
 
     def accumulate(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
-        """An update's micro-batches; gradients are reduced in the last's backward. Collective.
+        """An update's micro-batches, on the device one by one: attention keeps masks with them.
+
+        Gradients are reduced in the last one's backward. Collective.
 
         Args:
             batches: each goes through one forward and backward pass.
@@ -94,7 +103,7 @@ class Run:
             if may_stop:
                 self.saver.stop_if_asked(self.step)
             fsdp.reduce_gradients_in_next_backward(self.module, i == len(batches) - 1)
-            yield batch
+            yield batch.to(distributed.device())
 
     def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:
         """Clip and take an optimiser step. Collective.

@@ -52,7 +52,7 @@ def score_examples(
     places, found = [], []
     for pieces in packs:
         bar.update()
-        batch = data.collate(pieces, config.layout, pad_id)
+        batch = data.collate(pieces, config.layout, pad_id).to(distributed.device())
         found.append(score(model, batch)[batch.is_real])
         places.append(batch.places[batch.is_real])
     bar.close()

@@ -64,6 +64,10 @@ class MicroBatch:
     ref_logps: Tensor | None  # (B, C)
     ref_states: ReferenceStates | None
 
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Itself: it was made on the device."""
+        return self
+
     def aggregated(self, per_token: Tensor, config: GRPOConfig) -> Tensor:
         """The part of the update's loss that these terms (B, C) are, a scalar."""
         return aggregate(
@@ -91,7 +95,8 @@ def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
         if totals[0] > 0:
             batches = data.batches(pieces(kept, share, config), config, pad_id)
-            updates.append(Update(batches, Denominators(*totals.float().to(device))))
+            own = Denominators(*totals.float().to(device))
+            updates.append(Update([batch.to(device) for batch in batches], own))
     return updates
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import data, distributed
+from common import data
 from common.config import CommonConfig
 from common.data import Example, Piece
 from common.errors import LARGEST, UserError
@@ -96,6 +96,10 @@ class PairBatch:
     pairs: Tensor
     rows: Tensor
 
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """Copy to a device."""
+        return PairBatch(self.batch.to(device), self.pairs.to(device), self.rows.to(device))
+
 
 @dataclass
 class ComparedPiece(Piece):
@@ -159,7 +163,5 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
         for row, chosen, rejected in piece.pairs if isinstance(piece, ComparedPiece) else []:
             found.append((row, first + chosen, first + rejected))
         first += len(piece.completions)
-    device = distributed.device()
-    table = torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3)  # (N, 3)
-    batch = data.collate(pieces, layout, pad_id)
-    return PairBatch(batch, table[:, 1:], table[:, 0])
+    table = torch.tensor(found, dtype=torch.int64).view(-1, 3)  # (N, 3)
+    return PairBatch(data.collate(pieces, layout, pad_id), table[:, 1:], table[:, 0])

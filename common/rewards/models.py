@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForSequenceClassification
 
-from common import data, self_checks
+from common import data, distributed, self_checks
 from common.config import CommonConfig
 from common.data import Piece
 from common.errors import UserError
@@ -54,8 +54,8 @@ class ModelFunction:
             )
         rewards = torch.zeros(len(texts))
         for batch in data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0):
-            values, is_real = self.model(batch).cpu(), batch.is_real.cpu()  # (B,)
-            rewards[batch.places.cpu()[is_real]] = values[is_real]
+            values = self.model(batch.to(distributed.device())).cpu()  # (B,)
+            rewards[batch.places[batch.is_real]] = values[batch.is_real]
         first: dict[tuple[int, ...], float] = {}
         return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 

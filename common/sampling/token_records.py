@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import data
+from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example
 from common.model import fsdp
@@ -49,7 +49,7 @@ def token_logps(
         pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
         found += [[] for _ in places]
     for batch in data.batches(pieces, config, pad_id):
-        logps = model(batch, temperature=temperature).token_logps  # (B, C)
+        logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
         for row, place in enumerate(batch.places.tolist()):
             if batch.is_real[row]:
                 found[place] = rounded(logps[row, batch.completion_mask[row]].tolist())
