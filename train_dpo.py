@@ -87,7 +87,7 @@ def main(config: DPOConfig) -> None:
 
     # Policy, FSDP, optimiser
     if policy is None:
-        policy = Policy(load.load_trained_policy(paths[0], configs[0], config))
+        policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
         policy = fsdp.shard(policy, config, mesh)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
 def main(config: GRPOConfig) -> None:
     """Train, export, show samples."""
+    from common.model import lora
     from common.rewards.scorer import RewardScorer
 
     distributed.seed_everything(config.seed)
@@ -83,8 +84,7 @@ def main(config: GRPOConfig) -> None:
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    moves = config.ref_update_steps > 0
-    lm = load.load_trained_policy(paths[0], configs[0], config, with_copy=moves)
+    lm = load.load_policy(paths[0], configs[0], config, trains=True)
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference = load_reference(policy, paths, configs[1], config, mesh)
     scorer.load(mesh)
@@ -92,9 +92,10 @@ def main(config: GRPOConfig) -> None:
 
     # Self-checks, resume
     self_checks.loaded_model(policy, config, is_projected=config.has_exact_kl)
-    updated = reference if moves else None  # else it is read again on resuming
+    # One that stays as it is is read again on resuming.
+    updated = reference if config.ref_update_steps > 0 else None
     if updated is not None:
-        fsdp.require_same_shapes(updated, policy)
+        lora.require_same_shapes(updated, policy)
     run = Run(policy, order, config, resume_from, updated)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
@@ -139,7 +140,7 @@ def main(config: GRPOConfig) -> None:
                 batches = [part.batch for part in parts]
                 run.update(batches, (kept.rows(batch.places) for batch in batches))
         if updated is not None and (step + 1) % config.ref_update_steps == 0:
-            fsdp.mix_into(updated, policy, config.ref_mixup_alpha)
+            lora.mix_into(updated, policy, config.ref_mixup_alpha)
         if config.sampler_correction != "none":
             run.metrics.add("sampler_weight_share", *monitor.effective_share(weights))
         monitor.add_metrics(run.metrics, kept, advantages, config, step)

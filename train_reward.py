@@ -69,7 +69,9 @@ def main(config: RewardConfig) -> None:
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     path = config.model_name_or_path
-    lm = load.load_trained_reward_model(path, model_config, tokenizer, config, config.head_init)
+    lm = load.load_reward_model(
+        path, model_config, tokenizer, config, config.head_init, trains=True
+    )
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
 
     # Self-checks, resume

@@ -47,7 +47,7 @@ def main(config: SFTConfig) -> None:
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = load.load_trained_policy(config.model_name_or_path, model_config, config)
+    lm = load.load_policy(config.model_name_or_path, model_config, config, trains=True)
     policy = fsdp.shard(Policy(lm), config, mesh)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 

@@ -259,17 +259,6 @@ def make_weights(folder: Path) -> None:
         shutil.copytree(folder / "policy", folder / name)
         save_file(weights | odd, folder / name / "model.safetensors", metadata={"format": "pt"})
 
-    shutil.copytree(folder / "no_weights", folder / "wrong_shard")
-    shards = {"a.safetensors": dict(weights), "b.safetensors": {}}
-    bias = shards["a.safetensors"].pop("transformer.ln_f.bias")
-    shards["b.safetensors"] = {"transformer.ln_f.bias": bias}
-    for shard, tensors in shards.items():
-        save_file(tensors, folder / "wrong_shard" / shard, metadata={"format": "pt"})
-    places = {key: shard for shard, tensors in shards.items() for key in tensors}
-    places |= {"transformer.ln_f.weight": "b.safetensors"}  # it is in the other one
-    index = {"metadata": {}, "weight_map": places}
-    (folder / "wrong_shard" / "model.safetensors.index.json").write_text(json.dumps(index))
-
 
 def make_configs(folder: Path) -> None:
     """Models whose config.json says what no model is, or what its weights are not."""

@@ -147,7 +147,7 @@ def fold_reward_shift(lm: Any, state: dict[str, torch.Tensor], shift: float) -> 
     has no bias; then nothing is changed and the result is False.
     """
     head = state["score.weight"][0]  # (D,)
-    inside = {part for block in fsdp.blocks(lm) for part in block.modules()}
+    inside = fsdp.inside_blocks(lm)
     for name, part in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
         is_norm = isinstance(part, nn.LayerNorm) and part not in inside
         if is_norm and part.bias is not None and part.bias.shape == head.shape:

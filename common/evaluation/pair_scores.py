@@ -249,12 +249,12 @@ def run_beta(path: str) -> float | None:
 
 def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:
     """Raise a UserError for a policy to which the ids of the run's tokenizer are other text."""
-    from common.model.load import read_tokenizer
+    from common.model.load import load_tokenizer
 
     has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     if path == config.tokenizer_path or path.endswith(".json") or has_none:
         return
-    own = read_tokenizer(path, config).get_vocab()
+    own = load_tokenizer(path, config, needs_eos=False).get_vocab()
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
     if any(own.get(token) != i for token, i in expected.items()):

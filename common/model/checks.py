@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.utils import cached_file
 
 from common.config import CommonConfig
 from common.errors import UserError, gist, hint, shown
@@ -52,10 +53,10 @@ def check_sizes(
     """Raise a UserError for sizes that no model has, and for fewer embeddings than tokens."""
     for name, most in SIZES.items():
         size = getattr(model_config, name, 1)
-        if isinstance(size, int) and size < 1:
-            raise UserError(f"{path!r} has {name} {size!r}; it must be a positive whole number.")
-        if isinstance(size, int) and size > most:
-            raise UserError(f"{path!r} has {name} {shown(size)}; it must be at most {most:,}.")
+        if isinstance(size, int) and not 1 <= size <= most:
+            raise UserError(
+                f"{path!r} has {name} {shown(size)}; it must be positive and at most {most:,}."
+            )
     if tokenizer is None:
         return
     # A pad token of its own gets an embedding.
@@ -75,16 +76,6 @@ def count_ids(tokenizer: PreTrainedTokenizerBase, without: str | None = None) ->
     return 1 + max((i for token, i in vocabulary.items() if token != without), default=-1)
 
 
-def check_max_length(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise a UserError for a tokenizer whose longest text is no number."""
-    limit: Any = tokenizer.model_max_length
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise UserError(
-            f"the tokenizer of {path!r} has model_max_length {shown(limit)}; it must be a positive "
-            "number."
-        )
-
-
 def reason(error: Exception) -> str:
     """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
     if "trust_remote_code" in str(error):
@@ -96,49 +87,33 @@ def reason(error: Exception) -> str:
     return gist(error)
 
 
-def pickle_hint(path: str) -> str:
-    """What to do about a folder whose weights are a pickle; empty for one without."""
-    pickles = [file.name for file in Path(path).glob("*") if file.suffix in (".bin", ".pt", ".pth")]
-    if not pickles:
-        return ""
-    return f"; {min(pickles)} is a pickle, which may run code: save the model again as safetensors"
-
-
 def check_location(path: str, what: str) -> None:
-    """Raise a UserError for a local path that is not there, or is not what it should be.
+    """Raise a UserError for a local path that is not there, or holds no model or tokenizer.
 
     A hub id has one slash at most; for one the hub is asked, once in a run, whether it answers.
     """
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
-    if Path(path).is_dir():
-        check_folder(Path(path), what)
-    elif looks_local and not Path(path).exists():
+    folder = Path(path)
+    if folder.is_dir():
+        patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
+        if not any(file for pattern in patterns for file in folder.glob(pattern)):
+            inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+            raise UserError(f"the folder {path!r} holds no {what}{inside}.")
+    elif looks_local and not folder.exists():
         raise UserError(f"the {what} folder {path!r} does not exist.")
     elif not looks_local:
         hub.is_reachable()
 
 
-def refuse_quantised(path: str, model_config: PretrainedConfig) -> None:
-    """Raise a UserError for weights of few bits, which cannot be trained, or read in an own way."""
-    settings = getattr(model_config, "quantization_config", None)
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings)
-        raise UserError(
-            f"{path!r} has a quantization_config ({shown(method)}); give a model whose weights are "
-            "floating-point numbers."
-        )
-
-
 def check_weight_files(path: str, folder: Path) -> None:
-    """Raise a UserError for tensors of no floating-point numbers, or not where the index says.
+    """Raise a UserError for tensors of no floating-point numbers, which would be read as some.
 
     Of the files in the folder, which the user gave as `path`, only the headers are read.
     """
-    index = folder / "model.safetensors.index.json"
-    places: dict[str, str] = {}
+    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.is_file() and not (folder / "model.safetensors").is_file():  # which is read first
-        places = json.loads(index.read_text())["weight_map"]
-    for name in sorted(set(places.values()) or {"model.safetensors"}):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    for name in sorted(names):
         if not (folder / name).is_file():
             continue  # the hub's conversion of a pickle, which lies elsewhere
         with safe_open(folder / name, framework="pt") as file:
@@ -149,9 +124,35 @@ def check_weight_files(path: str, folder: Path) -> None:
                     f"the weights of {path!r} have {key!r} as {dtype}; they must be floating-point "
                     "numbers of at least 16 bits."
                 )
-        for key, place in places.items():
-            if place == name and key not in dtypes:
-                raise UserError(f"{path!r} has no {key!r} in {name}, where {index.name} places it.")
+
+
+def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:
+    """Raise a UserError for weights that are not those of the model, or no finite numbers.
+
+    What transformers `report`s of its reading are tensors of other shapes, and those that only the
+    model or only the files have. With a new head the old one's are dropped: what is outside of the
+    trunk.
+    """
+    check_weight_files(path, Path(cached_file(path, "config.json")).parent)
+    trunk = {model.base_model_prefix, *dict(model.base_model.named_children())}
+    wrong = [
+        f"{name!r} has the shape {tuple(found)} in place of {tuple(expected)}"
+        for name, found, expected in sorted(report["mismatched_keys"])
+    ]
+    for name in sorted(report["missing_keys"]):
+        if not (has_new_head and name == "score.weight"):
+            wrong.append(f"{name!r} is missing")
+    for name in sorted(report["unexpected_keys"]):
+        is_dropped = has_new_head and name.partition(".")[0] not in trunk
+        if not is_dropped and BUFFERS.search(name) is None:
+            wrong.append(f"{name!r} has no place")
+    if wrong:
+        raise UserError(
+            f"the weights of {path!r} are not those of the {type(model).__name__} of its "
+            f"config.json: {wrong[0]}, and {len(wrong) - 1} more; give weights and config.json of "
+            "one model."
+        )
+    refuse_not_finite(path, model.named_parameters())
 
 
 def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -167,33 +168,12 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
                 )
 
 
-def refuse_unread(path: str, names: Iterable[str], model: Any, *, without_head: bool) -> None:
-    """Raise a UserError for weights that the model has no place for: it would be another model.
-
-    They are the `names` in its files that were not read. `without_head`, it is the trunk of a model
-    whose head is dropped, that is, of what lies outside the trunk.
-    """
-    trunk = {model.base_model_prefix, *dict(model.base_model.named_children())}
-    for name in sorted(names):
-        is_dropped = without_head and name.partition(".")[0] not in trunk
-        if not is_dropped and BUFFERS.search(name) is None:
-            raise UserError(
-                f"the weights of {path!r} have {name!r}, which {type(model).__name__} of its "
-                "config.json has not; give weights and config.json of one model."
-            )
-
-
-def check_folder(folder: Path, what: str) -> None:
-    """Raise a UserError for a folder without a model or tokenizer in it, as a run's own folder."""
-    patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
-    if not any(file for pattern in patterns for file in folder.glob(pattern)):
-        inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
-        raise UserError(f"the folder {str(folder)!r} holds no {what}{inside}.")
-
-
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
-    """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder."""
-    architectures = getattr(model_config, "architectures", None) or []
+    """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder.
+
+    Weights of few bits are refused too: they cannot be trained, and are read in a way of their own.
+    """
+    architectures = getattr(model_config, "architectures", None) or ["an unknown architecture"]
     if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
         raise UserError(
             f"{path!r} has architectures {shown(architectures)}; it must be a list of names."
@@ -203,21 +183,30 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
     is_other = model_config.is_encoder_decoder or not is_causal
     if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
-        raise UserError(
-            f"{path!r} is a {model_config.model_type} model, not a causal language model."
-        )
-    is_classifier = any(name.endswith("ForSequenceClassification") for name in architectures)
-    if kind == "policy" and is_classifier:
+        raise UserError(f"{path!r} is a {model_type} model, not a causal language model.")
+    if is_classifier(model_config) and kind == "policy":
         raise UserError(
             f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
         )
-    if kind != "policy" and is_classifier and model_config.num_labels != 1:
+    if is_classifier(model_config) and model_config.num_labels != 1:
         raise UserError(
             f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
         )
-    if kind in ("reward_model", "encoder") and not is_classifier:
-        found = architectures[0] if architectures else "an unknown architecture"
-        raise UserError(f"{path!r} is not a reward model: it holds {found}.")
+    if kind in ("reward_model", "encoder") and not is_classifier(model_config):
+        raise UserError(f"{path!r} is not a reward model: it holds {architectures[0]}.")
+    settings = getattr(model_config, "quantization_config", None)
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else type(settings)
+        raise UserError(
+            f"{path!r} has a quantization_config ({shown(method)}); give a model whose weights are "
+            "floating-point numbers."
+        )
+
+
+def is_classifier(model_config: PretrainedConfig) -> bool:
+    """Whether it has a head of scores, by the name of its class."""
+    names = getattr(model_config, "architectures", None) or []
+    return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:

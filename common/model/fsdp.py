@@ -23,14 +23,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
 from common.config import CommonConfig
-from common.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,11 +46,6 @@ class Float32Head(nn.Linear):
         return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
-def language_model(module: nn.Module) -> PreTrainedModel | None:
-    """The Hugging Face model inside `module`."""
-    return next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
-
-
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated decoder blocks inside `module`, wherever the language model sits in it.
 
@@ -66,6 +59,11 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
     return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def inside_blocks(module: nn.Module) -> set[nn.Module]:
+    """Every part of the decoder blocks inside `module`."""
+    return {part for block in blocks(module) for part in block.modules()}
 
 
 def shard(
@@ -82,7 +80,7 @@ def shard(
     whole model.
     """
     device = distributed.device()
-    lm = language_model(module)
+    lm = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
     if lm is not None:
         prepare(lm, config)
         if config.gradient_checkpointing:
@@ -229,36 +227,3 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(module, options=options)
     return state
-
-
-def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
-    """Raise a UserError for a reference that cannot take the policy's weights."""
-    from common.model import lora
-
-    if isinstance(reference, lora.AdapterReference):
-        return  # it is inside the policy
-    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
-    if shapes[0] != shapes[1]:
-        raise UserError(
-            "--ref_update_steps needs a --ref_model_name_or_path with parameters of the shapes of "
-            "--model_name_or_path."
-        )
-
-
-@torch.no_grad()
-def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
-    """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
-
-    The target is sharded as the source is, with the same parameters; or it is the reference inside
-    the source, whose frozen adapter is set.
-    """
-    from common.model import lora
-
-    reshard(target)
-    reshard(source)
-    pairs = zip(target.parameters(), source.parameters(), strict=True)
-    if isinstance(target, lora.AdapterReference):
-        pairs = zip(target.adapter(lora.REFERENCE), target.adapter(lora.TRAINED), strict=True)
-    for old, new in pairs:
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
-        shards[0].lerp_(shards[1], alpha)

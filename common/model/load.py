@@ -6,7 +6,6 @@ Every other rank builds the same model on the meta device and receives its shard
 
 import json
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig
-from common.errors import UserError, gist
-from common.model import fsdp
+from common.config import CommonConfig
+from common.errors import UserError, gist, shown
 from common.noise import derive_seed
 
 if TYPE_CHECKING:
     from common.model.checks import Kind
 
-RANDOM_SEED_PART = "model initialisation"
 # Standard deviation of a new reward head's weights, for hidden states of size D
 HEAD_STDS: dict[str, Callable[[int], float]] = {
     "stiennon": lambda d: (d + 1) ** -0.5,  # a variance of 1 / (D + 1) (Stiennon et al. 2020, B.1)
@@ -43,24 +39,17 @@ HEAD_STDS: dict[str, Callable[[int], float]] = {
 HEAD_INITS = tuple(HEAD_STDS)
 
 
-def load_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, config: CommonConfig, *, needs_eos: bool = True
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
-    Without a pad token it pads with its eos: harmless here, where masks are carried as data.
+    Without a pad token it pads with its eos: harmless here, where masks are carried as data. Only
+    an encoder's, or one that is looked at, need have none.
 
     Raises:
-        UserError: there is none, or it has no eos token.
+        UserError: there is none, it has no eos token, or its longest text is no number.
     """
-    tokenizer = read_tokenizer(path, config)
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
-    """The same as it is, which for an encoder has no eos."""
     from common.model import checks, lora
 
     if path == "synthetic":
@@ -77,7 +66,16 @@ def read_tokenizer(path: str, config: CommonConfig) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises no subclass of it
         why = checks.reason(error)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
-    checks.check_max_length(path, tokenizer)
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+        raise UserError(
+            f"the tokenizer of {path!r} has model_max_length {shown(limit)}; it must be a positive "
+            "number."
+        )
+    if needs_eos and tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -120,7 +118,6 @@ def read_model_config(
     model_config = find_config(path, tokenizer, config)
     checks.check_kind(path, model_config, kind)
     checks.check_sizes(path, model_config, kind, tokenizer)
-    checks.refuse_quantised(path, model_config)
     if kind != "encoder":  # its texts are other tokens
         checks.check_lengths(path, model_config, config)
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
@@ -161,44 +158,33 @@ def find_config(
         raise UserError(f"no model could be found at {path!r}: {why}.") from None
 
 
-def load_policy(path: str, model_config: PretrainedConfig, config: CommonConfig) -> PreTrainedModel:
+def load_policy(
+    path: str, model_config: PretrainedConfig, config: CommonConfig, *, trains: bool = False
+) -> PreTrainedModel:
     """A causal language model in float32: real on rank 0, on the meta device elsewhere.
 
-    An adapter is merged into its base.
+    An adapter is merged into its base. Of the model that a stage `trains` with `lora_r` the weights
+    are frozen but for adapters: new ones, or that one, with which training goes on.
     """
-    return load(AutoModelForCausalLM, path, model_config, config)
-
-
-def load_trained_policy(
-    path: str, model_config: PretrainedConfig, config: TrainConfig, *, with_copy: bool = False
-) -> PreTrainedModel:
-    """The policy that a stage trains: with `lora_r` its weights are frozen but for adapters.
-
-    With it an adapter is not merged: training goes on with it. For `with_copy` see
-    `lora.add_adapters`.
-    """
-    lm = load(AutoModelForCausalLM, path, model_config, config, merge=config.lora_r == 0)
-    if config.lora_r:
+    has_adapters = trains and getattr(config, "lora_r", 0) > 0
+    lm = load(AutoModelForCausalLM, path, model_config, config, merge=not has_adapters)
+    if has_adapters:
         from common.model import lora
 
-        lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy)
-    mend_generation_config(lm, path)
-    return lm
-
-
-def mend_generation_config(lm: PreTrainedModel, path: str) -> None:
-    """Drop settings of sampling that transformers reads, but refuses to write after the training.
-
-    Many published folders have a temperature without `do_sample`, which has no effect.
-    """
+        lora.add_adapters(lm, path, config)
+    if not trains:
+        return lm
     try:
         lm.generation_config.validate(strict=True)
     except ValueError:
+        # Many published folders have a temperature without `do_sample`, which has no effect, but
+        # which transformers refuses to write after the training.
         lm.generation_config = GenerationConfig.from_model_config(lm.config)
         distributed.print_rank0(
             f"warning: the settings in generation_config.json of {path!r} contradict each other "
             "and are not in the exported model; its special tokens are."
         )
+    return lm
 
 
 def load_reward_model(
@@ -207,65 +193,51 @@ def load_reward_model(
     tokenizer: Any,
     config: CommonConfig,
     head_init: str = HEAD_INITS[0],
+    *,
+    trains: bool = False,
 ) -> PreTrainedModel:
     """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
 
     From a causal language model the trunk is taken and a head is drawn (`HEAD_STDS`) before
     sharding, the same for any number of ranks. A pad token of its own keeps the score of a padded
     row at the last real token for everyone who loads the folder with transformers, which looks for
-    the last token that is not pad.
+    the last token that is not pad. Of one that the stage `trains` with `lora_r` all but adapters
+    and head is frozen.
 
     Raises:
-        UserError: it has a head, and another than the default start was asked for.
+        UserError: it has a head, and another than the default start was asked for; or it is an
+            adapter, which would be merged into what the new one is saved for.
     """
-    architectures = getattr(model_config, "architectures", None) or []
-    fresh = not any(name.endswith("ForSequenceClassification") for name in architectures)
-    if head_init != HEAD_INITS[0] and not fresh:
+    from common.model import checks, lora
+
+    has_adapters = trains and getattr(config, "lora_r", 0) > 0
+    if has_adapters and lora.is_adapter(path):
+        raise UserError(
+            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
+            "from a whole model: give the folder `model` beside it."
+        )
+    is_fresh = not checks.is_classifier(model_config)
+    if head_init != HEAD_INITS[0] and not is_fresh:
         raise UserError(
             f"--head_init is {head_init}; it must be {HEAD_INITS[0]} with {path!r}, which has a "
             "head."
         )
     model_config.num_labels = 1
-    new = {"score.weight"} if fresh else set()
-    lm = load(AutoModelForSequenceClassification, path, model_config, config, new=new)
+    lm = load(AutoModelForSequenceClassification, path, model_config, config)
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
     if num_ids > lm.config.vocab_size:
         lm.resize_token_embeddings(num_ids, mean_resizing=False)
     lm.config.pad_token_id = tokenizer.pad_token_id
-    if fresh and distributed.is_rank0():
+    if is_fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
         head = lm.score.weight  # (1, D)
         with torch.no_grad():
             std = HEAD_STDS[head_init](head.shape[1])
             head.copy_(torch.randn(head.shape, generator=generator) * std)
-    return lm
-
-
-def load_trained_reward_model(
-    path: str,
-    model_config: PretrainedConfig,
-    tokenizer: Any,
-    config: TrainConfig,
-    head_init: str = HEAD_INITS[0],
-) -> PreTrainedModel:
-    """The reward model that a stage trains: with `lora_r` all but adapters and head is frozen.
-
-    Raises:
-        UserError: with `lora_r` the path is that of an adapter, which would be merged into what the
-            new one is saved for.
-    """
-    from common.model import lora
-
-    if config.lora_r and lora.is_adapter(path):
-        raise UserError(
-            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
-            "from a whole model: give the folder `model` beside it."
-        )
-    lm = load_reward_model(path, model_config, tokenizer, config, head_init)
-    if config.lora_r:
-        lora.add_adapters(lm, fsdp.blocks(lm), path, config, head="score")
+    if has_adapters:
+        lora.add_adapters(lm, path, config)
     return lm
 
 
@@ -275,7 +247,6 @@ def load(
     model_config: PretrainedConfig,
     config: CommonConfig,
     *,
-    new: AbstractSet[str] = frozenset(),
     merge: bool = True,
 ) -> PreTrainedModel:
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
@@ -284,23 +255,42 @@ def load(
 
     Raises:
         UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
-            model, or lack parameters other than the `new` ones, which would be trained from random
-            values in silence.
+            model, or lack parameters other than a new reward head, which would be trained from
+            random values in silence.
     """
-    from common.model import lora
+    from common.model import checks, lora
 
     adapter, path = path, lora.base_path(path)
     if not distributed.is_rank0():
         with torch.device("meta"):
             return build(auto_class, path, model_config, config)
     if path.endswith(".json"):
-        torch.manual_seed(derive_seed(config.seed, RANDOM_SEED_PART))
+        torch.manual_seed(derive_seed(config.seed, "model initialisation"))
         model = build(auto_class, path, model_config, config)
         distributed.seed_everything(config.seed)
         return model
-    model = read_weights(auto_class, path, model_config, config, new)
-    if merge:
-        lora.merge_folder(model, fsdp.blocks(model), adapter)
+    try:
+        model, report = auto_class.from_pretrained(
+            path,
+            config=model_config,
+            dtype=torch.float32,
+            use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds, as above
+        why, files = checks.reason(error), sorted(Path(path).glob("*"))
+        for pickle in [file.name for file in files if file.suffix in (".bin", ".pt", ".pth")][:1]:
+            why += (
+                f"; {pickle} is a pickle, which may run code: save the model again as safetensors"
+            )
+        raise UserError(f"no safetensors weights could be loaded from {path!r}: {why}.") from None
+    is_classifier = auto_class is AutoModelForSequenceClassification
+    has_new_head = is_classifier and not checks.is_classifier(model_config)
+    checks.check_weights(path, model, report, has_new_head=has_new_head)
+    if merge and lora.is_adapter(adapter):
+        lora.merge_folder(model, adapter)
     return model
 
 
@@ -316,50 +306,6 @@ def build(
         return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
     except ValueError as error:
         raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
-
-
-def read_weights(
-    auto_class: Any,
-    path: str,
-    model_config: PretrainedConfig,
-    config: CommonConfig,
-    new: AbstractSet[str],
-) -> PreTrainedModel:
-    """The model of a folder or hub id, for which see `load`."""
-    from common.model import checks
-
-    try:
-        model, report = auto_class.from_pretrained(
-            path,
-            config=model_config,
-            dtype=torch.float32,
-            use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
-            trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
-        )
-    except Exception as error:  # of many kinds, as above
-        raise UserError(
-            f"no safetensors weights could be loaded from {path!r}: {checks.reason(error)}"
-            f"{checks.pickle_hint(path)}."
-        ) from None
-    checks.check_weight_files(path, Path(cached_file(path, "config.json")).parent)
-    mismatched = sorted(report["mismatched_keys"])
-    if mismatched:
-        name, found, expected = mismatched[0]
-        raise UserError(
-            f"the weights of {path!r} have {name!r} of shape {tuple(found)}, and its config.json "
-            f"makes it {tuple(expected)}."
-        )
-    missing = sorted(set(report["missing_keys"]) - new)
-    if missing:
-        raise UserError(
-            f"the weights of {path!r} lack {missing[0]!r} and {len(missing) - 1} other parameters "
-            f"of {type(model).__name__}."
-        )
-    checks.refuse_unread(path, report["unexpected_keys"], model, without_head=bool(new))
-    checks.refuse_not_finite(path, model.named_parameters())
-    return model
 
 
 def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

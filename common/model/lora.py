@@ -12,8 +12,7 @@ reference is then the base with this copy, not the bare base.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import TrainConfig
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError, gist, shown
+from common.model import fsdp
 from common.model.checks import refuse_not_finite
 from common.noise import derive_seed
 
 TRAINED, REFERENCE = "default", "reference"  # adapters in a model; peft calls the first `default`
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # of every name in peft's weights file
 # Settings with which peft computes something else than W + (alpha / r) B A
 VARIANTS = (
     *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication"),
@@ -93,34 +93,39 @@ def load_weights(lm: Any, folder: str, adapter: str) -> None:
     except (OSError, SafetensorError) as error:
         raise UserError(f"no {WEIGHTS_FILE} could be read in {folder!r}: {gist(error)}.") from None
     targets = {
-        PREFIX + name.replace(f".{adapter}.", "."): parameter
+        saved_name(name, adapter): parameter
         for name, parameter in lm.named_parameters()
         if belongs_to(name, adapter)
     }
-    misfit = f"{file} does not fit its {SETTINGS_FILE} and its base"
-    for name in sorted(targets.keys() ^ weights.keys()):
-        raise UserError(f"{misfit}: {name!r} is in one of them only.")
-    for name, parameter in targets.items():
-        found, expected = tuple(weights[name].shape), tuple(parameter.shape)
-        if found != expected:
-            raise UserError(f"{misfit}: {name!r} is {found}, not {expected}.")
-        if not weights[name].is_floating_point():
-            raise UserError(f"{misfit}: {name!r} is {weights[name].dtype}, no floating point.")
-        parameter.data.copy_(weights[name])
+    expected = {name: tuple(parameter.shape) for name, parameter in targets.items()}
+    found = {n: tuple(w.shape) if w.is_floating_point() else w.dtype for n, w in weights.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        there, needed = found.get(name, "absent"), expected.get(name, "absent")
+        if there != needed:
+            raise UserError(
+                f"{file} does not fit its {SETTINGS_FILE} and its base: {name!r} is {there}, not "
+                f"{needed}."
+            )
+        targets[name].data.copy_(weights[name])
     refuse_not_finite(file, targets.items())
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write the trained adapter, given the model's whole state, into a folder that peft loads."""
-    from peft import get_peft_model_state_dict
-
     settings = lm.peft_config[TRAINED]
     settings.inference_mode = True  # as peft writes it
     settings.save_pretrained(str(folder))
-    weights = get_peft_model_state_dict(lm, dict(state), TRAINED, save_embedding_layers=False)
-    weights |= {name: tensor for name, tensor in state.items() if is_saved_whole(lm, name)}
-    named = {PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    weights = {
+        saved_name(name, TRAINED): tensor.contiguous()
+        for name, tensor in state.items()
+        if belongs_to(name, TRAINED) or is_saved_whole(lm, name)
+    }
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def saved_name(name: str, adapter: str) -> str:
+    """The name in peft's weights file of a parameter of an adapter."""
+    return "base_model.model." + name.replace(f".{adapter}.", ".")
 
 
 # --- adapters in a model --------------------------------------------------------------------------
@@ -128,61 +133,61 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
 
 def add_adapters(
     lm: Any,  # real, or on the meta device
-    blocks: Sequence[nn.Module],  # of its decoder
     path: str,  # of the model, or of an adapter on it
-    config: TrainConfig,
-    *,
-    with_copy: bool = False,  # a frozen one also of new adapters: the reference will be replaced
-    head: str = "",  # a module that is trained whole, and saved with the adapters
+    config: CommonConfig,  # of a stage, with `lora_r`
 ) -> None:
     """Freeze a model but for adapters: new ones, or those of the folder it is loaded from.
 
-    The model, changed in place, then computes what it did before, or what base and adapter do.
+    The model, changed in place, then computes what it did before, or what base and adapter do. A
+    reward head is trained whole, and saved with the adapters.
 
     Raises:
         UserError: the fields do not fit the model or the adapter.
     """
+    assert isinstance(config, TrainConfig)
     goes_on = is_adapter(path)
-    settings = own_settings(path, config) if goes_on else new_settings(lm, blocks, path, config)
+    settings = own_settings(path, config) if goes_on else new_settings(lm, path, config)
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
-    adapters = (TRAINED, REFERENCE) if goes_on or with_copy else (TRAINED,)
+    has_copy = goes_on or getattr(config, "ref_update_steps", 0) > 0  # of the reference's adapter
+    adapters = (TRAINED, REFERENCE) if has_copy else (TRAINED,)
     for adapter in adapters:
-        inject(lm, settings, adapter)
-        refuse_outside(lm, blocks, path)
-        if goes_on and not is_meta(lm):
+        inject(lm, settings, adapter, path)
+        if goes_on and lm.device.type != "meta":
             load_weights(lm, path, adapter)
     distributed.seed_everything(config.seed)
-    if head:  # only now, since peft would put a copy of the module beside it
-        settings.task_type, settings.modules_to_save = "SEQ_CLS", [head]
+    if hasattr(lm, "score"):  # only now, since peft would put a copy of the head beside it
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     lm.peft_config = dict.fromkeys(adapters, settings)
     for name, parameter in lm.named_parameters():
         parameter.requires_grad_(belongs_to(name, TRAINED) or is_saved_whole(lm, name))
     activate(lm, [TRAINED])
 
 
-def new_settings(lm: nn.Module, blocks: Sequence[nn.Module], path: str, config: TrainConfig) -> Any:
+def new_settings(lm: nn.Module, path: str, config: TrainConfig) -> Any:
     """Settings of new adapters for peft, on the linear layers of the blocks or on some of them."""
     from peft import LoraConfig
 
-    inside = {part for block in blocks for part in block.modules()}
-    parts = [(name, part) for name, part in lm.named_modules() if part in inside]
-    linear = {name: part for name, part in parts if isinstance(part, nn.Linear | Conv1D)}
+    inside = fsdp.inside_blocks(lm)
+    linear: dict[str, Any] = {
+        name: part
+        for name, part in lm.named_modules()
+        if part in inside and isinstance(part, nn.Linear | Conv1D)
+    }
     kinds = sorted({name.rpartition(".")[2] for name in linear})
-    for target in config.lora_target_modules:
-        if not any(f".{name}".endswith(f".{target}") for name in linear):
+    targets = config.lora_target_modules or kinds
+    widths: dict[str, int] = {}  # the smaller sides
+    for target in targets:
+        fitting = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not fitting:
             raise UserError(
                 f"--lora_target_modules has {target!r}; it must be among the linear layers of "
                 f"{type(lm).__name__}'s blocks: {', '.join(kinds)}."
             )
-    targets = config.lora_target_modules or kinds
-    ends = tuple(f".{name}" for name in targets)
-    widths = {n: min(part.weight.shape) for n, part in linear.items() if f".{n}".endswith(ends)}
+        widths |= {name: min(linear[name].weight.shape) for name in fitting}
     narrowest = min(widths, key=widths.__getitem__)
     if config.lora_r > widths[narrowest]:
-        raise UserError(
-            f"--lora_r is {config.lora_r}; it must be at most {widths[narrowest]}, the smaller "
-            f"side of {narrowest!r}, which a higher rank cannot fill."
-        )
+        most = f"at most {widths[narrowest]}, the smaller side of {narrowest!r}"
+        raise config.refused("lora_r", f"{most}, which a higher rank cannot fill")
     return LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -203,13 +208,11 @@ def own_settings(path: str, config: TrainConfig) -> Any:
         )
     found = flags_of(settings)
     targets = sorted(config.lora_target_modules) or found["lora_target_modules"]
-    given = (config.lora_r, config.lora_alpha, targets)
-    for flag, value in zip(("lora_r", "lora_alpha", "lora_target_modules"), given, strict=True):
+    given = {"lora_r": config.lora_r, "lora_alpha": config.lora_alpha}
+    for flag, value in (given | {"lora_target_modules": targets}).items():
         if value != found[flag]:
-            raise UserError(
-                f"--{flag} is {value}; the adapter in {path!r}, with which training goes on, has "
-                f"{found[flag]}."
-            )
+            whose = f"as of the adapter in {path!r}, with which training goes on"
+            raise config.refused(flag, f"{found[flag]}, {whose}")
     return settings
 
 
@@ -232,32 +235,27 @@ def description(model: nn.Module) -> dict[str, Any] | None:
     return None
 
 
-def inject(lm: Any, settings: Any, adapter: str) -> None:
-    """Put peft's layers around those that the settings name, or a further adapter into them."""
+def inject(lm: Any, settings: Any, adapter: str, path: str) -> None:
+    """Put peft's layers around those that the settings name, or a further adapter into them.
+
+    Raises:
+        UserError: there are none, or one outside of the blocks: a tied head is the embedding too.
+    """
     from peft import inject_adapter_in_model
 
-    options = {"adapter_name": adapter, "low_cpu_mem_usage": is_meta(lm)}
+    on_meta = lm.device.type == "meta"
     try:
-        inject_adapter_in_model(settings, lm, **options)
+        inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=on_meta)
     except (ValueError, TypeError) as error:
         raise UserError(f"the adapter does not fit {type(lm).__name__}: {gist(error)}.") from None
     del lm.peft_config  # with it peft warns at the next adapter
-
-
-def refuse_outside(lm: nn.Module, blocks: Sequence[nn.Module], path: str) -> None:
-    """Raise a UserError for an adapter of other layers: a tied head would change the embedding."""
-    inside = {part for block in blocks for part in block.modules()}
+    inside = fsdp.inside_blocks(lm)
     for name, layer in adapted_layers(lm).items():
         if layer not in inside:
             raise UserError(
                 f"the adapter in {path!r} changes {name!r}; it must change layers of the decoder "
                 "blocks only."
             )
-
-
-def is_meta(lm: nn.Module) -> bool:
-    """Whether a model has no storage, as on all ranks but the one that reads it."""
-    return next(lm.parameters()).is_meta
 
 
 def belongs_to(name: str, adapter: str) -> bool:
@@ -285,16 +283,6 @@ def activate(lm: nn.Module, adapters: list[str]) -> None:
         layer._active_adapter = adapters
 
 
-@contextmanager
-def at_start(lm: nn.Module) -> Iterator[None]:
-    """Inside, a model computes what it did before its adapters were trained."""
-    activate(lm, [REFERENCE] if reference_scales(lm) else [])
-    try:
-        yield
-    finally:
-        activate(lm, [TRAINED])
-
-
 class AdapterReference(nn.Module):
     """The policy that a LoRA run started from, in the memory of the one that it trains."""
 
@@ -308,14 +296,42 @@ class AdapterReference(nn.Module):
         """The Hugging Face model."""
         return self.policy.lm
 
-    def adapter(self, name: str) -> list[nn.Parameter]:
-        """The matrices of an adapter, in the order of the layers."""
-        return [p for key, p in self.policy.named_parameters() if belongs_to(key, name)]
-
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """What the policy's forward returned before training."""
-        with at_start(self.policy):
+        activate(self.policy, [REFERENCE] if reference_scales(self.policy) else [])
+        try:
             return self.policy(*inputs, **options)
+        finally:
+            activate(self.policy, [TRAINED])
+
+
+def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
+    """Raise a UserError for a reference that cannot take the policy's weights."""
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (reference, policy)]
+    if not isinstance(reference, AdapterReference) and shapes[0] != shapes[1]:
+        raise UserError(
+            "--ref_update_steps needs a --ref_model_name_or_path with parameters of the shapes of "
+            "--model_name_or_path."
+        )
+
+
+@torch.no_grad()
+def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
+    """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
+
+    The target is sharded as the source is, with the same parameters; or it is the reference inside
+    the source, whose frozen adapter is set.
+    """
+    fsdp.reshard(target)
+    fsdp.reshard(source)
+    pairs = zip(target.parameters(), source.parameters(), strict=True)
+    if isinstance(target, AdapterReference):
+        named = list(source.named_parameters())
+        copied, trained = ([p for n, p in named if belongs_to(n, a)] for a in (REFERENCE, TRAINED))
+        pairs = zip(copied, trained, strict=True)
+    for old, new in pairs:
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in (old, new)]
+        shards[0].lerp_(shards[1], alpha)
 
 
 def reference_state(lm: nn.Module) -> dict[str, Tensor]:
@@ -333,12 +349,9 @@ def reference_scales(lm: nn.Module) -> dict[str, float]:
 # --- adapters merged into weights -----------------------------------------------------------------
 
 
-def merge_folder(lm: Any, blocks: Sequence[nn.Module], path: str) -> None:
-    """Merge the adapter in a folder, if it is one, into the weights of its base, where they are."""
-    if not is_adapter(path) or is_meta(lm):
-        return
-    inject(lm, read_settings(path), TRAINED)
-    refuse_outside(lm, blocks, path)
+def merge_folder(lm: Any, path: str) -> None:
+    """Merge the adapter in a folder into the weights of its base."""
+    inject(lm, read_settings(path), TRAINED, path)
     load_weights(lm, path, TRAINED)
     for name, layer in adapted_layers(lm).items():
         layer.merge()

@@ -79,8 +79,7 @@ def load_reference(
     from common.model.lora import AdapterReference
 
     is_policy = config.lora_r > 0 and paths[0] == paths[1]
-    read_model = load.load_trained_policy if is_policy else load.load_policy
-    lm = read_model(paths[1], configs[1], config)
+    lm = load.load_policy(paths[1], configs[1], config, trains=is_policy)
     weights = weights_digest(lm) if config.ref_cache_dir else ""
     whole = Policy(lm) if is_policy else Policy(lm).requires_grad_(False)
     policy = fsdp.shard(whole, config, mesh)

@@ -9,58 +9,34 @@ from common.planning.footprint import Footprint
 from common.planning.work import FLOAT32, MicroBatch, Run
 
 
-def tail_tokens(run: Run, batch: MicroBatch) -> float:
-    """Tokens for which the last block computes more than keys and values.
+def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
+    """What is kept of a forward pass when its backward begins, and the most while it runs.
 
-    In the shared layout these are the completions, and the last token of each prompt.
-    """
-    if not run.is_shared:
-        return batch.tokens
-    return min(batch.tokens, batch.prompts + batch.completions * run.config.max_completion_length)
+    Kept is, with gradient checkpointing, of a block its input only. The last block computes, in the
+    shared layout, more than keys and values only for the tail: the completions, and the last token
+    of each prompt. So it keeps queries, keys and values of all tokens, what they are made of, and
+    the rest of the tail.
 
-
-def block_activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
-    """What the graph of a micro-batch keeps of a block, and of the last one.
-
-    Of the last one in the shared layout: queries, keys and values of all tokens, what they are made
-    of, and the rest of the tail.
-    """
-    more = attention_bytes(run, model, batch)
-    block = batch.tokens * model.block_bytes + more
-    if not run.is_shared:
-        return block, block
-    keys = model.keys_bytes + 3 * model.attention_width * run.number_bytes
-    return block, batch.tokens * keys + tail_tokens(run, batch) * model.block_bytes + more
-
-
-def kept_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
-    """What is kept of a forward pass when its backward begins.
-
-    With gradient checkpointing, of a block its input only.
-    """
-    layers, outer = len(model.blocks), batch.tokens * model.outer_bytes
-    if run.config.gradient_checkpointing:
-        return outer + layers * batch.tokens * model.width * run.number_bytes
-    block, last = block_activations(run, model, batch)
-    return outer + (layers - 1) * block + last
-
-
-def backward_activations(run: Run, model: Footprint, batch: MicroBatch) -> float:
-    """The most that is kept and made of activations while a block's backward runs.
-
-    That is the last block's, or, as it has few tokens, that of the one before, when what the last
-    kept is free; with checkpointing what a block keeps is made again.
-
-    A block makes most in its MLP: gradients of the residual stream and of the MLP's output, and of
+    Most there is while the last block's backward runs, or, as it has few tokens, that of the one
+    before, when what the last kept is free; with checkpointing what a block keeps is made again. A
+    block makes most in its MLP: gradients of the residual stream and of the MLP's output, and of
     what the activation makes and is given; what that layer kept is free by then.
     """
-    kept = kept_activations(run, model, batch)
-    block, last = block_activations(run, model, batch)
-    of_token = (2 * model.width + model.num_gates * model.mlp_width) * run.number_bytes
-    whole, tail = batch.tokens * of_token, tail_tokens(run, batch) * of_token
-    if run.config.gradient_checkpointing:
-        return kept + block + whole
-    return max(kept + tail, kept - last + whole)
+    config, tokens, size = run.config, batch.tokens, run.number_bytes
+    more = attention_bytes(run, model, batch)
+    block = last = tokens * model.block_bytes + more
+    tail = tokens
+    if run.is_shared:
+        tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
+        keys = model.keys_bytes + 3 * model.decoder.attention_width * size
+        last = tokens * keys + tail * model.block_bytes + more
+    made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
+    layers, outer = len(model.blocks), tokens * model.outer_bytes
+    if config.gradient_checkpointing:
+        kept = outer + layers * tokens * model.width * size
+        return kept, kept + block + tokens * made
+    kept = outer + (layers - 1) * block + last
+    return kept, max(kept + tail * made, kept - last + tokens * made)
 
 
 def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
@@ -71,7 +47,7 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     output; per completion copies of the prompt's keys and values; and both masks.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
-    size, width, seen = run.number_bytes, model.attention_width, prompt + own
+    size, width, seen = run.number_bytes, model.decoder.attention_width, prompt + own
     if not run.is_shared:
         return batch.completions * seen**2 * size
     if not run.on_gpu:
@@ -103,17 +79,19 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     does not pass through it, a micro-batch's are freed only when the next one's scores take their
     name.
     """
-    if not model.head_numbers:
+    head = model.decoder.head_weights
+    if not head:
         return 0.0
     vocabulary, own = model.vocabulary, run.config.max_completion_length
-    has_entropy = run.stage == "GRPO"
-    cast = FLOAT32 * model.head_numbers if run.config.bf16 else 0  # the head in float32
+    has_entropy = run.config.stage == "GRPO"
+    has_exact_kl = getattr(run.config, "has_exact_kl", False)
+    cast = FLOAT32 * head if run.config.bf16 else 0  # the head in float32
     if run.is_shared:
         rows = batch.completions * own
         chunk = min(rows, max(1, CHUNK_NUMBERS // vocabulary)) * vocabulary
-        copies = 1 + 2 * run.has_exact_kl + (has_entropy and run.on_gpu)
+        copies = 1 + 2 * has_exact_kl + (has_entropy and run.on_gpu)
         return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast
     copies = 3
     if trains:
-        copies = 5 + 4 * run.has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
+        copies = 5 + 4 * has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
     return FLOAT32 * batch.completions * (own + 1) * vocabulary * copies + cast

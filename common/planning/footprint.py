@@ -5,7 +5,7 @@ backward is not guessed from a formula for one architecture: a pass over meta te
 computes nothing, and the storages that autograd saves are added up.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,23 +23,20 @@ from common.model.checks import Kind
 NUM_TOKENS = 128  # of the counted pass
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Parameters that FSDP gathers together: of each its rows, its numbers, whether it trains."""
+Unit = list[nn.Parameter]  # that FSDP gathers together, on the meta device
 
-    parameters: tuple[tuple[int, int, bool], ...]
 
-    def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
-        """Numbers, or trained ones, on the rank that holds most of those that share the unit.
+def numbers(unit: Unit, ranks: int = 1, *, trained: bool = False) -> int:
+    """Numbers, or trained ones, on the rank that holds most of those that share the unit.
 
-        Each parameter is cut along its first dimension. FSDP fills the last part up to the size of
-        the others, so that 768 rows on 1024 ranks take a row on each.
-        """
-        return sum(
-            -(-rows // ranks) * (size // max(1, rows))
-            for rows, size, is_trained in self.parameters
-            if is_trained or not trained
-        )
+    Each parameter is cut along its first dimension. FSDP fills the last part up to the size of the
+    others, so that 768 rows on 1024 ranks take a row on each.
+    """
+    return sum(
+        -(-len(p) // ranks) * (p.numel() // len(p)) if p.ndim else 1
+        for p in unit
+        if p.requires_grad or not trained
+    )
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,10 @@ class Decoder:
     """What a forward pass costs follows from these."""
 
     num_layers: int
-    block_weights: int  # numbers in the matrices of one block
+    block_weights: float  # numbers in the matrices of a block, in the mean over the blocks
     key_value_weights: int  # of these, in what makes keys and values
     attention_width: int  # heads times the width of one
-    head_weights: int  # numbers in the projection onto the vocabulary
+    head_weights: int  # numbers in the projection onto the vocabulary, 0 of a reward model
 
     def flops(self, num_tokens: float, num_pairs: float, num_read: float) -> float:
         """Linear layers of all tokens, attention of (query, key) pairs, the head of what is read.
@@ -67,19 +64,15 @@ class Footprint:
     """Sizes of a model. Bytes are those of a token in the compute dtype, in one block."""
 
     name: str  # of its class
-    blocks: tuple[Unit, ...]
+    blocks: list[Unit]
     root: Unit  # embeddings, final norm, head
+    decoder: Decoder
     width: int  # D
-    attention_width: int  # heads times the width of one
-    key_width: int  # the same of keys: fewer heads with grouped queries
+    key_width: int  # heads times the width of one, of keys: fewer heads with grouped queries
     mlp_width: int  # what the widest linear layer reads
     num_gates: int  # linear layers that make it: 2 in a gated MLP
-    linear_numbers: int  # in the weights of all linear layers of the blocks
-    head_numbers: int  # in the projection onto the vocabulary, 0 of a reward model
     vocabulary: int
-    is_tied: bool  # whether that projection is the embedding
-    trains_head: bool
-    trains_embedding: bool
+    is_tied: bool  # whether the projection onto the vocabulary is the embedding
     block_bytes: float  # kept for backward by a whole block
     keys_bytes: float  # of these, by what is before the attention
     outer_bytes: float  # kept for backward outside of the blocks
@@ -87,99 +80,93 @@ class Footprint:
 
     def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
         """Numbers on one of the ranks that share the model."""
-        return sum(unit.numbers(ranks, trained=trained) for unit in (*self.blocks, self.root))
+        return sum(numbers(unit, ranks, trained=trained) for unit in (*self.blocks, self.root))
 
     @property
-    def decoder(self) -> Decoder:
-        """The sizes that operations are counted from."""
-        layers, keys_and_values = len(self.blocks), 2 * self.width * self.key_width
-        of_block = self.linear_numbers // layers
-        return Decoder(layers, of_block, keys_and_values, self.attention_width, self.head_numbers)
+    def has_adapters(self) -> bool:
+        """Whether only a part of it is trained."""
+        return 0 < self.numbers(trained=True) < self.numbers()
 
 
 def of_model(
-    path: str, kind: Kind, config: TrainConfig, *, copies: bool, trains: bool
+    path: str,  # as `--model_name_or_path`
+    kind: Kind,
+    config: TrainConfig,
+    *,
+    copies: bool,  # whether attention copies what it reads, as on a GPU in the shared layout
+    trains: bool,  # False of a frozen model, which has no adapters of its own
 ) -> Footprint:
     """The footprint of the model at a path, from its configuration only.
 
-    Args:
-        path: as `--model_name_or_path`.
-        kind: what it must be; a config .json may have the shape of a reward model without saying
-            that it is one.
-        config: of the run.
-        copies: whether attention copies what it reads, as it does on a GPU in the shared layout.
-        trains: False of a frozen model, which has no adapters of its own.
-
     Raises:
-        UserError: there is no such model, or its attention cannot be counted.
+        UserError: there is no such model, its memory depends on the data as that of a mixture of
+            experts, or its attention cannot be counted.
     """
     tokenizer = None
     if path.endswith(".json") and config.tokenizer_name_or_path:  # then it sets the vocabulary
         tokenizer = load.load_tokenizer(config.tokenizer_name_or_path, config)
     if path.endswith(".json") and kind == "reward_model":
-        kind = "trunk"
+        kind = "trunk"  # it may have the shape of a reward model without saying that it is one
     model_config = load.read_model_config(path, kind, tokenizer, config)
     auto_class = AutoModelForCausalLM
     if kind != "policy":
         model_config.num_labels, auto_class = 1, AutoModelForSequenceClassification
     with torch.device("meta"):
         lm = load.build(auto_class, path, model_config, config)
+    for name, parameter in lm.named_parameters():
+        if parameter.ndim > 2:  # so that none of their matrices is a linear layer
+            raise UserError(
+                f"--dry_run is true, and {type(lm).__name__} has experts ({name} of "
+                f"{parameter.ndim} dimensions), whose memory depends on the data; only models of "
+                "matrices and vectors can be planned."
+            )
     if not trains:
         lm.requires_grad_(False)
     elif config.lora_r:
-        head = "score" if hasattr(lm, "score") else ""
-        with_copy = getattr(config, "ref_update_steps", 0) > 0
-        lora.add_adapters(lm, fsdp.blocks(lm), path, config, with_copy=with_copy, head=head)
+        lora.add_adapters(lm, path, config)
     return measure(lm, config, copies=copies)
 
 
 def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
-    """The footprint of a meta model, which is changed: prepared as for training, and cast."""
+    """The footprint of a meta model, which is changed: prepared as for training, and cast.
+
+    What a block keeps for backward is what comes between the attentions of the first and the last.
+    """
     blocks = fsdp.blocks(lm)
     if not blocks:
         raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
-    refuse_experts(lm, blocks)
     inside = {id(p) for block in blocks for p in block.parameters()}
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
+    vocabulary, width = embedding.weight.shape
     linear = [shape for block in blocks for shape in linear_shapes(block)]
     mlp_width = max(inputs for inputs, _ in linear)
     num_makers = sum(outputs == mlp_width for _, outputs in linear) // len(blocks)
+    count = count_pass(lm, blocks, config, copies=copies)
+    (query_width, key_width), steps = count.widths, len(count.before) - 1
+    kept = count.num_bytes / NUM_TOKENS
+    block = (count.before[-1] - count.before[0]) / NUM_TOKENS / steps if steps else kept
     return Footprint(
         name=type(lm).__name__,
-        blocks=tuple(unit(block.parameters()) for block in blocks),
-        root=unit(p for p in lm.parameters() if id(p) not in inside),
-        width=embedding.weight.shape[1],
+        blocks=[list(block.parameters()) for block in blocks],
+        root=[p for p in lm.parameters() if id(p) not in inside],
+        decoder=Decoder(
+            num_layers=len(blocks),
+            block_weights=sum(inputs * outputs for inputs, outputs in linear) / len(blocks),
+            key_value_weights=2 * width * key_width,
+            attention_width=query_width,
+            head_weights=0 if head is None else head.weight.numel(),
+        ),
+        width=width,
+        key_width=key_width,
         mlp_width=mlp_width,
         num_gates=min(2, max(1, num_makers)),
-        linear_numbers=sum(inputs * outputs for inputs, outputs in linear),
-        head_numbers=0 if head is None else head.weight.numel(),
-        vocabulary=embedding.weight.shape[0],
+        vocabulary=vocabulary,
         is_tied=head is not None and head.weight is embedding.weight,
-        trains_head=head is not None and head.weight.requires_grad,
-        trains_embedding=embedding.weight.requires_grad,
-        **count_pass(lm, blocks, config, copies=copies).sizes(),
+        block_bytes=block,
+        keys_bytes=count.before[0] / NUM_TOKENS,
+        outer_bytes=max(0.0, kept - len(count.before) * block),
+        kept_keys_bytes=count.keys_storage / NUM_TOKENS,
     )
-
-
-def unit(parameters: Iterable[nn.Parameter]) -> Unit:
-    """The sizes of some parameters."""
-    sizes = ((p.shape[0] if p.ndim else 1, p.numel(), p.requires_grad) for p in parameters)
-    return Unit(tuple(sizes))
-
-
-def refuse_experts(lm: Any, blocks: Sequence[nn.Module]) -> None:
-    """Raise a UserError for a mixture of experts: which tokens one computes depends on the data.
-
-    Their matrices are one parameter of three dimensions, so that none is a linear layer.
-    """
-    for block in blocks:
-        for name, parameter in block.named_parameters():
-            if parameter.ndim > 2:
-                raise UserError(
-                    f"--dry_run is true, and {type(lm).__name__} has experts ({name} of "
-                    f"{parameter.ndim} dimensions), whose memory depends on the data; only models "
-                    "whose blocks have matrices and vectors can be planned."
-                )
 
 
 def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
@@ -235,22 +222,6 @@ class Count:
         )
         return output
 
-    def sizes(self) -> dict[str, Any]:
-        """Widths, and bytes of a token, by their names in a `Footprint`.
-
-        A block's are those between the attentions of the first and the last layer.
-        """
-        steps, kept = len(self.before) - 1, self.num_bytes / NUM_TOKENS
-        block = (self.before[-1] - self.before[0]) / NUM_TOKENS / steps if steps else kept
-        return {
-            "attention_width": self.widths[0],
-            "key_width": self.widths[1],
-            "block_bytes": block,
-            "keys_bytes": self.before[0] / NUM_TOKENS,
-            "outer_bytes": max(0.0, kept - len(self.before) * block),
-            "kept_keys_bytes": self.keys_storage / NUM_TOKENS,
-        }
-
 
 class KeepsLikeAttention(torch.autograd.Function):
     """Keeps what fused attention keeps for backward, computes nothing and has no backward itself.
@@ -278,11 +249,6 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, cop
     Raises:
         UserError: the model has an attention of its own, or computes what depends on its data.
     """
-    if not (getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa):
-        raise UserError(
-            f"--dry_run is true, and {type(lm).__name__} has an attention of its own, whose memory "
-            "is not known."
-        )
     if config.bf16:
         lm.to(torch.bfloat16)
     fsdp.fuse_gelu(lm)

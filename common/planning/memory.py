@@ -11,14 +11,9 @@ import torch
 
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
-from common.planning.activations import (
-    backward_activations,
-    forward_bytes,
-    kept_activations,
-    logits_bytes,
-)
-from common.planning.footprint import Footprint
-from common.planning.work import FLOAT32, MOMENTS_OF_ADAM, MicroBatch, Run, micro_batch
+from common.planning.activations import activations, forward_bytes, logits_bytes
+from common.planning.footprint import Footprint, numbers
+from common.planning.work import FLOAT32, MOMENTS_OF_ADAM, Run, micro_batch
 from common.sampling.sampler import decoded_at_once
 
 COLUMNS = (
@@ -34,7 +29,6 @@ COLUMNS = (
     "process",
 )
 HOST_COLUMNS = ("offloaded", "checkpoint's copy", "writing it", "export on rank 0", "most")
-NUM_UPDATE_MOMENTS = 3  # of `update_moments`
 # Of a shard, while it is written: safetensors makes a buffer of the whole file (`serialize`), of
 # which torch's writer is handed a copy, as Python's bytes (`safetensors.torch.save`).
 WRITER_COPIES = 2
@@ -55,12 +49,16 @@ class Moment:
 
 
 def moments(run: Run, ranks: int) -> list[Moment]:
-    """What a rank holds at each moment at which that may be most, from the second step on."""
-    base = resident(run, ranks, models_of(run))
-    found = update_moments(run, ranks, base) + sampling_moments(run, ranks, base)
+    """What a rank holds at each moment at which that may be most, from the second step on.
+
+    On a CPU a checkpoint is written too, in the background beside the most that a step takes, and
+    the model at the end.
+    """
+    is_dpo, base = isinstance(run.config, DPOConfig), resident(run, ranks, models_of(run))
+    in_step = update_moments(run, ranks, base)
+    found = in_step + sampling_moments(run, ranks, base)
     if run.reference:  # DPO's scores ahead of the policy
-        is_alone = isinstance(run.config, DPOConfig)
-        beside = resident(run, ranks, [run.reference], trains=False) if is_alone else base
+        beside = resident(run, ranks, [run.reference], trains=False) if is_dpo else base
         found.append(scoring_moment(run, ranks, "reference", run.reference, beside))
     of_kl = kept_for_kl(run, ranks)
     for moment in found:
@@ -68,7 +66,11 @@ def moments(run: Run, ranks: int) -> list[Moment]:
     if run.on_gpu:
         return found
     if run.config.save_steps:
-        found.append(save_moment(run, ranks, found, base | {"activations": of_kl}))
+        at_once = in_step if is_dpo else found  # DPO's others are ahead of training
+        most = max(at_once, key=lambda moment: moment.total).parts
+        beside = most if run.config.async_save else base | {"activations": of_kl}
+        saved = {"checkpoint": sum(saved_bytes(run, ranks))}
+        found.append(Moment("save", beside | saved))
     return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
 
 
@@ -113,11 +115,11 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
     """
     if run.is_plain(ranks):
         return 0.0
-    sizes = [block.numbers() for block in model.blocks]
+    sizes = [numbers(block) for block in model.blocks]
     at_once = (2 + run.config.prefetch_blocks) * max(sizes)
     if has_backward and not run.config.reshard_after_forward:
         at_once = sum(sizes)
-    return float(run.number_bytes * (model.root.numbers() + min(sum(sizes), at_once)))
+    return float(run.number_bytes * (numbers(model.root) + min(sum(sizes), at_once)))
 
 
 # ---- an update -----------------------------------------------------------------------------------
@@ -127,52 +129,47 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """The loss of a micro-batch, the backward of its last block, and the end of its backward.
 
     Gradients of several micro-batches are added up whole, and become shards in the last backward
-    only: that saves traffic, and costs the memory of all gradients.
+    only: that saves traffic, and costs the memory of all gradients. DPO's reference, where it was
+    not asked ahead, scores a micro-batch while the policy's graph of it is there.
     """
     policy, batch = run.policy, micro_batch(run, ranks)
     added_up = FLOAT32 * policy.numbers(trained=True) if batch.number > 1 else 0
-    head = FLOAT32 * policy.head_numbers * policy.trains_head
+    head = 0 if policy.has_adapters else FLOAT32 * policy.decoder.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
+    kept, most = activations(run, policy, batch)
     at_loss = {
-        "activations": kept_activations(run, policy, batch),
+        "activations": kept,
         "logits": logits_bytes(run, policy, batch, trains=True),
         "gradients": float(added_up + head * run.is_shared),
     }
     at_loss = base | whole | at_loss
-    if isinstance(run.config, DPOConfig) and run.reference in models_of(run)[1:]:
-        at_loss = beside_reference(run, ranks, batch, at_loss)
-    block = max(block.numbers(trained=True) for block in policy.blocks)
+    if isinstance(run.config, DPOConfig):
+        for reference in models_of(run)[1:]:
+            temporary = logits_bytes(run, reference, batch, trains=False)
+            temporary += forward_bytes(run, reference, batch.tokens)
+            at_loss["logits"] = max(at_loss["logits"], temporary)
+            at_loss["gathered"] += gathered(run, reference, ranks, has_backward=False)
+    block = max(numbers(block, trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
     in_backward = {
-        "activations": backward_activations(run, policy, batch),
+        "activations": most,
         "gradients": added_up + waiting + unit_gradients(run, ranks, block),
     }
     at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
     if not run.is_plain(ranks):
-        at_end["gathered"] = float(run.number_bytes * policy.root.numbers())
+        at_end["gathered"] = float(run.number_bytes * numbers(policy.root))
     in_backward = base | whole | in_backward
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 
-def beside_reference(run: Run, ranks: int, batch: MicroBatch, at_loss: Parts) -> Parts:
-    """DPO's reference scores a micro-batch while the policy's graph of it is there."""
-    assert run.reference is not None
-    temporary = logits_bytes(run, run.reference, batch, trains=False)
-    temporary += forward_bytes(run, run.reference, batch.tokens)
-    return at_loss | {
-        "gathered": at_loss["gathered"] + gathered(run, run.reference, ranks, has_backward=False),
-        "logits": max(at_loss["logits"], temporary),
-    }
-
-
-def unit_gradients(run: Run, ranks: int, numbers: int) -> float:
+def unit_gradients(run: Run, ranks: int, num_trained: int) -> float:
     """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
 
     On a GPU the reduction of one unit runs beside the next one's backward.
     """
     if run.is_plain(ranks):
         return 0.0
-    return float(numbers * (run.number_bytes + FLOAT32 * (2 if run.on_gpu else 1)))
+    return float(num_trained * (run.number_bytes + FLOAT32 * (2 if run.on_gpu else 1)))
 
 
 def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
@@ -182,13 +179,13 @@ def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
     and to the sum of earlier micro-batches if there are any: each is a temporary of its size.
     """
     policy, is_added = run.policy, num_micro_batches > 1
-    temporaries = policy.trains_embedding * is_added + policy.trains_head * policy.is_tied
+    temporaries = 0 if policy.has_adapters else is_added + policy.is_tied
     embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
     if run.is_plain(ranks) or is_added:  # before the last micro-batch nothing is reduced
         return float(FLOAT32 * policy.numbers(trained=True) + embedding)
     shards = run.num_shards(ranks)
     reduced = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
-    return reduced + embedding + unit_gradients(run, ranks, policy.root.numbers(trained=True))
+    return reduced + embedding + unit_gradients(run, ranks, numbers(policy.root, trained=True))
 
 
 # ---- scoring and sampling ------------------------------------------------------------------------
@@ -211,7 +208,7 @@ def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
         base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
     elif not isinstance(config, GRPOConfig):
-        if run.stage == "reward model" or not config.num_sample_prompts:
+        if config.stage == "reward model" or not config.num_sample_prompts:
             return []
         return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
     rows = config.batch_size // ranks
@@ -243,11 +240,11 @@ def kept_for_kl(run: Run, ranks: int) -> float:
     The last hidden states of the rank's completions, of all updates, and the head, whole and in
     float32, which in one plain process is the reference's own.
     """
-    if not run.has_exact_kl:
+    if not getattr(run.config, "has_exact_kl", False):
         return 0.0
     reference = run.reference or run.policy
     rows = run.config.batch_size // ranks * run.num_completions * run.config.max_completion_length
-    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.head_numbers
+    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.decoder.head_weights
     return float(rows * reference.width * run.number_bytes + head)
 
 
@@ -258,13 +255,14 @@ def copy_bytes(run: Run, ranks: int) -> float:
     anew (`replica.packed`), which gives up a gathered weight but not one that the policy holds; the
     head is packed, or cast to float32 once, beside the embedding.
     """
-    policy, size = run.policy, run.number_bytes
+    policy, decoder = run.policy, run.policy.decoder
     is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()
-    head = FLOAT32 * policy.head_numbers * (is_packed or run.config.bf16)
+    head = FLOAT32 * decoder.head_weights * (is_packed or run.config.bf16)
     if not run.is_plain(ranks):
-        return float(size * policy.numbers() + head)
-    is_merged = policy.numbers(trained=True) < policy.numbers()  # adapters, into new weights
-    return float(head + FLOAT32 * policy.linear_numbers * (is_packed or is_merged))
+        return float(run.number_bytes * policy.numbers() + head)
+    linear = decoder.num_layers * decoder.block_weights
+    is_new = is_packed or policy.has_adapters  # which are merged into new weights
+    return float(head + FLOAT32 * linear * is_new)
 
 
 def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
@@ -293,45 +291,23 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
 # the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
 
 
-def save_moment(run: Run, ranks: int, found: Sequence[Moment], at_rest: Parts) -> Moment:
-    """A checkpoint is written, on a CPU: beside the most that a step takes, if training goes on.
-
-    Args:
-        run: with `save_steps`.
-        ranks: of it.
-        found: the other moments, of which DPO's but for the updates are ahead of training.
-        at_rest: what a rank holds between two steps.
-    """
-    in_step = found[:NUM_UPDATE_MOMENTS] if isinstance(run.config, DPOConfig) else found
-    in_background = run.config.async_save
-    beside = max(in_step, key=lambda moment: moment.total).parts if in_background else at_rest
-    return Moment("save", beside | {"checkpoint": sum(saved_bytes(run, ranks))})
-
-
-def state_bytes(run: Run, ranks: int) -> float:
-    """A rank's part of a checkpoint (`state.trained_state`).
-
-    Float32 shards of what is trained and both its moments, and of a reference that is updated:
-    inside a policy with adapters that is a frozen copy of them.
-    """
-    shards = run.num_shards(ranks)
-    trained = run.policy.numbers(shards, trained=True)
-    numbers = (1 + MOMENTS_OF_ADAM) * trained
-    if getattr(run.config, "ref_update_steps", 0) > 0:
-        numbers += run.reference.numbers(shards) if run.reference else trained
-    return float(FLOAT32 * numbers)
-
-
 def saved_bytes(run: Run, ranks: int) -> tuple[float, float]:
     """The copy of its state that a rank writes from, and what the writing takes beside.
 
-    There is a copy if training goes on, and of what a GPU holds. It stays for a while after it was
-    written, until Python collects what refers to itself.
+    The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
+    of a reference that is updated: inside a policy with adapters that is a frozen copy of them.
+    There is a copy of it if training goes on, and of what a GPU holds. It stays for a while after
+    it was written, until Python collects what refers to itself.
     """
     if not run.config.save_steps:
         return 0.0, 0.0
+    shards = run.num_shards(ranks)
+    trained = run.policy.numbers(shards, trained=True)
+    kept = (1 + MOMENTS_OF_ADAM) * trained
+    if getattr(run.config, "ref_update_steps", 0) > 0:
+        kept += run.reference.numbers(shards) if run.reference else trained
+    state = float(FLOAT32 * kept)
     is_elsewhere = run.on_gpu and not run.is_offloaded
-    state = state_bytes(run, ranks)
     return state * (run.config.async_save or is_elsewhere), WRITER_COPIES * state
 
 

@@ -21,15 +21,8 @@ from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
 from common.pairs.config import DPOConfig
 from common.planning import footprint
-from common.planning.footprint import Footprint
 from common.planning.memory import COLUMNS, HOST_COLUMNS, host_bytes, moments, peak
-from common.planning.work import (
-    Run,
-    has_reference,
-    micro_batch,
-    piece_tokens,
-    step_flops,
-)
+from common.planning.work import Run, has_reference, micro_batch, piece_tokens, step_flops
 from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
 
@@ -79,9 +72,13 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
     work = step_flops(run)
     operations = ", ".join(f"{name} {format_number(n / 1e12)}" for name, n in work.items())
     lines = [
-        f"plan of {run.stage}, prompts of {config.max_prompt_length} tokens with "
+        f"plan of {config.stage}, prompts of {config.max_prompt_length} tokens with "
         f"{run.num_completions} x {config.max_completion_length}",
-        *(described(role, model) for role, model in roles),
+        *(
+            f"{role}: {model.name}, {model.numbers() / 1e6:,.1f} M parameters, "
+            f"{model.numbers(trained=True) / 1e6:,.1f} M trained"
+            for role, model in roles
+        ),
         f"a step: {config.batch_size:,} rows, {tokens:,} tokens; TFLOP: {operations}; "
         f"all {format_number(sum(work.values()) / 1e12)}",
         f"GB of a rank on {'a GPU' if run.on_gpu else 'a CPU'} when it holds most "
@@ -93,12 +90,6 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
             "--group_comparisons true: a prompt is counted with one pair, and may have more"
         )
     return "\n".join(lines)
-
-
-def described(role: str, model: Footprint) -> str:
-    """A line about a model."""
-    numbers, trained = model.numbers() / 1e6, model.numbers(trained=True) / 1e6
-    return f"{role}: {model.name}, {numbers:,.1f} M parameters, {trained:,.1f} M trained"
 
 
 def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
@@ -135,10 +126,6 @@ def gigabytes(number: float) -> str:
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print the plan for the numbers of ranks that are asked for, else for those launched.
-
-    Raises:
-        UserError: see `make_run` and `page`.
-    """
+    """Print the plan for the numbers of ranks that are asked for, else for those launched."""
     all_ranks = config.dry_run_ranks or [distributed.launched_ranks()]
     print(page(make_run(config), all_ranks), flush=True)

@@ -29,16 +29,11 @@ class Run:
     process_bytes: float  # of Python and its libraries, where they share the memory
 
     @property
-    def stage(self) -> str:
-        """Of the four."""
-        return self.config.stage
-
-    @property
     def num_completions(self) -> int:
         """Of a prompt, that are trained on."""
         if isinstance(self.config, GRPOConfig):
             return self.config.num_generations
-        return 1 if self.stage == "SFT" else 2
+        return 1 if self.config.stage == "SFT" else 2
 
     @property
     def is_shared(self) -> bool:
@@ -49,11 +44,6 @@ class Run:
     def number_bytes(self) -> int:
         """Of a number that is computed with."""
         return 2 if self.config.bf16 else FLOAT32
-
-    @property
-    def has_exact_kl(self) -> bool:
-        """Whether the KL is computed over the vocabulary."""
-        return isinstance(self.config, GRPOConfig) and self.config.has_exact_kl
 
     @property
     def is_offloaded(self) -> bool:
@@ -135,15 +125,19 @@ def step_flops(run: Run) -> dict[str, float]:
     """
     config, policy = run.config, run.policy
     prompt, own = config.max_prompt_length, config.max_completion_length
+    length = prompt + own
 
     def forward(model: Footprint, num_completions: int) -> float:
-        count = group_flops if run.is_shared else copied_flops
-        return config.batch_size * count(model.decoder, prompt, [own] * num_completions)
+        if run.is_shared:
+            of_prompt = group_flops(model.decoder, prompt, [own] * num_completions)
+        else:  # every completion with a copy of its prompt
+            of_one = model.decoder.flops(length, causal_pairs(length), own + 1)
+            of_prompt = num_completions * of_one
+        return config.batch_size * of_prompt
 
     scored = forward(policy, run.num_completions)
     num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
-    is_frozen = policy.numbers(trained=True) < policy.numbers()
-    backward = (1 if is_frozen else 2) + config.gradient_checkpointing
+    backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
     found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
         completions = [own] * config.num_candidates
@@ -169,15 +163,10 @@ def causal_pairs(num_queries: float, num_before: float = 0) -> float:
 def group_flops(
     decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool = True
 ) -> float:
-    """One forward pass of a prompt, computed once, and its completions.
+    """One forward pass of a prompt, computed once, and its completions, given their tokens.
 
-    The last block computes of a prompt's tokens but the last their keys and values only.
-
-    Args:
-        decoder: The model.
-        prompt: Tokens of the prompt.
-        completions: Tokens of each completion.
-        head: Whether completion tokens go through the vocabulary head (a policy's do).
+    The last block computes of a prompt's tokens but the last their keys and values only. `head` is
+    whether completion tokens go through the vocabulary head (a policy's do).
     """
     pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
     whole = decoder.flops(prompt + sum(completions), pairs, head * sum(completions))
@@ -185,10 +174,3 @@ def group_flops(
     unread = 2.0 * rest * (prompt - 1)
     unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)
     return whole - unread
-
-
-def copied_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -> float:
-    """As `group_flops`, of every completion with a copy of its prompt, without padding."""
-    lengths = [prompt + length for length in completions]
-    read = sum(length + 1 for length in completions)
-    return decoder.flops(sum(lengths), sum(map(causal_pairs, lengths)), read)

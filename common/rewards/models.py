@@ -184,7 +184,7 @@ class EncoderFunction(ModelFunction):
     def __init__(self, path: str, config: CommonConfig) -> None:
         """Check the folder; a UserError for no classifier with one label, or no tokenizer."""
         self.path, self.config = path, replace(config, layout="padded", bf16=False)
-        self.tokenizer = load.read_tokenizer(path, config)
+        self.tokenizer = load.load_tokenizer(path, config, needs_eos=False)
         self.model_config = load.read_model_config(path, "encoder", self.tokenizer, config)
         positions = self.model_config.max_position_embeddings
         self.limit = min(self.tokenizer.model_max_length, positions)

@@ -109,7 +109,7 @@ def sent_bytes(run: Run, ranks: int) -> tuple[float, float]:
     """Bytes that a rank sends per step in its shard group, and between replicas."""
     numbers, replicas = run.policy.numbers(), run.config.num_replicas
     kinds = sharded_bytes(numbers, ranks // replicas, micro_batch(run, ranks).number)
-    if run.stage == "SFT":
+    if run.config.stage == "SFT":
         kinds = {k: v for k, v in kinds.items() if k.startswith(("policy", "gradients"))}
     return sum(kinds.values()), replica_bytes(numbers, ranks, replicas)
 
@@ -123,7 +123,7 @@ def communication_seconds(run: Run, ranks: int, cluster: Cluster) -> float:
     bandwidth = min(cluster.nvlink, cards) if spans_nodes else cluster.nvlink
     num_units, num_micro_batches = len(run.policy.blocks) + 1, micro_batch(run, ranks).number
     num_passes = 2 * num_micro_batches + 1  # gathered twice, reduced once
-    if run.stage == "GRPO":
+    if run.config.stage == "GRPO":
         num_passes += num_micro_batches + 1  # the reference, the rollout copy
     hops = num_units * (num_passes * (shards - 1) + 2 * (replicas - 1))
     return inside / bandwidth + between / cluster.network + hops * cluster.hop_seconds

@@ -31,7 +31,7 @@ from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch, Scores
 from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
-from common.model import fsdp
+from common.model import lora
 from common.padding import MAKERS
 from common.rewards import functions
 from common.sampling.sampler import Rollouts
@@ -545,18 +545,18 @@ def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any])
 def test_mixing_moves_the_reference_by_its_share():
     policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (1, 2))
     before = [p.detach().clone() for p in reference.parameters()]
-    fsdp.mix_into(reference, policy, 0.25)
+    lora.mix_into(reference, policy, 0.25)
     for p, old, new in zip(reference.parameters(), before, policy.parameters(), strict=True):
         torch.testing.assert_close(p, 0.25 * new + 0.75 * old)
-    fsdp.mix_into(reference, policy, 1.0)
+    lora.mix_into(reference, policy, 1.0)
     assert all(map(torch.equal, reference.parameters(), policy.parameters()))
 
 
 def test_a_reference_of_another_shape_cannot_be_updated():
     models = [Policy(tiny.causal_lm("gpt2", width=width)) for width in (32, 16)]
-    fsdp.require_same_shapes(models[0], models[0])
+    lora.require_same_shapes(models[0], models[0])
     with pytest.raises(UserError, match="--ref_update_steps"):
-        fsdp.require_same_shapes(*models)
+        lora.require_same_shapes(*models)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -60,11 +60,11 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
-def lora_config(path: str, **fields: Any) -> TrainConfig:
+def lora_config(path: str, config: Any = TrainConfig, **fields: Any) -> Any:
     """Rank 4, scale 2."""
     lengths = {"max_prompt_length": 40, "max_completion_length": 20}
     needed = {"output_dir": "unused", "micro_batch_size": 4, "lora_r": 4, "lora_alpha": 8}
-    return TrainConfig(**(needed | lengths | {"model_name_or_path": path} | fields))
+    return config(**(needed | lengths | {"model_name_or_path": path} | fields))
 
 
 def new_policy(path: str, **fields: Any) -> Policy:
@@ -72,7 +72,7 @@ def new_policy(path: str, **fields: Any) -> Policy:
     config = lora_config(path, **fields)
     tokenizer = load.load_tokenizer(path, config)
     model_config = load.read_model_config(path, "policy", tokenizer, config)
-    lm = load.load_trained_policy(path, model_config, config)
+    lm = load.load_policy(path, model_config, config, trains=True)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     assert isinstance(policy, Policy)
     return policy
@@ -244,17 +244,14 @@ def test_a_reference_that_was_asked_first_leaves_gradients_to_the_policy(bases):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
-    path, config = bases["gpt2"], lora_config(bases["gpt2"], bf16=bf16)
-    tokenizer = load.load_tokenizer(path, config)
-    model_config = load.read_model_config(path, "policy", tokenizer, config)
-    lm = load.load_trained_policy(path, model_config, config, with_copy=True)
-    policy = fsdp.shard(Policy(lm), config, distributed.mesh())
+    moves = {"ref_update_steps": 2, "reward_funcs": ["gold"], "config": GRPOConfig}
+    policy = new_policy(bases["gpt2"], bf16=bf16, **moves)
     reference = AdapterReference(policy)
     base = logps_of(policy)
     assert torch.equal(logps_of(reference), base)
     train(policy)
     assert torch.equal(logps_of(reference), base)
-    fsdp.mix_into(reference, policy, 1.0)
+    lora.mix_into(reference, policy, 1.0)
     replaced = logps_of(policy)
     assert torch.equal(logps_of(reference), replaced)
     train(policy)
@@ -412,8 +409,8 @@ def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
     export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     path = str(tmp_path / "adapter")
     for fields, message in (
-        ({"lora_r": 8}, "--lora_r is 8; the adapter in .* goes on, has 4"),
-        ({"lora_alpha": 16}, "--lora_alpha is 16; the adapter in .* goes on, has 8"),
+        ({"lora_r": 8}, "--lora_r is 8; it must be 4, as of the adapter in .* goes on"),
+        ({"lora_alpha": 16}, "--lora_alpha is 16; it must be 8, as of the adapter in .* goes on"),
         (
             {"lora_target_modules": ["c_fc"]},
             "--lora_target_modules is .*'c_attn', 'c_fc', 'c_proj'",
@@ -426,7 +423,7 @@ def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
     weights.pop(min(weights))
     save_file(weights, file)
     for rank in (0, 4):
-        with pytest.raises(UserError, match=r"does not fit .*lora_A.* is in one of them only"):
+        with pytest.raises(UserError, match=r"does not fit .*lora_A.* is absent, not \(4, "):
             new_policy(path, lora_r=rank)
     file.unlink()
     with pytest.raises(UserError, match=r"no adapter_model\.safetensors could be read"):

@@ -113,4 +113,4 @@ def test_an_adapter_to_start_from_is_refused(folder: Path):
     config = TrainConfig(output_dir="unused", model_name_or_path=path, lora_r=4)
     nothing: Any = None  # refused before it is looked at
     with pytest.raises(UserError, match="is an adapter; with --lora_r a reward model must start"):
-        load.load_trained_reward_model(path, nothing, nothing, config)
+        load.load_reward_model(path, nothing, nothing, config, trains=True)

@@ -156,7 +156,7 @@ def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
     lengths = {"max_prompt_length": 40, "max_completion_length": 20}
     config = TrainConfig(output_dir="unused", model_name_or_path=path, **lengths)
     model_config = models.read_model_config(path, "policy", tiny.tokenizer(), config)
-    lm = models.load_trained_policy(path, model_config, config)
+    lm = models.load_policy(path, model_config, config, trains=True)
     assert "generation_config.json of" in capsys.readouterr().out
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
     export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[5, 0])
