@@ -216,14 +216,7 @@ def main(config: EvaluateConfig) -> None:
         "comparison": compare(table),
         "reference_completions": completions.summary(answers, REFERENCE),
         "win_rates": all_win_rates(answers),
-        "samples": [
-            {
-                "prompt": row.prompt,
-                "reference": row.reference and row.reference.completion,
-                "completions": {name: own.completion for name, own in row.systems.items()},
-            }
-            for row in answers[: config.num_sample_prompts]
-        ],
+        "samples": [row.texts() for row in answers[: config.num_sample_prompts]],
     }
     show(results, config)
 

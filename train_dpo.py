@@ -169,6 +169,7 @@ def pair_losses(
     Returns:
         (N,) nats.
     """
+    weights = config.loss_weights or [1.0] * len(config.loss_type)
     losses = [
         weight
         * preference_loss(
@@ -181,7 +182,7 @@ def pair_losses(
             rejected_lengths=lengths[:, 1],
             gamma=config.gamma,
         )
-        for loss_type, weight in config.weighted_losses
+        for loss_type, weight in zip(config.loss_type, weights, strict=True)
     ]
     return torch.stack(losses).sum(0) - config.sft_weight * sums[:, 0] / lengths[:, 0]
 

@@ -64,7 +64,8 @@ def main(config: RewardConfig) -> None:
     # What a step takes batch_size of: pairs, or prompts with all their pairs
     grouped = groups.group(train_set, by_prompt=config.group_comparisons)
     weights = groups.weights(grouped).to(device)  # (rows,) 1 / pairs of the group
-    order = data.BatchOrder.of_training(config, [own.num_tokens for own in grouped])
+    sizes = data.num_tokens(train_set)
+    order = data.BatchOrder.of_training(config, [sum(sizes[i] for i in rows) for rows in grouped])
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
@@ -88,7 +89,7 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in run.steps():
-        own = [grouped[i].rows for i in order.rows(step) if i is not None]
+        own = [grouped[i] for i in order.rows(step) if i is not None]
         parts = groups.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
         for part in run.accumulate(parts):

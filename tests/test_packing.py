@@ -24,6 +24,7 @@ from common.data import (
     cut_group,
     fits,
     micro_batches,
+    num_tokens,
     pack,
 )
 from common.evaluation.score import share
@@ -265,7 +266,7 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
     monkeypatch, config, num_rows, world_size
 ):
     examples = tiny.ragged_examples([(1 + 3 * i % 11, 1 + i % 5, 2) for i in range(num_rows)])
-    lengths = [example.num_tokens for example in examples]
+    lengths = num_tokens(examples)
     for step in range(2):
         shares = [order.rows(step) for order in orders(lengths, 4, world_size)]
         all_batches = in_step(

@@ -75,6 +75,12 @@ class Answers:
         """The completion of a system, or the row's own; None if there is none."""
         return self.reference if name == REFERENCE else self.systems.get(name)
 
+    def texts(self) -> dict[str, Any]:
+        """What the report shows of it."""
+        own = {name: generation.completion for name, generation in self.systems.items()}
+        reference = self.reference and self.reference.completion
+        return {"prompt": self.prompt, "reference": reference, "completions": own}
+
     def pair(self, a: str, b: str) -> tuple[Generation, Generation] | None:
         """The completions of both; None unless both are there."""
         own, other = self.of(a), self.of(b)

@@ -58,14 +58,14 @@ def report(error: BaseException, store: Any, rank: int, world_size: int, host: i
     Returns:
         The exit status: 130 after Ctrl-C, what `sys.exit` was given, else 1.
     """
-    what = description(error)
+    what, details = description(error)
     cause = f"rank {rank} {what}"
     first, is_news = claim(store, rank, host, cause)
     is_interrupt = isinstance(error, KeyboardInterrupt)
     if first == cause or (not first and not (is_interrupt and rank != 0)):
         if lost_peers(error):
             cause += missing(error, store, world_size) if first else "; nor does the store answer"
-        say(f"{cause}\n{details(error)}".rstrip())
+        say(f"{cause}\n{details}".rstrip())
     elif first and not (is_interrupt or lost_peers(error)) and not first.endswith(f" {what}"):
         say(f"{cause} (after {' '.join(first.split()[:3])})")
     elif is_news:
@@ -136,30 +136,22 @@ def asked(question: Callable[[], Answer]) -> Answer | None:
     return answers[0] if answers else None
 
 
-def description(error: BaseException) -> str:
-    """What happened, on one line, to be read after "rank 3"."""
+def description(error: BaseException) -> tuple[str, str]:
+    """What happened, to be read after "rank 3", and the traceback where it says more than that."""
     if isinstance(error, KeyboardInterrupt):
-        return f"was interrupted {place()}"
+        return f"was interrupted {place()}", ""
     if isinstance(error, SystemExit):
-        return f"left {place()}: sys.exit({error.code!r}) was called"
-    full = disk_full(error)
-    if full:
-        return f"stopped {place()}: {full}."
-    if lost_peers(error):
-        # gloo begins with the line of its source, and may go on with advice.
-        text = re.sub(r"^\[[^\]]*\]\s*", "", gloo_text(error) or gist(error))
-        return (
-            f"lost its peers {place()} (a process ended or hangs, or a host is unreachable) "
-            f"{origin(error)}: {text.split('. ')[0]}"
-        )
-    return f"failed {place()}: {type(error).__name__}: {gist(error)}"
-
-
-def details(error: BaseException) -> str:
-    """The traceback, where it says more than the sentence does."""
-    if isinstance(error, KeyboardInterrupt | SystemExit) or disk_full(error) or gloo_text(error):
-        return ""
-    return "".join(traceback.format_exception(error))
+        return f"left {place()}: sys.exit({error.code!r}) was called", ""
+    if full := disk_full(error):
+        return f"stopped {place()}: {full}.", ""
+    whole = "".join(traceback.format_exception(error))
+    if not lost_peers(error):
+        return f"failed {place()}: {type(error).__name__}: {gist(error)}", whole
+    said = gloo_text(error)
+    # gloo begins with the line of its source, and may go on with advice.
+    text = re.sub(r"^\[[^\]]*\]\s*", "", said or gist(error)).split(". ")[0]
+    where = "(a process ended or hangs, or a host is unreachable)"
+    return f"lost its peers {place()} {where} {origin(error)}: {text}", "" if said else whole
 
 
 def place() -> str:

@@ -117,13 +117,6 @@ class DPOConfig(TrainConfig):
             raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
 
     @property
-    def weighted_losses(self) -> list[tuple[str, float]]:
-        """Each loss with its weight."""
-        return list(
-            zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True)
-        )
-
-    @property
     def needs_reference(self) -> bool:
         """Whether any loss compares with the reference."""
         return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)

@@ -5,7 +5,7 @@ winner's first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,7 @@ def pairs_from_rollouts(
     all_rewards: list[float] = []
     bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
     for step in range(order.steps_per_epoch):
-        indices = order.rows(step)
-        examples, is_real = data.prompts(prompts, indices)  # N
+        examples, is_real = data.prompts(prompts, order.rows(step))  # N
         rollouts = sampler.sample(
             examples,
             num_samples=config.num_candidates,
@@ -83,13 +82,13 @@ def pairs_from_rollouts(
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
         texts = rollouts.texts(tokenizer)
-        pairs += sampled_pairs(indices, examples, rollouts, texts, rewards, chosen_pairs)
+        pairs += sampled_pairs(examples, is_real, rollouts, texts, rewards, chosen_pairs)
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
     bar.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
     pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
-    train_set = as_examples(pairs, prompts)
+    train_set = as_examples(pairs)
     if distributed.is_rank0():
         write_jsonl(Path(config.output_dir) / "pairs.jsonl", pairs)
     return train_set
@@ -168,16 +167,14 @@ def higher_first(rewards: Tensor, places: Tensor, is_first: Tensor) -> Tensor:
 class SampledPair:
     """A comparison of two completions that a policy made, the chosen one first."""
 
-    prompt_index: int  # place of the prompt among those sampled from
-    prompt: str
-    completion_ids: list[list[int]]
+    example: Example  # the prompt, with the ids that were sampled
     texts: list[str]
     rewards: list[float]
 
 
 def sampled_pairs(
-    prompt_indices: Sequence[int | None],
     examples: Sequence[Example],
+    is_real: Tensor,
     rollouts: Rollouts,
     texts: Sequence[str],
     rewards: Tensor,
@@ -186,22 +183,20 @@ def sampled_pairs(
     """The pairs that were chosen, whatever they teach.
 
     Args:
-        prompt_indices: N places of the prompts; None = a filler, which counts nowhere.
-        examples: The N prompts.
+        examples: N prompts.
+        is_real: (N,) bool, False = a filler, which counts nowhere.
         rollouts: K completions of each.
         texts: The same as N*K texts.
         rewards: (N, K).
         chosen_pairs: (N, P, 2), see `choose_pairs`.
     """
     pairs = []
-    for n, index in enumerate(prompt_indices):
-        for pair in chosen_pairs[n].tolist():
-            if index is None or pair[0] < 0:
-                continue
+    for n in is_real.nonzero().flatten().tolist():
+        for pair in chosen_pairs[n][chosen_pairs[n, :, 0] >= 0].tolist():
             places = [n * rewards.shape[1] + i for i in pair]
             ids = [rollouts.completion_ids[i] for i in places]
             own = ([texts[i] for i in places], rewards[n, pair].tolist())
-            pairs.append(SampledPair(index, examples[n].prompt, ids, *own))
+            pairs.append(SampledPair(replace(examples[n], completions=ids), *own))
     return pairs
 
 
@@ -214,7 +209,7 @@ def those_that_teach(
     """
     unequal = [pair for pair in pairs if pair.rewards[0] != pair.rewards[1]]
     kept = [pair for pair in unequal if all(text.strip() for text in pair.texts)]
-    kept.sort(key=lambda pair: pair.prompt_index)  # stable: a prompt is on one rank
+    kept.sort(key=lambda pair: pair.example.row)  # stable: a prompt is on one rank
     means = [sum(pair.rewards[i] for pair in kept) / max(1, len(kept)) for i in (0, 1)]
     distributed.print_rank0(
         f"pairs from rollouts: {len(kept)} of {len(pairs)} (dropped {len(pairs) - len(unequal)} of "
@@ -226,29 +221,20 @@ def those_that_teach(
     return kept
 
 
-def as_examples(pairs: Sequence[SampledPair], prompts: Sequence[Example]) -> list[Example]:
-    """The pairs as training examples, with the ids that were sampled.
-
-    Raises:
-        UserError: there is none.
-    """
+def as_examples(pairs: Sequence[SampledPair]) -> list[Example]:
+    """The pairs as training examples; a UserError if there is none."""
     if not pairs:
         raise UserError(
             "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward, "
             "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
             "--temperature or --num_candidates."
         )
-    examples = []
-    for row, pair in enumerate(pairs):
-        prompt = prompts[pair.prompt_index]
-        rest = (pair.completion_ids, prompt.columns, prompt.source)
-        examples.append(Example(row, prompt.prompt, prompt.prompt_ids, *rest))
-    return examples
+    return [replace(pair.example, row=row, messages=[]) for row, pair in enumerate(pairs)]
 
 
 def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:
     """Write the pairs as rows that every stage reads: prompt, chosen, rejected, and the rewards."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ("prompt", "chosen", "rejected", "chosen_reward", "rejected_reward")
-    rows = [dict(zip(names, (p.prompt, *p.texts, *p.rewards), strict=True)) for p in pairs]
+    rows = [dict(zip(names, (p.example.prompt, *p.texts, *p.rewards), strict=True)) for p in pairs]
     write_atomically(path, map(json_line, rows))

@@ -20,30 +20,20 @@ from common.losses import wins
 from common.padding import AnyBatch
 
 
-@dataclass
-class Comparisons:
-    """Rows that stay in one batch: indices of the pairs, and all their tokens."""
-
-    rows: list[int]
-    num_tokens: int
-
-
-def group(examples: Sequence[Example], *, by_prompt: bool) -> list[Comparisons]:
-    """All pairs of a prompt together, in the order of their first ones; or each for itself."""
-    groups: dict[Any, Comparisons] = {}
-    for row, example in enumerate(examples):
-        key = tuple(example.prompt_ids) if by_prompt else row
-        comparisons = groups.setdefault(key, Comparisons([], 0))
-        comparisons.rows.append(row)
-        comparisons.num_tokens += example.num_tokens
+def group(examples: Sequence[Example], *, by_prompt: bool) -> list[list[int]]:
+    """Rows that stay in one batch, by their first ones: all pairs of a prompt, or each alone."""
+    groups: dict[Any, list[int]] = {}
+    for row in range(len(examples)):
+        key = tuple(examples[row].prompt_ids) if by_prompt else row
+        groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
-def weights(groups: Sequence[Comparisons]) -> Tensor:
+def weights(groups: Sequence[Sequence[int]]) -> Tensor:
     """What each pair counts, so that every group counts 1 (InstructGPT eq. 1): (rows,) float32."""
-    result = torch.zeros(sum(len(comparisons.rows) for comparisons in groups))
-    for comparisons in groups:
-        result[comparisons.rows] = 1 / len(comparisons.rows)
+    result = torch.zeros(sum(map(len, groups)))
+    for rows in groups:
+        result[rows] = 1 / len(rows)
     return result
 
 

@@ -100,15 +100,8 @@ def score_reference(
 ) -> ReferenceScores:
     """Score pairs ahead of training, with `precompute_ref_log_probs` all. Collective.
 
-    Args:
-        reference: frozen.
-        weights: digest of its weights; unused without a cache.
-        train_set: pairs to train on, of which training takes the `rows`.
-        eval_set: held-out ones.
-        shown: those in tables.
-        rows: see `train_set`.
-        tokenizer: of the run.
-        config: of the run.
+    Training takes the `rows` of the train_set; `shown` are in tables; `weights`, the digest of the
+    reference's, is unused without a cache.
     """
     from common.sampling import token_records
 

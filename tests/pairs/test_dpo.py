@@ -442,7 +442,7 @@ def test_which_runs_need_a_reference():
 
 def test_the_choices_are_the_losses():
     for name in losses.PREFERENCE_LOSSES:
-        assert config(loss_type=[name]).weighted_losses == [(name, 1.0)]
+        assert config(loss_type=[name]).loss_type == [name]
 
 
 ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}

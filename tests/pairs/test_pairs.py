@@ -7,6 +7,7 @@ pair without a difference is dropped and counted; the comparisons of a prompt co
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,8 +125,11 @@ def test_equal_texts_are_one_before_pairs_are_drawn(method: str):
     assert len(sampled([0], rollouts, ["a", "a", "b", "b"], rewards[:1], found[:1])) == 1
 
 
-def sampled(indices: list[int | None], *rest: Any) -> list[from_rollouts.SampledPair]:
-    return from_rollouts.sampled_pairs(indices, [PROMPT] * len(indices), *rest)
+def sampled(rows: list[int | None], *rest: Any) -> list[from_rollouts.SampledPair]:
+    """Of prompts with these rows, a filler where it is None."""
+    is_real = torch.tensor([row is not None for row in rows])
+    examples = [replace(PROMPT, row=row or 0) for row in rows]
+    return from_rollouts.sampled_pairs(examples, is_real, *rest)
 
 
 def rollouts_of(texts: list[str]) -> Rollouts:
@@ -141,7 +145,7 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     pairs = sampled([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
     assert len(pairs) == 3  # a filler counts nowhere
     (pair,) = from_rollouts.those_that_teach(pairs, rewards[:3].flatten().tolist(), 3)
-    assert (pair.prompt_index, pair.texts, pair.rewards) == (7, [" a", " b"], [1.0, 0.5])
+    assert (pair.example.row, pair.texts, pair.rewards) == (7, [" a", " b"], [1.0, 0.5])
     said = capsys.readouterr().out
     assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in said
     assert "mean reward of 6 candidates of 3 prompts 0.500, of the chosen 1.000, of" in said
@@ -153,12 +157,12 @@ def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
     pairs = sampled([3, 0], rollouts_of(texts), texts, rewards, chosen)
     pairs += sampled([2, 1], rollouts_of(texts), texts, rewards, chosen)
     kept = from_rollouts.those_that_teach(pairs, [], 4)
-    assert [pair.prompt_index for pair in kept] == [0, 1, 2, 3]
+    assert [pair.example.row for pair in kept] == [0, 1, 2, 3]
 
 
 def test_no_pair_at_all_is_refused():
     with pytest.raises(UserError, match="all candidates of a prompt have the same reward"):
-        from_rollouts.as_examples([], [])
+        from_rollouts.as_examples([])
 
 
 def test_written_pairs_are_rows_of_every_stage(tmp_path):
@@ -171,7 +175,7 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
     row = {"prompt": "A prompt TL;DR:", "chosen": " three", "rejected": " one two\u2028"}
     rewards = {"chosen_reward": 0.75, "rejected_reward": 0.5}
     assert load_rows(str(file), "train", kind="preference") == [row | rewards]
-    example = from_rollouts.as_examples(pairs, [PROMPT])[0]
+    example = from_rollouts.as_examples(pairs)[0]
     assert example.completions == [rollouts_of(texts).completion_ids[i] for i in (1, 0)]
     assert (example.row, example.prompt_ids, example.columns) == (0, [5, 6], {"facts": 1})
 
@@ -191,11 +195,10 @@ def comparisons() -> list[Example]:
 def test_all_comparisons_of_a_prompt_are_one_group_that_counts_one():
     examples = comparisons()
     grouped = groups.group(examples, by_prompt=True)
-    assert [group.rows for group in grouped] == [[0, 3, 5], [1], [2, 4]]
-    assert grouped[1].num_tokens == examples[1].num_tokens
+    assert grouped == [[0, 3, 5], [1], [2, 4]]
     assert groups.weights(grouped).tolist() == pytest.approx([1 / 3, 1, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
     single = groups.group(examples, by_prompt=False)
-    assert [group.rows for group in single] == [[row] for row in range(6)]
+    assert single == [[row] for row in range(6)]
     assert groups.weights(single).tolist() == [1.0] * 6
 
 

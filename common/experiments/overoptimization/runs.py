@@ -212,8 +212,7 @@ def write_optimised(
     neighbours = torch.arange(num_candidates).view(-1, 2).expand(len(examples), -1, -1)
     every = torch.ones_like(rewards, dtype=torch.bool)
     labelled = higher_first(rewards, neighbours, every)  # (N, K / 2, 2)
-    places = range(len(examples))
-    pairs = sampled_pairs(places, examples, rollouts, texts, rewards, labelled)
+    pairs = sampled_pairs(examples, every[:, 0], rollouts, texts, rewards, labelled)
     pairs = those_that_teach(pairs, rewards.flatten().tolist(), len(examples))
     write_jsonl(folder / "pairs.jsonl", pairs)
     for size in sizes:
