@@ -44,12 +44,7 @@ from common.evaluation import score
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
-from common.pairs.reference import (
-    ReferenceScores,
-    load_reference,
-    score_reference,
-    shorter_lengths,
-)
+from common.pairs.reference import ReferenceScores, load_reference, shorter_lengths
 from common.run import Run, find_checkpoint
 from common.scoring import Policy
 
@@ -78,11 +73,9 @@ def main(config: DPOConfig) -> None:
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy, reference = None, ReferenceScores()
     if config.needs_reference:
-        frozen, weights, policy = load_reference(config, paths, configs, mesh)
+        models = (paths, configs, mesh, tokenizer)
         rows = order.rows_until(order.total_steps(config))
-        sets = (train_set, eval_set, shown)
-        reference = score_reference(frozen, weights, *sets, rows, tokenizer, config)
-        del frozen
+        reference, policy = load_reference(config, *models, train_set, eval_set, shown, rows)
         gc.collect()  # FSDP's units refer to one another: it would stay beside the policy
 
     # Policy, FSDP, optimiser

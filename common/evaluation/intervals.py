@@ -260,15 +260,10 @@ def interval_cell(
     prefix: str = "",
     sign: str = "",
 ) -> str:
-    """`value [low, high]`, as every table has it; of what there is not an en dash.
+    """`value [low, high]`, as every table has it, at a scale; of what there is not an en dash.
 
-    Args:
-        found: Has the value and its interval, whose ends are None where there is none.
-        scale: From what is recorded to what is shown, as 100 for percent.
-        digits: After the point.
-        key: Of the value; None shows the interval alone.
-        prefix: Before `low` and `high` in the keys of the ends.
-        sign: "+" writes that of positive numbers too.
+    `found` has the value by its key, of which None shows the interval alone, and the ends by
+    `low` and `high` behind a prefix, None where there is none. The sign "+" is that of format().
     """
     from common.record.terminal import NOT_MEASURED
 

@@ -32,15 +32,10 @@ def with_verdicts(
     examples: Sequence["Example"],
     seed: int,
 ) -> list[Answers]:
-    """The answers with what every judge says of every two systems. Collective.
+    """The answers with what every judge, by name, says of every two systems. Collective.
 
-    Rank 0 asks; a judge that calls somebody else's model is not asked by every rank.
-
-    Args:
-        answers: N prompts with their completions.
-        judges: The functions by what tables call them.
-        examples: The N prompts, whose columns the judges get.
-        seed: Of the order in which completions are given.
+    Rank 0 asks; a judge that calls somebody else's model is not asked by every rank. Judges get the
+    columns of the examples; the seed is that of the order in which completions are given.
     """
     found: list[list[Verdict]] = [row.verdicts for row in answers]
     if distributed.is_rank0():

@@ -46,14 +46,7 @@ def report(error: BaseException, store: Any, rank: int, world_size: int, host: i
     """Say on stderr what ended this rank, unless an earlier failure explains it. Not collective.
 
     On every other host the first rank to notice repeats the cause in a line, since hosts may have
-    logs of their own.
-
-    Args:
-        error: as it was caught.
-        store: of the process group; None before there is one.
-        rank: of this process.
-        world_size: number of processes.
-        host: number of this process's host.
+    logs of their own. The store is that of the process group, None before there is one.
 
     Returns:
         The exit status: 130 after Ctrl-C, what `sys.exit` was given, else 1.

@@ -69,14 +69,27 @@ class ReferenceScores:
 
 
 def load_reference(
-    config: "DPOConfig", paths: Sequence[str], configs: Sequence[Any], mesh: DeviceMesh
-) -> tuple["Policy | AdapterReference", str, Policy | None]:
-    """The frozen reference, the digest of its weights, and the policy if it holds both. Collective.
+    config: "DPOConfig",
+    paths: Sequence[str],
+    configs: Sequence[Any],
+    mesh: DeviceMesh,
+    tokenizer: Any,
+    train_set: Sequence[Example],
+    eval_set: Sequence[Example],
+    shown: list[Example],
+    rows: Sequence[int],
+) -> tuple[ReferenceScores, Policy | None]:
+    """What the frozen reference says of pairs, with `precompute_ref_log_probs` of all. Collective.
 
-    Paths and model configurations are those of policy and reference. With LoRA on the same model
-    the reference is the policy with its adapters off.
+    Paths and model configurations are those of policy and reference; training takes the `rows` of
+    the train_set, and `shown` are in tables.
+
+    Returns:
+        The scores; and the policy, if with LoRA on the same model its adapters off are the
+        reference.
     """
     from common.model.lora import AdapterReference
+    from common.sampling import token_records
 
     is_policy = config.lora_r > 0 and paths[0] == paths[1]
     lm = load.load_policy(paths[1], configs[1], config, trains=is_policy)
@@ -85,25 +98,6 @@ def load_reference(
     policy = fsdp.shard(whole, config, mesh)
     reference = AdapterReference(policy) if is_policy else policy
     self_checks.loaded_model(reference, config)
-    return reference, weights, policy if is_policy else None
-
-
-def score_reference(
-    reference: "Policy | AdapterReference",
-    weights: str,
-    train_set: Sequence[Example],
-    eval_set: Sequence[Example],
-    shown: list[Example],
-    rows: Sequence[int],
-    tokenizer: Any,
-    config: "DPOConfig",
-) -> ReferenceScores:
-    """Score pairs ahead of training, with `precompute_ref_log_probs` all. Collective.
-
-    Training takes the `rows` of the train_set; `shown` are in tables; `weights`, the digest of the
-    reference's, is unused without a cache.
-    """
-    from common.sampling import token_records
 
     pad_id = tokenizer.pad_token_id
     rest = (reference, weights, tokenizer, config)
@@ -117,7 +111,7 @@ def score_reference(
         # A filler has the place of row 0, which may be none of the rows.
         found.train = logps.nan_to_num().float().to(distributed.device())
         found.module = None
-    return found
+    return found, policy if is_policy else None
 
 
 def reference_logps(
