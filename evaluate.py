@@ -156,7 +156,7 @@ def main(config: EvaluateConfig) -> None:
     for path, function in scorer.reward_models.items():
         scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
         readings[path] = names[path]
-        table.rewards[names[path]] = scores.numpy()
+        table.add(names[path], scores.numpy(), are_log_odds=True)
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate

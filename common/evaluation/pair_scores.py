@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError, gist
-from common.evaluation.intervals import Floats, Numbers
+from common.evaluation.intervals import Floats, Numbers, finite_vector
 
 if TYPE_CHECKING:
     from common.config import CommonConfig
@@ -47,11 +47,16 @@ class PairScores:
         """All scores, rewards first."""
         return self.rewards | self.scores
 
+    def add(self, name: str, scores: Floats, *, are_log_odds: bool) -> None:
+        """Add a system; a RuntimeError if a score is not finite."""
+        finite_vector(scores.ravel())
+        (self.rewards if are_log_odds else self.scores)[name] = scores
+
     def add_policy(self, name: str, read: Mapping[str, Floats], beta: float | None) -> None:
         """Add a policy's scores as `policy_scores` gives them; beta tells the scale of one."""
         for reading, scores in read.items():
-            is_reward = reading == "implicit_reward" and beta is not None
-            (self.rewards if is_reward else self.scores)[f"{name} {reading}"] = scores
+            is_known = reading == "implicit_reward" and beta is not None
+            self.add(f"{name} {reading}", scores, are_log_odds=is_known)
 
 
 def describe_pairs(

@@ -81,6 +81,13 @@ def test_only_rewards_of_known_scale_are_log_odds():
     assert list(table.scores) == ["dpo logp", "ppo implicit_reward", "ppo logp"]
 
 
+def test_a_system_with_a_score_that_is_not_finite_is_refused_at_once():
+    table = PairScores([pair(0)])
+    with pytest.raises(RuntimeError, match="1 of 2 values are not finite"):
+        table.add("rm", np.array([[1.0, math.nan]]), are_log_odds=True)
+    assert not table.systems
+
+
 # ---- baselines and what is known of a pair -------------------------------------------------------
 
 
