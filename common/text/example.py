@@ -26,8 +26,3 @@ class Example:
     columns: dict[str, Any]
     source: str = "other"
     messages: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prompt, once, and of its completions."""
-        return len(self.prompt_ids) + sum(map(len, self.completions))
