@@ -9,8 +9,9 @@ One step is one rollout: every prompt gets `num_candidates` completions, the rew
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
 Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
-`common/losses.py` and `common/advantages.py`, the way from prompts to what is kept of them in
-`common/grpo/rollouts.py`, from there to micro-batches in `common/grpo/minibatches.py`.
+`common/losses.py` and `common/advantages.py`. A prompt goes one way: `rollouts` samples, rewards
+and selects, `minibatches` packs, scores, compares and collates, then come the updates below;
+`monitor` only tells of it. All three are in `common/grpo`.
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -22,13 +23,8 @@ How this differs from the paper:
 5. Sampling noise is a function of (seed, step, prompt, sample, position): the completions do not
    depend on the number of ranks.
 
-Launch (the last value of a flag wins; every field of a recipe is a flag; `--model_name_or_path` is
-the SFT stage's `model` folder):
-    one process   python train_grpo.py --config assets/recipes/demo/grpo.yaml
-    one GPU       python train_grpo.py --config assets/recipes/tldr-gpt2/grpo.yaml
-    N GPUs        torchrun --standalone --nproc_per_node N train_grpo.py --config ...
-    M nodes       torchrun --nnodes M --nproc_per_node N --rdzv_backend c10d \
-                      --rdzv_endpoint HOST:29500 train_grpo.py --config ...
+Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
+    torchrun --standalone --nproc_per_node 2 train_grpo.py --config assets/recipes/demo/grpo.yaml
 
 On the demo two CPU processes take half a minute: the gold reward, which is only watched, goes from
 0.685 (SFT) to 0.954 of 1 at a KL of 1.35 nats per completion to the SFT policy.

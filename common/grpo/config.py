@@ -131,8 +131,7 @@ class GRPOConfig(TrainConfig):
         if self.num_candidates < self.num_generations:
             most = f"at most --num_candidates, {self.num_candidates}"
             raise self.refused("num_generations", most)
-        refuse_sampling(self)
-        refuse_objective(self)
+        refuse_rollouts(self)
         refuse_reference(self)
         refuse_kl(self)
 
@@ -147,8 +146,8 @@ class GRPOConfig(TrainConfig):
         return self.beta > 0 and self.kl_estimator == "full"
 
 
-def refuse_sampling(config: GRPOConfig) -> None:
-    """Raise a UserError for settings of sampling and selection that do not fit."""
+def refuse_rollouts(config: GRPOConfig) -> None:
+    """Raise a UserError for settings of sampling, selection and objective that do not fit."""
     if config.sampler_correction != "none" and (config.top_p < 1 or config.top_k > 0):
         where = "with --top_p below 1 or --top_k above 0"
         why = "sampler and trainer have different supports"
@@ -160,10 +159,6 @@ def refuse_sampling(config: GRPOConfig) -> None:
     if config.overlong_buffer >= config.max_completion_length:
         most = f"below --max_completion_length, {config.max_completion_length}"
         raise config.refused("overlong_buffer", most)
-
-
-def refuse_objective(config: GRPOConfig) -> None:
-    """Raise a UserError for a policy objective that contradicts itself."""
     if config.delta and config.policy_objective != "clip":
         raise config.refused("delta", "0 with --policy_objective cispo")
     least = 1 + config.epsilon_high
