@@ -473,7 +473,7 @@ FUNCTIONS: dict[str, list[str]] = {
     "nan": ["returned nan for row 1", "finite number"],
     "huge": ["returned 1000", "for row 0", "finite number"],
     "vast": ["returned a number of more than 4,300 digits for row 0", "finite number"],
-    "few": ["returned 1 rewards for 16 completions", "one for each"],
+    "few": ["returned 1 rewards for 16 rows", "one for each"],
     "nothing": ["returned no list of rewards for 16"],
     "texts": ["returned 'good' for row 0", "finite number"],
     "unsure": ["no reward function applies to row 0", "returned None"],
