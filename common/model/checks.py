@@ -158,10 +158,8 @@ def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head
 def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise a UserError for a NaN or an infinity among tensors that were read, by name."""
     for name, tensor in tensors:
-        if not tensor.numel():
-            continue
-        low, high = torch.aminmax(tensor.detach())  # no copy as large as the tensor; NaN comes out
-        for number in (float(low), float(high)):
+        # No copy as large as the tensor is made, and a NaN comes out.
+        for number in map(float, torch.aminmax(tensor.detach())) if tensor.numel() else ():
             if not math.isfinite(number):
                 raise UserError(
                     f"the weights of {path!r} have {number} in {name!r}; they must be finite."

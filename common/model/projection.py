@@ -50,7 +50,7 @@ def token_statistics(
     """
     ref = (None, None, None) if ref_head is None else (ref_hidden, *ref_head)
     results = _Statistics.apply(
-        hidden, *head, tokens, temperature, with_entropy, *ref, max(1, chunk_numbers)
+        hidden, *head, tokens, temperature, with_entropy, *ref, chunk_numbers
     )
     return TokenStatistics(*results)
 

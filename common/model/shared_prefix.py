@@ -41,8 +41,8 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
     if not is_plain or lm.base_model is lm:
         raise UserError(
-            f"{type(lm).__name__} has an attention of its own, which can neither share a prompt "
-            "nor be planned; use --layout padded without --dry_run."
+            f"{type(lm).__name__} has an attention of its own, which cannot be planned (--dry_run) "
+            "and cannot share a prompt; to train it use --layout padded."
         )
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -28,10 +28,10 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
     tail = tokens
     if run.is_shared:
         tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
-        keys = model.keys_bytes + 3 * model.decoder.attention_width * size
+        keys = model.keys_bytes + 3 * model.attention_width * size
         last = tokens * keys + tail * model.block_bytes + more
     made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
-    layers, outer = len(model.blocks), tokens * model.outer_bytes
+    layers, outer = model.num_layers, tokens * model.outer_bytes
     if config.gradient_checkpointing:
         kept = outer + layers * tokens * model.width * size
         return kept, kept + block + tokens * made
@@ -47,7 +47,7 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     output; per completion copies of the prompt's keys and values; and both masks.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
-    size, width, seen = run.number_bytes, model.decoder.attention_width, prompt + own
+    size, width, seen = run.number_bytes, model.attention_width, prompt + own
     if not run.is_shared:
         return batch.completions * seen**2 * size
     if not run.on_gpu:
@@ -79,7 +79,7 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     does not pass through it, a micro-batch's are freed only when the next one's scores take their
     name.
     """
-    head = model.decoder.head_weights
+    head = model.head_weights
     if not head:
         return 0.0
     vocabulary, own = model.vocabulary, run.config.max_completion_length

@@ -21,8 +21,6 @@ from common.model import fsdp, load, lora, shared_prefix
 from common.model.checks import Kind
 
 NUM_TOKENS = 128  # of the counted pass
-
-
 Unit = list[nn.Parameter]  # that FSDP gathers together, on the meta device
 
 
@@ -60,13 +58,12 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class Footprint(Decoder):
     """Sizes of a model. Bytes are those of a token in the compute dtype, in one block."""
 
     name: str  # of its class
     blocks: list[Unit]
     root: Unit  # embeddings, final norm, head
-    decoder: Decoder
     width: int  # D
     key_width: int  # heads times the width of one, of keys: fewer heads with grouped queries
     mlp_width: int  # what the widest linear layer reads
@@ -149,13 +146,11 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
         name=type(lm).__name__,
         blocks=[list(block.parameters()) for block in blocks],
         root=[p for p in lm.parameters() if id(p) not in inside],
-        decoder=Decoder(
-            num_layers=len(blocks),
-            block_weights=sum(inputs * outputs for inputs, outputs in linear) / len(blocks),
-            key_value_weights=2 * width * key_width,
-            attention_width=query_width,
-            head_weights=0 if head is None else head.weight.numel(),
-        ),
+        num_layers=len(blocks),
+        block_weights=sum(inputs * outputs for inputs, outputs in linear) / len(blocks),
+        key_value_weights=2 * width * key_width,
+        attention_width=query_width,
+        head_weights=0 if head is None else head.weight.numel(),
         width=width,
         key_width=key_width,
         mlp_width=mlp_width,

@@ -134,7 +134,7 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """
     policy, batch = run.policy, micro_batch(run, ranks)
     added_up = FLOAT32 * policy.numbers(trained=True) if batch.number > 1 else 0
-    head = 0 if policy.has_adapters else FLOAT32 * policy.decoder.head_weights
+    head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
     kept, most = activations(run, policy, batch)
     at_loss = {
@@ -244,7 +244,7 @@ def kept_for_kl(run: Run, ranks: int) -> float:
         return 0.0
     reference = run.reference or run.policy
     rows = run.config.batch_size // ranks * run.num_completions * run.config.max_completion_length
-    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.decoder.head_weights
+    head = 0 if run.is_plain(ranks) else FLOAT32 * reference.head_weights
     return float(rows * reference.width * run.number_bytes + head)
 
 
@@ -255,12 +255,12 @@ def copy_bytes(run: Run, ranks: int) -> float:
     anew (`replica.packed`), which gives up a gathered weight but not one that the policy holds; the
     head is packed, or cast to float32 once, beside the embedding.
     """
-    policy, decoder = run.policy, run.policy.decoder
+    policy = run.policy
     is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()
-    head = FLOAT32 * decoder.head_weights * (is_packed or run.config.bf16)
+    head = FLOAT32 * policy.head_weights * (is_packed or run.config.bf16)
     if not run.is_plain(ranks):
         return float(run.number_bytes * policy.numbers() + head)
-    linear = decoder.num_layers * decoder.block_weights
+    linear = policy.num_layers * policy.block_weights
     is_new = is_packed or policy.has_adapters  # which are merged into new weights
     return float(head + FLOAT32 * linear * is_new)
 
@@ -274,7 +274,7 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
     one layer a second, as it grows by a token.
     """
     policy, config = run.policy, run.config
-    layers, own = len(policy.blocks), config.max_completion_length
+    layers, own = policy.num_layers, config.max_completion_length
     tokens, samples = num_prompts * config.max_prompt_length, num_prompts * num_samples
     per_token = 2 * layers * policy.key_width * run.number_bytes
     if not run.is_shared:

@@ -33,9 +33,8 @@ def make_run(config: TrainConfig) -> Run:
     Raises:
         UserError: a model is not there, or cannot be counted.
     """
-    on_gpu = config.dry_run_device == "cuda"
-    if not config.dry_run_device:
-        on_gpu = torch.cuda.is_available()
+    device = config.dry_run_device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device == "cuda"
     copies = on_gpu and config.layout == "shared_prefix"
     path, names = config.model_name_or_path, getattr(config, "reward_funcs", [])
     kind: Kind = "trunk" if config.stage == "reward model" else "policy"

@@ -129,9 +129,9 @@ def step_flops(run: Run) -> dict[str, float]:
 
     def forward(model: Footprint, num_completions: int) -> float:
         if run.is_shared:
-            of_prompt = group_flops(model.decoder, prompt, [own] * num_completions)
+            of_prompt = group_flops(model, prompt, [own] * num_completions)
         else:  # every completion with a copy of its prompt
-            of_one = model.decoder.flops(length, causal_pairs(length), own + 1)
+            of_one = model.flops(length, causal_pairs(length), own + 1)
             of_prompt = num_completions * of_one
         return config.batch_size * of_prompt
 
@@ -141,7 +141,7 @@ def step_flops(run: Run) -> dict[str, float]:
     found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
         completions = [own] * config.num_candidates
-        sampling = group_flops(policy.decoder, prompt, completions)
+        sampling = group_flops(policy, prompt, completions)
         found["sampling"] = config.batch_size * sampling
         if config.num_updates > 1:
             found["old log-probabilities"] = scored

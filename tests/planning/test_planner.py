@@ -447,7 +447,7 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     run = run_of(shapes, config=RewardConfig, **PAIRS, num_sample_prompts=4)
     assert run.policy.numbers() == NUMBERS + WIDTH
     assert run.policy.vocabulary == VOCABULARY
-    assert run.policy.decoder.head_weights == 0
+    assert run.policy.head_weights == 0
     assert parts(run, 1, "loss")["logits"] == 0
     assert {m.name for m in memory.moments(run, 1)} == {"loss", "backward", "gradients", "export"}
     # Of several micro-batches, the embedding's gradient before it is added to the sum.
