@@ -47,7 +47,13 @@ from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.rollouts import Groups
-from common.losses import clipped_tokens, kl_loss, policy_loss, sampler_weights
+from common.losses import (
+    clipped_tokens,
+    kl_estimate,
+    policy_loss,
+    probability_ratio,
+    sampler_weights,
+)
 from common.model import fsdp, load
 from common.record.metrics import Accumulator
 from common.run import Run, find_checkpoint
@@ -237,11 +243,9 @@ def grpo_loss(
     if part.ref_logps is not None:
         kl = scores.kl  # (B, C)
         if not config.has_exact_kl:
-            kl = kl_loss(
-                *(logps, part.ref_logps, old_logps, mask),
-                estimator=config.kl_estimator,
-                corrected=config.kl_correction,
-            )
+            kl = kl_estimate(logps, part.ref_logps, estimator=config.kl_estimator)
+            if config.kl_correction:
+                kl = kl * probability_ratio(logps, old_logps, mask)
         metrics.add("kl", (kl * mask).sum(), num_real)
         if config.kl_in == "loss":
             per_token = per_token + config.beta * kl

@@ -1,8 +1,7 @@
 """From rewards to advantages, and which candidates of a prompt to keep.
 
 Rewards are (N, G): N prompts with G completions each. Work is done in float64, results are float32.
-`EPSILON` is added to every standard deviation, which is the unbiased one (torch's default; TRL's
-choice of both). A group of equal rewards has advantage exactly 0.
+A group of equal rewards has advantage exactly 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from common.noise import derive_seed, hash_counters, uniform
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
-EPSILON = 1e-4
+EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
 
-Steps = dict[int, float]
-"""Rewards of a completion's steps by the index of the step's last token."""
+Steps = dict[int, float]  # rewards of a completion's steps by the index of the step's last token
 
 
 def group_advantages(
@@ -46,31 +44,28 @@ def group_advantages(
     num_generations = rewards.shape[1]
     if num_generations < 2:
         raise ValueError(f"num_generations is {num_generations} but a group needs at least 2")
-    deviations = _deviations(rewards)  # (N, G)
-    advantages = deviations
+    advantages = deviations = _deviations(rewards)  # (N, G)
     if baseline == "leave_one_out":
         advantages = deviations * num_generations / (num_generations - 1)
     if scale == "group":
         advantages = advantages / (deviations.std(dim=1, keepdim=True) + EPSILON)
     elif scale == "batch":
         in_batch = rewards if counted is None else rewards[counted]
-        _, std = _global_moments(in_batch.double(), all_reduce)
-        advantages = advantages / (std + EPSILON)
+        advantages = advantages / (_global_moments(in_batch.double(), all_reduce)[1] + EPSILON)
     return advantages.float()
 
 
 def normalise_globally(
     advantages: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Shift and scale advantages to mean 0 and standard deviation 1 over all samples of all ranks.
+    """Advantages of any shape, shifted and scaled to mean 0 and standard deviation 1, float32.
 
-    Of any shape, float32; 0 where the mask is False: only where it is True a sample counts. A
-    collective, by an `all_reduce` that sums a tensor over the ranks.
+    Over all samples of all ranks where the mask is True; elsewhere 0. A collective, by an
+    `all_reduce` that sums a tensor over the ranks.
     """
     values = advantages.double()
     mean, std = _global_moments(values[mask], all_reduce)
-    normalised = (values - mean) / (std + EPSILON)
-    return torch.where(mask, normalised, 0.0).float()
+    return torch.where(mask, (values - mean) / (std + EPSILON), 0.0).float()
 
 
 def step_advantages(
@@ -98,20 +93,20 @@ def step_advantages(
         (B, C) float32.
     """
     num_rows, num_columns = completion_mask.shape
-    assert len(step_rewards) == len(step_ends) == num_rows, "one list of steps per completion"
     assert num_rows % num_generations == 0, "prompts come with all their completions"
     at_end = torch.zeros((num_rows, num_columns), dtype=torch.float64)
-    for first_row in range(0, num_rows, num_generations):
-        steps = []  # of one prompt: (row, column of the last token, reward)
-        for row in range(first_row, first_row + num_generations):
-            ends = [int(end) for end in step_ends[row]]
-            if any(not -1 <= end < num_columns for end in ends):
-                raise ValueError(
-                    f"step_ends of completion {row} are {ends} but must lie between 0 and "
-                    f"{num_columns - 1}, the last token, or be -1 for padding"
-                )
-            pairs = zip(ends, step_rewards[row], strict=True)
-            steps += [(row, end, float(reward)) for end, reward in pairs if end >= 0]
+    by_row = list(zip(step_ends, step_rewards, strict=True))
+    for first in range(0, num_rows, num_generations):
+        steps = [  # of one prompt: (row, column of the last token, reward)
+            (row, int(end), float(reward))
+            for row, own in enumerate(by_row[first : first + num_generations], first)
+            for end, reward in zip(*own, strict=True)
+            if end != -1
+        ]
+        for row, end, _ in steps:
+            if not 0 <= end < num_columns:
+                between = f"between 0 and {num_columns - 1}, or be -1 for padding"
+                raise ValueError(f"a step of completion {row} ends at {end} but must lie {between}")
         if len(steps) < 2:
             continue  # nothing to compare with: advantage 0, as for equal rewards
         rows, columns, rewards = zip(*steps, strict=True)
@@ -151,9 +146,8 @@ def rejection_sample(
     others are. Without them it counts as often as it was sampled.
     """
     check_choice("method", method, REJECTION_METHODS)
-    num_prompts, num_candidates = rewards.shape
-    if not 0 < num_keep <= num_candidates:
-        raise ValueError(f"num_keep is {num_keep} but must lie between 1 and {num_candidates}")
+    if not 0 < num_keep <= rewards.shape[1]:
+        raise ValueError(f"num_keep is {num_keep} but must lie between 1 and {rewards.shape[1]}")
     if temperature <= 0:
         raise ValueError(f"temperature is {temperature} but must be above 0")
     rewards = rewards.double()
@@ -161,7 +155,7 @@ def rejection_sample(
     if method == "max_variance":
         return _keep_max_variance(rewards, num_keep)
     if not isinstance(seed, Tensor):
-        seed = hash_counters(seed, torch.arange(num_prompts, device=rewards.device))
+        seed = hash_counters(seed, torch.arange(len(rewards), device=rewards.device))
     seeds = seed.to(rewards.device)[:, None]  # (N, 1)
     keep = _keep_rso if method == "rso" else _keep_gumbel
     return keep(rewards / temperature, num_keep, seeds, first_of_text(rewards, texts))
@@ -187,13 +181,12 @@ def num_candidates_seen(
     All, but for `rso`, which stops in its first pass as soon as it has accepted enough.
     """
     left = first_of_text(rewards, texts)  # (N, K)
-    everyone = left.sum(dim=1)
     if method != "rso":
-        return everyone
+        return left.sum(dim=1)
     seeds = seed.to(rewards.device)[:, None]
     accepted = _rso_accepts(rewards.double() / temperature, left, seeds, 0)  # (N, K)
-    not_enough = accepted.long().cumsum(dim=1) < num_keep  # (N, K), after each candidate
-    return torch.minimum((not_enough & left).sum(dim=1) + 1, everyone)
+    is_short = accepted.cumsum(dim=1) < num_keep  # (N, K), after each candidate
+    return torch.minimum((is_short & left).sum(dim=1) + 1, left.sum(dim=1))
 
 
 def first_of_text(rewards: Tensor, texts: Tensor | None) -> Tensor:
@@ -214,10 +207,7 @@ def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Te
 
 
 def _keep_rso(scores: Tensor, num_keep: int, seeds: Tensor, first: Tensor) -> Tensor:
-    """RSO's algorithm 1 for all prompts at once; scores (N, K) are rewards / temperature.
-
-    The candidates that are not the `first` of their text (N, K) are left until no other is.
-    """
+    """RSO's algorithm 1 on scores (N, K), those not the `first` of their text (N, K) at the end."""
     passes = torch.full_like(scores, torch.inf)  # (N, K), the one in which it was accepted
     # Every pass accepts at least the best candidate left, so num_keep passes are enough.
     for number in range(num_keep):
@@ -274,18 +264,12 @@ def eos_penalty(config: Any) -> float | None:
 
 
 def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float | None) -> Tensor:
-    """Replace the reward of completions that did not stop (Huang et al. 2024, the "EOS trick").
+    """Rewards with the penalty, if there is one, in the place of those without a stop token.
 
-    It is replaced, not lowered: a reward model was never trained on texts that break off.
-
-    Args:
-        rewards: Any shape, usually (B,).
-        has_stop: The same shape, bool, True where the completion has a stop token.
-        penalty: The reward of a completion without one, in units of the reward; None changes
-            nothing.
+    The "EOS trick" (Huang et al. 2024). They are replaced, not lowered: a reward model was never
+    trained on texts that break off. `has_stop` is bool and has the shape of the rewards.
     """
     assert rewards.shape == has_stop.shape
-    assert has_stop.dtype == torch.bool
     return rewards if penalty is None else torch.where(has_stop, rewards, penalty)
 
 

@@ -24,10 +24,7 @@ from torch import Tensor
 
 RATIO_LEVELS = ("token", "sequence")
 POLICY_OBJECTIVES = ("clip", "cispo")
-SAMPLER_CORRECTIONS = (
-    *("none", "token_truncate", "token_mask"),
-    *("sequence_truncate", "sequence_mask"),
-)
+SAMPLER_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 MAX_LOG_RATIO = 60.0  # exp of more overflows float32, and 0 times infinity is no gradient
 
@@ -39,12 +36,8 @@ def check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the values where the mask is True, over one dimension or all of them.
-
-    Selects instead of multiplying, so that an infinity or NaN under a False stays out.
-    """
-    kept = torch.where(mask, values, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim=dim)
+    """Sum over one dimension or all where the mask is True; an infinity elsewhere stays out."""
+    return torch.where(mask, values, 0.0).sum(dim=dim)
 
 
 def sft_loss(token_logps: Tensor, completion_mask: Tensor, *, num_tokens: Tensor | float) -> Tensor:
@@ -70,11 +63,7 @@ def wins(first: Any, second: Any) -> Any:
 
 
 def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
-    """Penalty of each pair (N,) that keeps a reward model's scores near 0: (r_w + r_l)^2.
-
-    The comparisons fix differences only, so all rewards may drift together (Eisenstein et al. 2023,
-    eq. 2).
-    """
+    """Penalty (N,) that keeps rewards near 0: (r_w + r_l)^2 (Eisenstein et al. 2023, eq. 2)."""
     return (_precise(chosen_rewards) + _precise(rejected_rewards)) ** 2
 
 
@@ -128,22 +117,20 @@ def preference_loss(
     by the lengths (N,).
     """
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing is {label_smoothing} but must lie in [0, 0.5)")
-    if label_smoothing and loss_type not in SMOOTHED_LOSSES:
+    if not 0 <= label_smoothing < (0.5 if loss_type in SMOOTHED_LOSSES else 1e-9):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} but must be 0 with loss_type {loss_type}"
+            f"label_smoothing is {label_smoothing} with loss_type {loss_type} but must lie in "
+            f"[0, 0.5) with {', '.join(SMOOTHED_LOSSES)}, and be 0 with others"
         )
-    policy = _precise(chosen_logps), _precise(rejected_logps)
-    reference = _precise(ref_chosen_logps), _precise(ref_rejected_logps)
+    logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
     if loss_type in PER_TOKEN_LOSSES:
-        assert chosen_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
-        assert rejected_lengths is not None, f"{loss_type} averages over tokens: pass the lengths"
-        policy = policy[0] / chosen_lengths, policy[1] / rejected_lengths
-        reference = reference[0] / chosen_lengths, reference[1] / rejected_lengths
-    d = policy[0] - policy[1]  # (N,)
+        lengths: list[Any] = [chosen_lengths, rejected_lengths] * 2
+        assert None not in lengths, f"{loss_type} averages over tokens: pass the lengths"
+        logps = [_precise(own) / number for own, number in zip(logps, lengths, strict=True)]
+    chosen, rejected, ref_chosen, ref_rejected = map(_precise, logps)
+    d = chosen - rejected  # (N,)
     if loss_type not in REFERENCE_FREE_LOSSES:
-        d = d - (reference[0] - reference[1])
+        d = d - (ref_chosen - ref_rejected)
     return _PREFERENCE[loss_type](d, beta, label_smoothing, gamma)
 
 
@@ -165,7 +152,6 @@ def sequence_logps(
 
 # --- policy optimisation --------------------------------------------------------------------------
 
-
 _KL: dict[str, Callable[[Tensor], Tensor]] = {  # by d = log ref - log pi, see `kl_estimate`
     "k1": lambda d: -d,
     "k2": lambda d: d**2 / 2,
@@ -185,30 +171,12 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     - `k3` = exp(d) - d - 1: unbiased, never negative (DeepSeekMath eq. 4); as a loss its expected
       gradient is that of KL(ref || pi).
 
+    Times the `probability_ratio` at token level, `k1` and `k3` have the expected gradient of
+    KL(pi || ref), also when the tokens were drawn from an older policy (DeepSeek-V3.2, 2025).
     Nothing is masked: the log-probs at padding have to be finite.
     """
     check_choice("estimator", estimator, KL_ESTIMATORS)
     return _KL[estimator](_precise(ref_token_logps) - _precise(token_logps))  # (B, C)
-
-
-def kl_loss(
-    token_logps: Tensor,
-    ref_token_logps: Tensor,
-    old_token_logps: Tensor,
-    completion_mask: Tensor,
-    *,
-    estimator: str,
-    corrected: bool,
-) -> Tensor:
-    """The tie to the reference at each token (B, C): `kl_estimate`, if `corrected` times the ratio.
-
-    Times the `probability_ratio` at token level, `k1` and `k3` have the expected gradient of
-    KL(pi || ref), also when the tokens were drawn from an older policy (DeepSeek-V3.2, 2025).
-    """
-    kl = kl_estimate(token_logps, ref_token_logps, estimator=estimator)
-    if corrected:
-        kl = kl * probability_ratio(token_logps, old_token_logps, completion_mask)
-    return kl
 
 
 def probability_ratio(
@@ -270,10 +238,10 @@ def policy_loss(
         raise ValueError(f"delta is {delta} but must be None with objective {objective}")
     if delta is not None and delta <= 1 + epsilon_high:
         raise ValueError(f"delta is {delta} but must exceed 1 + epsilon_high = {1 + epsilon_high}")
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     ratio = probability_ratio(
         token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
     )
+    advantages = advantages.view(len(ratio), -1)  # (B, C) or (B, 1)
     bounded = _bounded(ratio, advantages, objective, epsilon_low, epsilon_high, delta)
     gain = bounded * advantages  # (B, C)
     if objective == "cispo":
@@ -287,32 +255,36 @@ def clipped_tokens(
     advantages: Tensor,
     completion_mask: Tensor,
     *,
+    ratio_level: str = "token",
+    **bounds: Any,
+) -> Tensor:
+    """Where a bound of `policy_loss`, which takes the same, is active: (B, C).
+
+    No gradient goes there in `clip`, less in `cispo`.
+    """
+    given = (token_logps.detach(), old_token_logps, completion_mask)
+    ratio = probability_ratio(*given, ratio_level=ratio_level)
+    advantages = advantages.view(len(ratio), -1)  # (B, C) or (B, 1)
+    is_bounded = _bounded(ratio, advantages, **bounds) != ratio
+    return is_bounded & (advantages != 0) & completion_mask
+
+
+def _bounded(
+    ratio: Tensor,
+    advantages: Tensor,
     objective: str = "clip",
     epsilon_low: float = 0.2,
     epsilon_high: float = 0.2,
     delta: float | None = None,
-    ratio_level: str = "token",
-) -> Tensor:
-    """Where a bound of `policy_loss` is active, (B, C): no gradient in `clip`, less in `cispo`."""
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    ratio = probability_ratio(
-        token_logps.detach(), old_token_logps, completion_mask, ratio_level=ratio_level
-    )
-    bounded = _bounded(ratio, advantages, objective, epsilon_low, epsilon_high, delta)
-    return (bounded != ratio) & (advantages != 0) & completion_mask
-
-
-def _bounded(
-    ratio: Tensor, advantages: Tensor, objective: str, low: float, high: float, delta: float | None
 ) -> Tensor:
     """The ratio (B, C) that the objective multiplies the advantage by.
 
     The minimum in `clip` is the ratio bounded from above where A > 0, from below where A < 0.
     """
-    below = ratio.clamp(max=1 + high)
+    below = ratio.clamp(max=1 + epsilon_high)
     if objective == "cispo":
         return below
-    return torch.where(advantages > 0, below, ratio.clamp(1 - low, delta))
+    return torch.where(advantages > 0, below, ratio.clamp(1 - epsilon_low, delta))
 
 
 def sampler_weights(
@@ -353,9 +325,8 @@ def aggregate(
     aggregation: str = "grpo",
     num_sequences: Tensor | float | None = None,
     num_tokens: Tensor | float | None = None,
+    num_prompts: Tensor | float = 1,
     max_length: int | None = None,
-    num_generations: int | None = None,
-    num_prompts: Tensor | float | None = None,
 ) -> Tensor:
     """Reduce a loss per token (B, C) to a scalar; 0 where nothing counts.
 
@@ -363,36 +334,29 @@ def aggregate(
     - `token`: mean over all tokens (DAPO, Yu et al. 2025, eq. 8, read as one mean per step).
     - `constant`: sum / (num_sequences * max_length) (Dr. GRPO, Liu et al. 2025).
     - `prompt`: mean over prompts of the token mean over the prompt's completions (DAPO eq. 8, read
-      as one mean per prompt).
+      as one mean per prompt); `num_tokens` (B,) are those of all completions of the row's prompt.
 
-    A denominator that is not given is the local batch's, whose `max_length` (C) depends on padding.
-    `prompt` needs `num_generations`, the completions of a prompt in neighbouring rows, and its
-    `num_tokens` (B,) are those of all completions of the row's prompt.
+    Without denominators the batch is the whole step, of one prompt, and C the `max_length`.
     """
     check_choice("aggregation", aggregation, AGGREGATIONS)
-    per_sequence = masked_sum(_precise(per_token), completion_mask, dim=1)  # (B,)
     lengths = completion_mask.sum(dim=1)  # (B,)
-    if aggregation == "token":
-        return _mean(per_sequence.sum(), lengths.sum() if num_tokens is None else num_tokens)
-    if aggregation == "prompt":
-        assert num_generations is not None, "`prompt` needs num_generations"
-        if num_tokens is None:
-            num_tokens = lengths.view(-1, num_generations).sum(dim=1)  # (N,)
-            num_tokens = num_tokens.repeat_interleave(num_generations)  # (B,)
-        num_prompts = len(per_token) / num_generations if num_prompts is None else num_prompts
-        return _mean(_mean(per_sequence, num_tokens).sum(), num_prompts)
-    num_sequences = len(per_token) if num_sequences is None else num_sequences
-    if aggregation == "constant":
-        max_length = per_token.shape[1] if max_length is None else max_length
-        return _mean(per_sequence.sum(), num_sequences * max_length)
-    return _mean(_mean(per_sequence, lengths).sum(), num_sequences)
+    num_sequences = len(lengths) if num_sequences is None else num_sequences
+    num_tokens = lengths.sum() if num_tokens is None else num_tokens
+    max_length = completion_mask.shape[1] if max_length is None else max_length
+    denominators: dict[str, tuple[Tensor | float, Tensor | float]] = {
+        "grpo": (lengths, num_sequences),
+        "token": (1, num_tokens),
+        "constant": (1, num_sequences * max_length),
+        "prompt": (num_tokens, num_prompts),
+    }
+    own, total = denominators[aggregation]  # of a completion, and of the sum of all
+    per_sequence = masked_sum(_precise(per_token), completion_mask, dim=1)  # (B,)
+    return _mean(_mean(per_sequence, own).sum(), total)
 
 
 def _mean(total: Tensor, count: Tensor | float) -> Tensor:
     """Sums divided by counts; a count of 0, which has a sum of 0, gives 0."""
-    if isinstance(count, Tensor):
-        return total / count.clamp(min=1)
-    return total / max(count, 1)
+    return total / torch.as_tensor(count).clamp(min=1)
 
 
 def _precise(values: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Randomness as a function of counters, not as state.
 
-A generator that is advanced gives numbers that depend on everything drawn before. Here a random
-number is a hash of a seed and of what it is for (step, prompt, sample, position), so it does not
-depend on the rank, the batch or the order in which it is drawn, and a resumed run needs no
+A random number is a hash of a seed and of what it is for (step, prompt, sample, position), so it
+does not depend on the rank, the batch or the order in which it is drawn, and a resumed run needs no
 generator state (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The hash is
 SplitMix64's finaliser (Steele, Lea and Flood 2014), applied once per counter; integer arithmetic
 only, so the bits are the same on every device.
@@ -58,8 +57,7 @@ def derive_seed(seed: int, *parts: int | str) -> int:
 def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
     """Order of the rows in an epoch: 0 .. num_rows - 1 sorted by their hashes, all distinct."""
     keys = hash_counters(derive_seed(seed, "permutation", epoch), torch.arange(num_rows))
-    order: list[int] = torch.argsort(keys).tolist()
-    return order
+    return list(torch.argsort(keys).tolist())
 
 
 def _as_int64(value: int | Tensor) -> Tensor:
@@ -75,8 +73,7 @@ def _mix(state: Tensor) -> Tensor:
     """SplitMix64's finaliser: a bijection of 64-bit integers; products wrap modulo 2**64."""
     state = (state ^ _logical_shift_right(state, 30)) * MULTIPLIER_1
     state = (state ^ _logical_shift_right(state, 27)) * MULTIPLIER_2
-    mixed: Tensor = state ^ _logical_shift_right(state, 31)
-    return mixed
+    return state.bitwise_xor(_logical_shift_right(state, 31))
 
 
 def _logical_shift_right(value: Tensor, num_bits: int) -> Tensor:

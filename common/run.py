@@ -5,7 +5,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.metrics import Accumulator
 
+Batch = TypeVar("Batch", bound=Any)  # with `to(device)`
 Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 
 
@@ -26,26 +27,8 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return resume.find(config)
 
 
-class Movable(Protocol):
-    """What can be taken to another device."""
-
-    def to(self, device: Any) -> Any:
-        """The same there."""
-
-
-Batch = TypeVar("Batch", bound=Movable)
-
-
 class Run:
-    """Optimiser, metrics, checkpoints, logger and profiler of a run, from the step it starts at.
-
-    Attributes:
-        metrics: what the stage counts; reduced and logged every `logging_steps` steps.
-        saver: of checkpoints.
-        logger: of `metrics.jsonl`, tables of samples and the bar.
-        total_steps: of the run, earlier starts of it included.
-        step: that is being made, counted from 0.
-    """
+    """Optimiser, metrics, checkpoints, logger and profiler of a run, from the step it starts at."""
 
     def __init__(
         self,
@@ -69,11 +52,11 @@ class Run:
         from common.record.logger import RunLogger
 
         self.config, self.module, self.order = config, module, order
-        self.total_steps = order.total_steps(config)
+        self.total_steps = order.total_steps(config)  # earlier starts of the run included
         self.optimizer = optim.build_optimizer(module, config)
-        self.metrics = Accumulator(distributed.device())
+        self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
-        self.step = self.saver.load(resume_from)
+        self.step = self.saver.load(resume_from)  # that is being made, counted from 0
         self.logger = RunLogger(config, config.stage, self.total_steps, self.step)
         self.profiler: Any = None
         if config.profile and self.step < self.total_steps and distributed.is_rank0():
@@ -140,13 +123,14 @@ class Run:
         self.logger.update(done)
         if self.profiler:
             self.profiler.step()
-        if is_due(done, config.logging_steps, self.total_steps):
+        is_last = done == self.total_steps
+        if is_last or is_due(done, config.logging_steps):
             self.logger.log_training(done, self.metrics)
-        if evaluate and is_due_before_end(done, config.eval_steps, self.total_steps):
+        if evaluate and not is_last and is_due(done, config.eval_steps):
             evaluate(done)
-        if show_samples and is_due_before_end(done, config.sample_steps, self.total_steps):
+        if show_samples and not is_last and is_due(done, config.sample_steps):
             show_samples(done)
-        if config.save_steps and is_due(done, config.save_steps, self.total_steps):
+        if config.save_steps and (is_last or is_due(done, config.save_steps)):
             self.saver.save(done)
 
     def finish(
@@ -163,11 +147,6 @@ class Run:
         export.finish(self.saver, self.logger, tokenizer, stop_ids, looks=looks, shift=shift)
 
 
-def is_due(step: int, interval: int, total_steps: int) -> bool:
+def is_due(step: int, interval: int) -> bool:
     """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
-    return step == total_steps or is_due_before_end(step, interval, total_steps)
-
-
-def is_due_before_end(step: int, interval: int, total_steps: int) -> bool:
-    """The same of what is done behind the loop at the end."""
-    return step < total_steps and interval > 0 and step % interval == 0
+    return interval > 0 and step % interval == 0

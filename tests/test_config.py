@@ -204,8 +204,8 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
 
 
 def test_is_due():
-    assert [step for step in range(1, 11) if is_due(step, 3, 10)] == [3, 6, 9, 10]
-    assert [step for step in range(1, 11) if is_due(step, 0, 10)] == [10]
+    assert [step for step in range(1, 11) if is_due(step, 3)] == [3, 6, 9]
+    assert not any(is_due(step, 0) for step in range(1, 11))
     assert math.isclose(TrainConfig(output_dir="a", model_name_or_path="b").learning_rate, 1e-5)
 
 

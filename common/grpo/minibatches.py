@@ -75,7 +75,6 @@ class MicroBatch:
             self.batch.completion_mask,
             aggregation=config.aggregation,
             max_length=config.max_completion_length,
-            num_generations=config.num_generations,
             **self.denominators._asdict(),
         )
 

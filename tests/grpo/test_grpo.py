@@ -718,27 +718,30 @@ def test_minibatches_of_a_single_pass_are_weighed_against_the_policy_that_sample
 
 
 @pytest.mark.parametrize(
-    ("flags", "options"),
+    ("flags", "estimator"),
     [
-        ({}, {"estimator": "k3", "corrected": False}),
-        ({"kl_estimator": "k1", "kl_correction": True}, {"estimator": "k1", "corrected": True}),
+        ({}, "k3"),
+        ({"kl_estimator": "k1", "kl_correction": True}, "k1"),
         ({"kl_estimator": "full"}, None),
     ],
     ids=str,
 )
 def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
-    base: Path, flags: dict[str, Any], options: dict[str, Any] | None
+    base: Path, flags: dict[str, Any], estimator: str | None
 ):
-    """A token's KL of 0.5 is that of a completion per token; the exact one asks no estimator."""
+    """A token's KL of 1/2 times a ratio of 2 or not; the exact one asks no estimator."""
     half = mock.Mock(side_effect=lambda logps, *_, **__: 0 * logps + 0.5)
-    with mock.patch.object(train_grpo, "kl_loss", half):
-        (line,) = run_here(base, f"estimator {options}", max_steps=1, **flags)
-    assert half.called == (options is not None)
-    if options is None:
+    twice = mock.Mock(side_effect=lambda logps, *_: 0 * logps + 2)
+    by = {"kl_estimate": half, "probability_ratio": twice}
+    with mock.patch.multiple(train_grpo, **by):
+        (line,) = run_here(base, f"estimator {estimator}", max_steps=1, **flags)
+    assert half.called == (estimator is not None)
+    if estimator is None:
         assert line["kl"] == pytest.approx(0, abs=1e-6)
     else:
-        assert half.call_args.kwargs == options
-        assert line["kl"] == pytest.approx(0.5 * line["completion_length"], rel=1e-5)
+        assert half.call_args.kwargs == {"estimator": estimator}
+        expected = 1.0 if "kl_correction" in flags else 0.5
+        assert line["kl"] == pytest.approx(expected * line["completion_length"], rel=1e-5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
