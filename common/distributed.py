@@ -56,20 +56,13 @@ def start(timeout: float = 1800.0) -> None:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
     _limit = timedelta(seconds=timeout)
+    own, number, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # is not re-exported
     if "RANK" in os.environ:
         die_with_launcher()
         shared, number, size = meet()
         shared.set_timeout(_limit)
-        dist.init_process_group(
-            backend,
-            store=part_of_this_start(shared, number, size),
-            rank=number,
-            world_size=size,
-            timeout=_limit,
-        )
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # exists, is not re-exported
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        own = part_of_this_start(shared, number, size)
+    dist.init_process_group(backend, store=own, rank=number, world_size=size, timeout=_limit)
 
 
 def refuse_without_gpu() -> None:
@@ -125,11 +118,10 @@ def die_with_launcher() -> None:
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:
     """The part of the store that only the processes started together with this one use. Collective.
 
-    torchrun keeps the store when it restarts its workers (`--max-restarts`), with the addresses of
-    dead processes and the cause of their end in it, and hosts may count restarts differently
-    (github.com/pytorch/pytorch/issues/135712). Rank 0 names the part anew, and proves to each rank
-    that it is alive by giving back a word of that rank: a name that an earlier rank 0 has left is
-    never confirmed.
+    torchrun keeps the store when it restarts its workers (`--max-restarts`), with what dead
+    processes left in it, and hosts may count restarts differently
+    (github.com/pytorch/pytorch/issues/135712). Rank 0 names the part anew, and gives back a word of
+    each rank: a name that an earlier rank 0 has left is never confirmed.
     """
     if number == 0:
         name = uuid.uuid4().hex
@@ -166,11 +158,6 @@ def was_restarted() -> bool:
     return number_in("TORCHELASTIC_RESTART_COUNT", 0) > 0
 
 
-def own_rank() -> int:
-    """This process's number, also before `start`."""
-    return number_in("RANK", 0)
-
-
 def host() -> int:
     """The number of the machine this process runs on, as torchrun counts them."""
     return number_in("GROUP_RANK", 0)
@@ -195,8 +182,8 @@ def number_in(variable: str, default: int) -> int:
 
 
 def rank() -> int:
-    """This process's number, 0 before `start`."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """This process's number, also before `start`."""
+    return dist.get_rank() if dist.is_initialized() else number_in("RANK", 0)
 
 
 def world_size() -> int:
@@ -270,8 +257,7 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def count_all(counts: Iterable[torch.Tensor]) -> torch.Tensor:
     """Sum of this rank's counts over all ranks, a float32 scalar on the device. Collective."""
-    local = torch.stack(list(counts)).sum().to(device())
-    return all_reduce_sum(local.float())
+    return all_reduce_sum(torch.stack(list(counts)).sum().to(device()).float())
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,9 +319,9 @@ def print_rank0(*values: object, **options: Any) -> None:
 def resident_bytes() -> int:
     """Bytes of memory that this process has now; where only its peak is known, that."""
     statm = Path("/proc/self/statm")  # total and resident pages, and others
-    if not statm.exists():
-        return round(peak_resident_gb() * 1e9)
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return round(peak_resident_gb() * 1e9)
 
 
 def peak_resident_gb() -> float:

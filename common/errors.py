@@ -6,7 +6,6 @@ float32 turns into 0 or an infinity. Paths are looked at before anything is read
 
 import dataclasses
 import difflib
-import math
 import operator
 import os
 import re
@@ -17,17 +16,12 @@ from typing import Any
 
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
-WORD = re.compile(r"(\S{60})\S{240,}")  # longer than most paths
+LONG_WORD = re.compile(r"(\S{60})\S{240,}")  # longer than most paths
 
 LARGEST_COUNT = 2**31 - 1  # of tokens, rows, steps, seconds
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of the normal numbers of float32
 SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
-BOUNDS = {
-    "gt": ("above", operator.gt),
-    "ge": ("at least", operator.ge),
-    "lt": ("below", operator.lt),
-    "le": ("at most", operator.le),
-}
+WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
 
 _short = reprlib.Repr()
 # A value as nested YAML aliases make it has 10^7 items in 200 characters of text.
@@ -40,21 +34,11 @@ class UserError(ValueError):
 
     def __init__(self, sentence: str) -> None:
         """Take a sentence, which may quote anything: it is made printable, short, and one line."""
-        super().__init__(cut(printable(sentence)))
-
-
-def printable(text: str) -> str:
-    """Text with escapes, as Python writes them, for line breaks, control codes and half pairs."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def cut(text: str) -> str:
-    """Text without what makes a word or the whole of it longer than a sentence may be."""
-    text = WORD.sub(r"\1(...)", text)
-    if len(text) <= LONGEST_SENTENCE:
-        return text
-    mark = "(...)"
-    return text[: LONGEST_SENTENCE - KEPT_END - len(mark)] + mark + text[-KEPT_END:]
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence)
+        text = LONG_WORD.sub(r"\1(...)", text)
+        if len(text) > LONGEST_SENTENCE:
+            text = f"{text[: LONGEST_SENTENCE - KEPT_END - 5]}(...){text[-KEPT_END:]}"
+        super().__init__(text)
 
 
 def shown(value: object) -> str:
@@ -117,27 +101,14 @@ def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float
         return f"one of {choices}"
     if isinstance(value, str):  # halves of surrogate pairs: Python's form of bytes that are no text
         return "text in UTF-8" if any("\ud800" <= c <= "\udfff" for c in value) else ""
-    if isinstance(value, bool):
-        return ""
-    if not all(BOUNDS[name][1](value, bound) for name, bound in bounds.items()):  # NaN is in none
-        return in_words(bounds)
+    if not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
+        return " and ".join(f"{WORDS[name]} {bound:,}" for name, bound in bounds.items())
     if isinstance(value, int):
         is_beyond = value > LARGEST_COUNT and not bounds.keys() & {"lt", "le"}
         return f"at most {LARGEST_COUNT:,}" if is_beyond else ""
-    if not math.isfinite(value):
-        return "finite"
     if value and not SMALLEST <= abs(value) <= LARGEST:
-        return f"in size from {SMALLEST:.3g} to {LARGEST:.3g}, the numbers of float32"
+        return f"finite, in size from {SMALLEST:.3g} to {LARGEST:.3g}, the numbers of float32"
     return ""
-
-
-def in_words(bounds: Mapping[str, float]) -> str:
-    """Bounds as what a number must be."""
-    if bounds == {"gt": 0}:
-        return "positive"
-    if list(bounds) == ["ge"]:
-        return f"{bounds['ge']:,} or more"
-    return " and ".join(f"{BOUNDS[name][0]} {bound:,}" for name, bound in bounds.items())
 
 
 # ---- paths ---

@@ -40,7 +40,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             if config.dry_run:
                 plan(config)
                 return
-            signals.listen(a_peer_has_failed, speaks=distributed.own_rank() == 0)
+            signals.listen(a_peer_has_failed, speaks=distributed.is_rank0())
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
@@ -60,16 +60,16 @@ def plan(config: TrainConfig) -> None:
     """Print on rank 0 what a run takes."""
     from common.planning import plan as planner
 
-    if distributed.own_rank() == 0:
+    if distributed.is_rank0():
         distributed.quieten()
         planner.dry_run(config)
 
 
 def leave() -> None:
     """End the process groups; one of several processes leaves with status 0."""
-    is_alone = distributed.world_size() == 1
+    num_ranks = distributed.world_size()
     dist.destroy_process_group()
-    if not is_alone:
+    if num_ranks > 1:
         # FSDP still refers to groups, which keeps gloo's threads. One that sees a peer's connection
         # close while C++ takes this process apart could crash it.
         atexit._run_exitfuncs()
@@ -80,9 +80,9 @@ def refuse(error: UserError) -> NoReturn:
     """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
     from common.exits import failures
 
-    number, store = distributed.own_rank(), distributed.store()
+    number = distributed.rank()
     cause = f"rank {number} was refused: {error}"
-    first, _ = failures.claim(store, number, distributed.host(), cause)
+    first, _ = failures.claim(distributed.store(), number, distributed.host(), cause)
     if not first and number != 0:
         # Before there is a store rank 0 speaks for all, and torchrun then ends this process: unless
         # only this rank was refused, as by a file that is missing on one machine.
@@ -103,7 +103,7 @@ def fail(error: BaseException) -> NoReturn:
     if isinstance(error, SystemExit) and not dist.is_initialized():
         raise error  # --help
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
-    place = (distributed.own_rank(), distributed.world_size(), distributed.host())
+    place = (distributed.rank(), distributed.world_size(), distributed.host())
     close_and_exit(failures.report(error, distributed.store(), *place))
 
 
@@ -118,5 +118,5 @@ def a_peer_has_failed() -> bool:
     """Whether another rank has entered the cause of a failure in the store. Not collective."""
     from common.exits import failures
 
-    is_there = dist.is_initialized()
-    return is_there and failures.is_claimed_by_peer(distributed.store(), distributed.own_rank())
+    store = distributed.store()
+    return store is not None and failures.is_claimed_by_peer(store, distributed.rank())

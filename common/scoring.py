@@ -50,20 +50,9 @@ class Policy(nn.Module):
         reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
         """Log-probability of every completion token given what stands before it."""
-        options = (temperature, with_entropy, with_hidden, reference)
-        if isinstance(batch, SharedPrefixBatch):
-            return self.score_shared(batch, *options)
-        return self.score_padded(batch, *options)
-
-    def score_shared(
-        self,
-        batch: SharedPrefixBatch,
-        temperature: float,
-        with_entropy: bool,
-        with_hidden: bool,
-        reference: ReferenceStates | None,
-    ) -> CompletionScores:
-        """Every prompt computed once; of all hidden states only M are projected."""
+        if isinstance(batch, Batch):
+            return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
+        # Every prompt is computed once; of all hidden states only M are projected
         hidden = packed_hidden(self.lm, batch)[batch.predictors]  # (M, D)
         head = self.lm.get_output_embeddings()
         statistics = token_statistics(
@@ -146,23 +135,17 @@ class RewardModel(nn.Module):
         if isinstance(batch, SharedPrefixBatch):
             last_hidden = packed_hidden(self.lm, batch)[batch.last]  # (B, D)
         else:
-            last_hidden = self.padded_last_hidden(batch)
+            hidden = self.lm.base_model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask.long(),
+                position_ids=batch.position_ids,
+                use_cache=False,
+            ).last_hidden_state  # (B, T, D)
+            places = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
+            last = (batch.attention_mask * places).argmax(-1)  # (B,)
+            last_hidden = hidden[torch.arange(len(last), device=hidden.device), last]  # (B, D)
         rewards: Tensor = self.lm.score(last_hidden.float()).squeeze(-1)  # (B,)
         return rewards.float() + self.shift
-
-    def padded_last_hidden(self, batch: Batch) -> Tensor:
-        """Hidden states (B, D) at the last real tokens."""
-        hidden = self.lm.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask.long(),
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state  # (B, T, D)
-        places = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
-        last = (batch.attention_mask * places).argmax(-1)  # (B,)
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        last_hidden: Tensor = hidden[rows, last]
-        return last_hidden
 
 
 def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:

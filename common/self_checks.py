@@ -42,6 +42,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
             logits: another model, or another layout, is needed.
     """
     name, is_shared = type(model.lm).__name__, config.layout == "shared_prefix"
+    is_reward_model = isinstance(model, RewardModel)
     vocab_size = model.lm.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
     room = config.max_prompt_length + config.max_completion_length
     longest = max(9, min(room, config.micro_batch_tokens // 3, MAX_LENGTH) - 5)
@@ -59,7 +60,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
         alone, beside = (scores(model, padded_batch(*rows, 0)) for rows in (short, long))
         gap = largest(alone - beside[:2])
         refuse_unless(
-            gap <= one * (1 if isinstance(model, RewardModel) else math.sqrt(3)),
+            gap <= one * (1 if is_reward_model else math.sqrt(3)),
             f"padding changes the score of a sequence by {gap:.3g}: {name} ignores position_ids or "
             "attention_mask",
             UserError,
@@ -71,7 +72,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
                 f"a prompt computed once for several completions changes the scores of {name} by "
                 f"{gap:.3g}; use --layout padded."
             )
-    if (is_shared or is_projected) and not isinstance(model, RewardModel):
+    if (is_shared or is_projected) and not is_reward_model:
         remedy = "--layout padded" if is_shared else "--kl_estimator k2 or k3"
         refuse_changed_logits(model, padded_batch(*pairs, 0), remedy)
 
@@ -96,10 +97,9 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
     """
     lm: Any = model.lm
     logits: list[Tensor] = []
+    head = lm.get_output_embeddings()
     hooks = [
-        lm.get_output_embeddings().register_forward_hook(
-            lambda head, inputs, output: torch.full_like(output, 1024.0)
-        ),
+        head.register_forward_hook(lambda head, inputs, output: torch.full_like(output, 1024.0)),
         lm.register_forward_hook(lambda lm, inputs, output: logits.append(output.logits)),
     ]
     scores(model, batch)
@@ -112,12 +112,7 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
 def stop_token_is_trained(
     examples: Sequence[Example], stop_ids: Sequence[int], config: TrainConfig
 ) -> None:
-    """Completions that were not truncated end in a stop token, and the mask counts it.
-
-    Raises:
-        UserError: no completion ends in a stop token, and the data was not said to be so.
-        RuntimeError: the mask leaves it out.
-    """
+    """Raise unless completions that were not truncated end in a stop token, which the mask counts."""
     if not (config.self_check and config.require_stop_token):
         return
     looked_at = examples[:256]
@@ -129,15 +124,15 @@ def stop_token_is_trained(
             f"{config.max_completion_length}; raise it, or say --require_stop_token false where "
             "completions are cut by design."
         )
-    batch = padded_batch([ended[0].prompt_ids], [[ended[0].completions[0]]], stop_ids[0])
-    counted = bool(batch.completion_mask[0, len(ended[0].completions[0]) - 1])
-    refuse_unless(counted, "the stop token is outside the loss")
+    completion = ended[0].completions[0]
+    mask = padded_batch([ended[0].prompt_ids], [[completion]], stop_ids[0]).completion_mask
+    refuse_unless(bool(mask[0, len(completion) - 1]), "the stop token is outside the loss")
 
 
 def equal_across_ranks(name: str, parameter: Tensor) -> None:
-    """Raise a RuntimeError for a sharded parameter whose bits differ between ranks, once gathered.
+    """The bits of a sharded parameter, once gathered, are those of every rank.
 
-    As those of a head made after sharding would.
+    Raises a RuntimeError if not, as of a head made after sharding.
     """
     value = parameter.detach()
     value = value.full_tensor() if isinstance(value, DTensor) else value
@@ -150,7 +145,7 @@ def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
 
     Both are (N, 2), of pairs before the first step. Raises RuntimeError if it has not.
     """
-    losses = preference_loss(*logps.unbind(-1), *ref_logps.unbind(-1), beta=1.0)  # (N,)
+    losses = preference_loss(*logps.unbind(-1), *ref_logps.unbind(-1), beta=1.0)
     loss = float(losses.mean())
     refuse_unless(
         abs(loss - math.log(2)) <= 1e-3,  # also in bfloat16: the same sums on both sides

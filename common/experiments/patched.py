@@ -18,6 +18,6 @@ if __name__ == "__main__":
     about = runpy.run_path(patch)["__doc__"] or ""
     from common import distributed
 
-    if distributed.own_rank() == 0:
+    if distributed.is_rank0():
         print(f"!!! PATCHED ({patch}): {about.strip().splitlines()[0]}", flush=True)
     runpy.run_path(script, run_name="__main__")

@@ -248,7 +248,7 @@ def test_the_recipes_parse_with_nothing_ignored():
         ({"best_of": [4]}, r"--best_of is \[4\]"),
         ({"rejection_sizes": [32]}, r"--rejection_sizes is \[32\]; .* 16"),
         ({"num_candidates": 3, "rejection_sizes": []}, "--num_candidates is 3; it must be even"),
-        ({"dpo_betas": [0.0]}, r"--dpo_betas is 0.0; it must be positive"),
+        ({"dpo_betas": [0.0]}, r"--dpo_betas is 0.0; it must be above 0"),
         ({"num_prompts": 0}, "--num_prompts is 0"),
         ({"dataset_test_split": ""}, "--dataset_test_split is required"),
     ],

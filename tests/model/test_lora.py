@@ -377,8 +377,8 @@ def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lora_r": -1}, "--lora_r is -1; it must be 0 or more"),
-        ({"lora_alpha": 0}, "--lora_alpha is 0; it must be positive"),
+        ({"lora_r": -1}, "--lora_r is -1; it must be at least 0"),
+        ({"lora_alpha": 0}, "--lora_alpha is 0; it must be above 0"),
         ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be empty with --lora_r 0"),
         (
             {"model_name_or_path": "shape.json"},

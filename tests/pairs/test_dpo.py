@@ -450,7 +450,7 @@ REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
     ({"loss_type": ["dpo"]}, "--loss_type is 'dpo'; it must be one of"),
     ({"loss_weights": [1.0, 2.0]}, "--loss_weights is [1.0, 2.0]; it must be empty, or one number"),
-    ({"loss_weights": [0.0]}, "must be positive"),
+    ({"loss_weights": [0.0]}, "must be above 0"),
     ({"loss_type": ["sigmoid", "ipo"], "label_smoothing": 0.1}, "must be 0 with --loss_type ipo"),
     ({"gamma": 0.5}, "--gamma is 0.5; it must be 0 without --loss_type simpo"),
     ({"gamma": -0.5, "loss_type": ["simpo"]}, "--gamma is -0.5"),

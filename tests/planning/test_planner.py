@@ -512,7 +512,7 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
     ("flags", "message"),
     [
         ({"dry_run": False}, "dry_run_ranks is .* without --dry_run"),
-        ({"dry_run_ranks": [0]}, "must be positive"),
+        ({"dry_run_ranks": [0]}, "must be above 0"),
         ({"batch_size": 6}, "which 4 processes cannot share"),
         ({"num_replicas": 3, "batch_size": 4}, "must divide the 4 processes"),
         ({"model_name_or_path": "/nowhere"}, "does not exist"),

@@ -318,20 +318,20 @@ REWARDS: list[Case] = [
 ]
 FLAGS: list[Case] = [
     # Sizes
-    ("train_sft", {"batch_size": -4}, ["--batch_size is -4", "positive"]),
-    ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "positive"]),
+    ("train_sft", {"batch_size": -4}, ["--batch_size is -4", "above 0"]),
+    ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "above 0"]),
     *(
         (stage, {"batch_size": 2**31 - 1}, ["--batch_size is 2147483647", " rows", "10000"])
         for stage in ("train_sft", "train_reward", "train_dpo", "train_grpo")
     ),
-    ("train_sft", {"micro_batch_size": 0}, ["--micro_batch_size is 0", "positive"]),
-    ("train_sft", {"max_completion_length": -1}, ["--max_completion_length is -1", "positive"]),
-    ("train_sft", {"num_train_rows": -1}, ["--num_train_rows is -1", "0 or more"]),
-    ("train_sft", {"logging_steps": 0}, ["--logging_steps is 0", "positive"]),
-    ("train_sft", {"lora_r": -1}, ["--lora_r is -1", "0 or more"]),
+    ("train_sft", {"micro_batch_size": 0}, ["--micro_batch_size is 0", "above 0"]),
+    ("train_sft", {"max_completion_length": -1}, ["--max_completion_length is -1", "above 0"]),
+    ("train_sft", {"num_train_rows": -1}, ["--num_train_rows is -1", "at least 0"]),
+    ("train_sft", {"logging_steps": 0}, ["--logging_steps is 0", "above 0"]),
+    ("train_sft", {"lora_r": -1}, ["--lora_r is -1", "at least 0"]),
     ("train_sft", {"seed": 2**63}, ["--seed is 9223372036854775808", "below"]),
     ("train_sft", {"seed": -1}, ["--seed is -1", "at least 0"]),
-    ("train_grpo", {"num_generations": 1}, ["--num_generations is 1", "2 or more"]),
+    ("train_grpo", {"num_generations": 1}, ["--num_generations is 1", "at least 2"]),
     (
         "train_grpo",
         {"num_candidates": 4},
@@ -345,22 +345,22 @@ FLAGS: list[Case] = [
     ("train_sft", {"learning_rate": "inf"}, ["--learning_rate is inf", "finite"]),
     ("train_sft", {"max_grad_norm": "nan"}, ["--max_grad_norm is nan"]),
     ("train_sft", {"adam_beta1": 1}, ["--adam_beta1 is 1.0", "below 1"]),
-    ("train_sft", {"adam_epsilon": 0}, ["--adam_epsilon is 0.0", "positive"]),
-    ("train_sft", {"weight_decay": -1}, ["--weight_decay is -1.0", "0 or more"]),
+    ("train_sft", {"adam_epsilon": 0}, ["--adam_epsilon is 0.0", "above 0"]),
+    ("train_sft", {"weight_decay": -1}, ["--weight_decay is -1.0", "at least 0"]),
     (
         "train_sft",
         {"max_dropped_fraction": 2},
         ["--max_dropped_fraction is 2.0", "0 and at most 1"],
     ),
-    ("train_grpo", {"temperature": 0}, ["--temperature is 0.0", "1e-06 or more"]),
-    ("train_grpo", {"beta": -0.1}, ["--beta is -0.1", "0 or more"]),
-    ("train_grpo", {"epsilon_low": -0.1}, ["--epsilon_low is -0.1", "0 or more"]),
+    ("train_grpo", {"temperature": 0}, ["--temperature is 0.0", "at least 1e-06"]),
+    ("train_grpo", {"beta": -0.1}, ["--beta is -0.1", "at least 0"]),
+    ("train_grpo", {"epsilon_low": -0.1}, ["--epsilon_low is -0.1", "at least 0"]),
     ("train_grpo", {"top_p": "nan"}, ["--top_p is nan", "above 0"]),
     ("train_grpo", {"sampler_correction_cap": "nan"}, ["--sampler_correction_cap is nan", "1 or"]),
     ("train_grpo", {"missing_eos_penalty": "inf"}, ["--missing_eos_penalty is inf", "finite"]),
-    ("train_dpo", {"beta": 0}, ["--beta is 0.0", "positive"]),
+    ("train_dpo", {"beta": 0}, ["--beta is 0.0", "above 0"]),
     ("train_dpo", {"label_smoothing": 0.5}, ["--label_smoothing is 0.5", "below 0.5"]),
-    ("evaluate", {"temperature": -1}, ["--temperature is -1.0", "0 or more"]),
+    ("evaluate", {"temperature": -1}, ["--temperature is -1.0", "at least 0"]),
     # Beyond what can be computed with
     *(
         (stage, {name: value}, [f"--{name} is ", "at most 2,147,483,64"])
@@ -376,7 +376,7 @@ FLAGS: list[Case] = [
     ),
     ("train_sft", {"seed": 10**400}, ["--seed is 1000", "...", "below 9,223,372,036,854,775,808"]),
     ("train_sft", {"max_steps": "9" * 5000}, ["--max_steps", "(...)", "--help"]),
-    ("train_grpo", {"temperature": 1e-40}, ["--temperature is 1e-40", "1e-06 or more"]),
+    ("train_grpo", {"temperature": 1e-40}, ["--temperature is 1e-40", "at least 1e-06"]),
     ("evaluate", {"temperature": 1e-30}, ["--temperature is 1e-30", "0, or at least 1e-06"]),
     ("train_grpo", {"reward_weights": 1e39}, ["--reward_weights is 1e+39", "3.4e+38"]),
     ("train_grpo", {"missing_eos_penalty": -1e39}, ["--missing_eos_penalty is -1e+39", "3.4e+38"]),
@@ -392,7 +392,7 @@ FLAGS: list[Case] = [
     ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
     ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
-    ("evaluate", {"beta": -1}, ["--beta is -1.0", "0 or more"]),
+    ("evaluate", {"beta": -1}, ["--beta is -1.0", "at least 0"]),
     ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),
     ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
     ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl is no scores.jsonl", "empty"]),
