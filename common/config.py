@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 from common.errors import UserError, check_fields, gist, hint, shown, values_of
 
 Config = TypeVar("Config")
+MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
@@ -48,6 +49,7 @@ def flag(
     if type(default) is int and not bounds.keys() & {"gt", "ge"}:
         bounds = {"ge": 0, **bounds}
     about = {
+        "default": default,
         "help": description,
         "choices": choices and list(choices),
         "bounds": bounds,
@@ -56,7 +58,7 @@ def flag(
         "may_change": may_change,
     }
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=about)
+        return field(default_factory=default.copy, metadata=about)
     return field(default=default, metadata=about)
 
 
@@ -101,8 +103,7 @@ class CommonConfig:
     )
     max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
     token_cache_dir: str = free_flag(
-        "output/token_cache",
-        "folder where runs keep and find tokenised rows; may be deleted at any time (empty: none)",
+        "output/token_cache", "folder where runs keep and find tokenised rows (empty: none)"
     )
 
     _speed: ClassVar = "speed, memory and sharding: none but bf16 changes a loss"
@@ -223,7 +224,18 @@ class TrainConfig(CommonConfig):
         if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
             what = "a model's or adapter's folder, or a hub id, with --lora_r"
             raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
-        refuse_own_output(self)
+        self.refuse_own_output()
+
+    def refuse_own_output(self) -> None:
+        """Refuse an input that this run would replace: resuming reads it again."""
+        written = {Path(self.output_dir, name).resolve() for name in MODELS}
+        for f in dataclasses.fields(self):
+            for name in values_of(self, f) if f.metadata["is_path"] else []:
+                # `os.path`: a pattern as reward function may be longer than any name of a file
+                place = Path(os.path.realpath(name))
+                if os.path.exists(name) and written & {place, *place.parents}:
+                    what = f"--{f.name} is {name}, which this run would write to"
+                    raise UserError(f"{what}; name another --output_dir than {self.output_dir}.")
 
 
 @dataclass
@@ -231,19 +243,6 @@ class SFTConfig(TrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"
-
-
-def refuse_own_output(config: TrainConfig) -> None:
-    """Raise a UserError for an input that this run would replace: resuming reads it again."""
-    written = [Path(config.output_dir, name).resolve() for name in ("model", "adapter")]
-    for f in dataclasses.fields(config):
-        is_input = f.metadata["is_path"] and f.name != "output_dir"
-        for name in values_of(config, f) if is_input else []:
-            # `os.path`: a pattern as reward function may be longer than any name of a file
-            place = Path(os.path.realpath(name))
-            if os.path.exists(name) and any(own in (place, *place.parents) for own in written):
-                what = f"--{f.name} is {name}, which this run would write to"
-                raise UserError(f"{what}; name another --output_dir than {config.output_dir}.")
 
 
 # ---- flags and recipes ---
@@ -265,7 +264,8 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
             other.
     """
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    parser = Parser(allow_abbrev=False, usage="%(prog)s [--config RECIPE] [--FLAG VALUE ...]")
+    usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
+    parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser._negative_number_matcher = NEGATIVE_NUMBER
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -274,14 +274,12 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     unused = getattr(cls, "unused", ())
     for name, f in fields.items():
         add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
-    file = parser.parse_known_args(argv)[0].config
-    recipe = recipe_arguments(file, fields) if file is not None else []
+    given = vars(parser.parse_known_args(argv)[0])
+    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
-    values = vars(arguments)
-    values.pop("config")
-    return cls(**values)
+    return cls(**{name: value for name, value in vars(arguments).items() if name != "config"})
 
 
 def underscored(word: str) -> str:
@@ -303,16 +301,11 @@ def headings(cls: type) -> dict[str, str]:
     return found
 
 
-def default_of(f: dataclasses.Field) -> Any:
-    """A field's default."""
-    return f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-
-
 def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
     """Give a field its flag, in the help or hidden; that which turns a truth off always is."""
     from transformers.hf_argparser import string_to_bool
 
-    is_list, default = get_origin(f.type) is list, default_of(f)
+    is_list, default = get_origin(f.type) is list, f.metadata["default"]
     kind: Any = get_args(f.type)[0] if is_list else f.type
     note = "required" if f.metadata["required"] else f"default: {default}"
     text = f.metadata["help"] + (f" ({note})" if note not in ("default: ", "default: []") else "")
@@ -320,7 +313,6 @@ def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
     group.add_argument(
         f"--{f.name}",
         help=argparse.SUPPRESS if hidden else text,
-        default=default,
         type=string_to_bool if kind is bool else kind,
         nargs="*" if is_list else "?" if kind is bool else None,
         const=True if kind is bool else None,
@@ -342,14 +334,13 @@ def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list
     for key, value in read_recipe(file).items():
         if key not in fields:
             raise UserError(f"--config {file} has the unknown key {key!r} ({hint(key, fields)}).")
-        is_list = fields[key].default_factory is not dataclasses.MISSING
+        is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
         if is_flag or not all(isinstance(item, str) for item in items):
-            what = f"--config {file} gives {shown(value)} for {key!r}; it must be "
-            raise UserError(
-                what + ("values without a dash before" if is_flag else "one value") + "."
-            )
+            needed = "values without a dash before" if is_flag else "one value"
+            what = f"--config {file} gives {shown(value)} for {key!r}"
+            raise UserError(f"{what}; it must be {needed}.")
         # A single value may begin with a dash: it is one argument with its flag
         arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
     return arguments
@@ -371,9 +362,8 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     class Texts(yaml.SafeLoader):
         yaml_implicit_resolvers = {}  # noqa: RUF012 - as yaml has it
 
-    Texts.add_implicit_resolver(
-        "tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)\Z"), None
-    )
+    null = re.compile(r"(~|null|Null|NULL|)\Z")
+    Texts.add_implicit_resolver("tag:yaml.org,2002:null", null, None)
     try:
         text = Path(file).read_text(encoding="utf-8-sig")
         loader = yaml.SafeLoader(text) if typed else Texts(text)
@@ -389,10 +379,9 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
         raise UserError(f"--config {file} is not YAML: {reason}.") from None
     if not isinstance(recipe, dict):
         raise UserError(f"--config {file} must hold `key: value` lines.")
-    seen: set[str] = set()
+    first: dict[str, Any] = {}
     for key, _ in getattr(nodes, "value", []):
-        if str(key.value) in seen:
+        if first.setdefault(str(key.value), key) is not key:
             line = key.start_mark.line + 1
             raise UserError(f"--config {file}, line {line}: the key {key.value!r} is there twice.")
-        seen.add(str(key.value))
     return recipe

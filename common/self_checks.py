@@ -112,7 +112,7 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
 def stop_token_is_trained(
     examples: Sequence[Example], stop_ids: Sequence[int], config: TrainConfig
 ) -> None:
-    """Raise unless completions that were not truncated end in a stop token, which the mask counts."""
+    """Raise unless completions that were not cut end in a stop token, which the mask counts."""
     if not (config.self_check and config.require_stop_token):
         return
     looked_at = examples[:256]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import TrainConfig, default_of
+from common.config import TrainConfig
 from common.errors import UserError
 from common.record.folder import METRICS, SAMPLES
 from common.record.glossary import is_defined
@@ -201,7 +201,7 @@ def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     gone = [name for name, before in saved.items() if before and name not in fields]
     differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
     for name, f in fields.items():
-        before, now = saved.get(name, default_of(f)), getattr(config, name)
+        before, now = saved.get(name, f.metadata["default"]), getattr(config, name)
         if not f.metadata["may_change"] and before != now:
             differences.append(f"{name} was {before!r} and is {now!r}")
     return differences

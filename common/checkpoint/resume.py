@@ -5,9 +5,9 @@ from pathlib import Path
 
 from common import distributed
 from common.checkpoint import files
-from common.config import TrainConfig
+from common.config import MODELS, TrainConfig
 from common.errors import UserError
-from common.record.folder import MODELS, read_config, read_environment
+from common.record.folder import read_config, read_environment
 
 
 def find(config: TrainConfig) -> Path | None:

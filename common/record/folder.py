@@ -17,12 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common.config import MODELS
 from common.errors import UserError, gist, refuse_forbidden
 from common.record.jsonl import read_jsonl
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-MODELS = ("model", "adapter")  # folders; one may be a link to another disk
 FOLDERS = (
     *(*MODELS, "model.partial", "adapter.partial", "checkpoints", "failed", "plots"),
     *("profile", "wandb"),

@@ -356,7 +356,11 @@ FLAGS: list[Case] = [
     ("train_grpo", {"beta": -0.1}, ["--beta is -0.1", "at least 0"]),
     ("train_grpo", {"epsilon_low": -0.1}, ["--epsilon_low is -0.1", "at least 0"]),
     ("train_grpo", {"top_p": "nan"}, ["--top_p is nan", "above 0"]),
-    ("train_grpo", {"sampler_correction_cap": "nan"}, ["--sampler_correction_cap is nan", "1 or"]),
+    (
+        "train_grpo",
+        {"sampler_correction_cap": "nan"},
+        ["--sampler_correction_cap is nan", "at least 1"],
+    ),
     ("train_grpo", {"missing_eos_penalty": "inf"}, ["--missing_eos_penalty is inf", "finite"]),
     ("train_dpo", {"beta": 0}, ["--beta is 0.0", "above 0"]),
     ("train_dpo", {"label_smoothing": 0.5}, ["--label_smoothing is 0.5", "below 0.5"]),
