@@ -83,7 +83,7 @@ def step_advantages(
     Args:
         step_rewards: For each of the B completions the rewards of its steps, as lists of any length
             or as a padded (B, S) tensor.
-        step_ends: In the same form, the index in the completion of each step's last token; -1 marks
+        step_ends: In the same form, the index in the completion of each step's last token, or -1:
             padding.
         completion_mask: (B, C) bool, True = the token counts; elsewhere the advantage is 0. A
             completion without any still contributes its rewards to the normalisation.

@@ -116,7 +116,7 @@ class CommonConfig:
     micro_batch_tokens: int = free_flag(4096, "tokens in one forward pass on one process", gt=0)
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
-    generation_cache_tokens: int = free_flag(65536, "tokens in its cache on one process", gt=0)
+    generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")
     reshard_after_forward: bool = free_flag(
@@ -259,9 +259,7 @@ class Parser(argparse.ArgumentParser):
 def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     """The stage's config from `--config recipe.yaml` and `--field value` arguments; the last wins.
 
-    Raises:
-        UserError: an unknown flag or key, a value of the wrong type, or values that contradict each
-            other.
+    Raises a UserError for an unknown flag or key, a wrong type, and values that contradict.
     """
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"

@@ -47,7 +47,7 @@ def start(timeout: float = 1800.0) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "gloo"
     if torch.cuda.is_available():
-        local_rank = number_in("LOCAL_RANK", 0)
+        local_rank = number_in("LOCAL_RANK")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"process {local_rank} of this machine has no GPU: there are "
@@ -100,10 +100,7 @@ def meet() -> tuple[Any, int, int]:
 
 
 def die_with_launcher() -> None:
-    """Ask Linux to end this process when torchrun was killed: nobody else would.
-
-    It would go on and write to the same folder as the run that is started again.
-    """
+    """Ask Linux to end this process when torchrun was killed: it would write beside the next."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
@@ -153,14 +150,9 @@ def store() -> Any:
     return _get_default_store() if dist.is_initialized() else None
 
 
-def was_restarted() -> bool:
-    """Whether torchrun started this process in the place of one that failed."""
-    return number_in("TORCHELASTIC_RESTART_COUNT", 0) > 0
-
-
 def host() -> int:
     """The number of the machine this process runs on, as torchrun counts them."""
-    return number_in("GROUP_RANK", 0)
+    return number_in("GROUP_RANK")
 
 
 def quieten() -> None:
@@ -175,7 +167,7 @@ def launched_ranks() -> int:
     return number_in("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
-def number_in(variable: str, default: int) -> int:
+def number_in(variable: str, default: int = 0) -> int:
     """An environment variable's number; the default where it has none, which `start` refuses."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
@@ -183,7 +175,7 @@ def number_in(variable: str, default: int) -> int:
 
 def rank() -> int:
     """This process's number, also before `start`."""
-    return dist.get_rank() if dist.is_initialized() else number_in("RANK", 0)
+    return dist.get_rank() if dist.is_initialized() else number_in("RANK")
 
 
 def world_size() -> int:
@@ -228,11 +220,7 @@ def refuse_uneven(batch_size: int, num_ranks: int) -> None:
 
 
 def mesh(num_replicas: int = 1) -> DeviceMesh:
-    """The mesh to shard over: 1-D, or (replicate, shard) for HSDP. Collective.
-
-    Raises:
-        UserError: the processes do not split into `num_replicas` equal groups.
-    """
+    """The mesh to shard over: 1-D, or (replicate, shard) for HSDP. Collective."""
     refuse_replicas(num_replicas, world_size())
     if num_replicas == 1:
         return init_device_mesh(device().type, (world_size(),), mesh_dim_names=("shard",))
@@ -295,7 +283,7 @@ def barrier() -> None:
 
 def is_first_on_host() -> bool:
     """Whether this process goes first in `host_first`."""
-    return number_in("LOCAL_RANK", 0) == 0
+    return number_in("LOCAL_RANK") == 0
 
 
 @contextlib.contextmanager

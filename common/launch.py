@@ -25,7 +25,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
     for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
-    With `--dry_run true` the run is only planned, before any process group.
     """
     from common.checkpoint import best
     from common.exits import signals
@@ -57,7 +56,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 
 
 def plan(config: TrainConfig) -> None:
-    """Print on rank 0 what a run takes."""
+    """Print on rank 0 what a run takes, before any process group."""
     from common.planning import plan as planner
 
     if distributed.is_rank0():

@@ -38,14 +38,9 @@ class Run:
         resume_from: Path | None,
         updated: nn.Module | Any | None = None,
     ) -> None:
-        """Restore the state, if there is one to start from. Collective.
+        """Restore the state that `find_checkpoint` has found, if there is one. Collective.
 
-        Args:
-            module: sharded; what is trained.
-            order: of the training rows.
-            config: of the run.
-            resume_from: from `find_checkpoint`, None to start at step 0.
-            updated: a reference that is trained too, by way of the module, and saved with it.
+        `updated` is a reference that moves with the sharded module and is saved with it.
         """
         from common.checkpoint.saver import Checkpointer
         from common.model import optim
@@ -75,12 +70,8 @@ class Run:
 
         Gradients are reduced in the last one's backward. Collective.
 
-        Args:
-            batches: each goes through one forward and backward pass.
-            may_stop: whether a signal may end the run here: no update of this step was made yet.
-
-        Raises:
-            Stopped: the run was asked to, and is saved.
+        Raises Stopped where the run was asked to, and is saved: if it `may_stop`, because no update
+        of this step was made yet.
         """
         for i, batch in enumerate(batches):
             if may_stop:
@@ -111,12 +102,9 @@ class Run:
     def end_step(
         self, evaluate: Look | None = None, show_samples: Look | None = None, **values: Any
     ) -> None:
-        """Log, look and save where it is due; looks of the last step are `finish`'s. Collective.
+        """Log the metrics, also `values`, look and save where it is due. Collective.
 
-        Args:
-            evaluate: every `eval_steps` steps.
-            show_samples: every `sample_steps` steps.
-            values: further metrics of the step.
+        The looks that are due after the last step are `finish`'s.
         """
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)

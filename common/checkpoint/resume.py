@@ -25,7 +25,7 @@ def find(config: TrainConfig) -> Path | None:
     wanted = config.resume_from_checkpoint
     own: list[Path] = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
     if wanted not in ("auto", "latest"):
-        if distributed.was_restarted() and has_own(own, config):
+        if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(own, config):
             wanted = "auto"  # torchrun repeats a command whose run has come further since
         elif wanted in ("", "none"):
             return None
