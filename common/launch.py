@@ -27,8 +27,11 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
     from common.checkpoint import best
-    from common.exits import signals
+    from common.exits import failures, signals
     from common.record import folder, terminal
+
+    def has_failed() -> bool:  # another rank
+        return failures.is_claimed_by_peer(distributed.store(), distributed.rank())
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -39,7 +42,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             if config.dry_run:
                 plan(config)
                 return
-            signals.listen(a_peer_has_failed, speaks=distributed.is_rank0())
+            signals.listen(has_failed, speaks=distributed.is_rank0())
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
@@ -111,11 +114,3 @@ def close_and_exit(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def a_peer_has_failed() -> bool:
-    """Whether another rank has entered the cause of a failure in the store. Not collective."""
-    from common.exits import failures
-
-    store = distributed.store()
-    return store is not None and failures.is_claimed_by_peer(store, distributed.rank())

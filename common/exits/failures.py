@@ -93,6 +93,8 @@ def claim(store: Any, rank: int, host: int, cause: str) -> tuple[str, bool]:
 
 def is_claimed_by_peer(store: Any, rank: int) -> bool:
     """Whether another rank has entered a cause, as far as the store answers. Not collective."""
+    if store is None:
+        return False
     cause = asked(lambda: store.get(CAUSE).decode() if store.check([CAUSE]) else "")
     return bool(cause) and not str(cause).startswith(f"rank {rank} ")
 
