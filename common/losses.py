@@ -117,11 +117,9 @@ def preference_loss(
     by the lengths (N,).
     """
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
-    if not 0 <= label_smoothing < (0.5 if loss_type in SMOOTHED_LOSSES else 1e-9):
-        raise ValueError(
-            f"label_smoothing is {label_smoothing} with loss_type {loss_type} but must lie in "
-            f"[0, 0.5) with {', '.join(SMOOTHED_LOSSES)}, and be 0 with others"
-        )
+    if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type not in SMOOTHED_LOSSES):
+        needed = f"lie in [0, 0.5), and be 0 but with {', '.join(SMOOTHED_LOSSES)}"
+        raise ValueError(f"label_smoothing is {label_smoothing} but must {needed}, not {loss_type}")
     logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
     if loss_type in PER_TOKEN_LOSSES:
         lengths: list[Any] = [chosen_lengths, rejected_lengths] * 2
@@ -241,7 +239,7 @@ def policy_loss(
     ratio = probability_ratio(
         token_logps, old_token_logps, completion_mask, ratio_level=ratio_level
     )
-    advantages = advantages.view(len(ratio), -1)  # (B, C) or (B, 1)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     bounded = _bounded(ratio, advantages, objective, epsilon_low, epsilon_high, delta)
     gain = bounded * advantages  # (B, C)
     if objective == "cispo":
@@ -264,7 +262,7 @@ def clipped_tokens(
     """
     given = (token_logps.detach(), old_token_logps, completion_mask)
     ratio = probability_ratio(*given, ratio_level=ratio_level)
-    advantages = advantages.view(len(ratio), -1)  # (B, C) or (B, 1)
+    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     is_bounded = _bounded(ratio, advantages, **bounds) != ratio
     return is_bounded & (advantages != 0) & completion_mask
 
