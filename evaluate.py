@@ -223,13 +223,12 @@ def main(config: EvaluateConfig) -> None:
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:
     """Write `results.json`, the pictures and the report, and print the tables."""
-    from common.report import chain, figures, tables
+    from common.report import chain, tables
 
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        figures.calibration_figure(results["comparison"], output_dir / "plots" / "calibration.png")
-    chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
+    chain.chain_report(results, output_dir)
     chain.send(results, config)
     distributed.print_rank0(f"\n{chain.systems_table(results)}\n")
     distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")

@@ -53,7 +53,7 @@ from common.experiments.stages import (
 )
 from common.experiments.sweep_file import entry
 from common.record.folder import read_environment
-from common.report.blocks import Block, Section, Table, Text
+from common.report.blocks import Block, Section, Table
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
@@ -354,14 +354,14 @@ def report(
         "their source has them, on its rows and with its judges. "
         f"Cost: {spent['hours']:.2f} {spent['unit']} in {spent['runs']} runs."
     )
-    blocks: list[Block] = [Text(reading)]
+    blocks: list[Block] = [reading]
     if config.overrides:
         changed = ", ".join(f"`{text}`" for text in config.overrides)
         how = "it was run with" if found else "nothing has run yet, and it would be with"
-        blocks.append(Text(f"**This is not the recipe**: {how} {changed}."))
+        blocks.append(f"**This is not the recipe**: {how} {changed}.")
     blocks.append(comparison(published, found))
     if published:
-        blocks.append(Section("Sources", [Text("\n".join(source_lines(published)))]))
+        blocks.append(Section("Sources", ["\n".join(source_lines(published))]))
     return blocks
 
 

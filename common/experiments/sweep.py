@@ -33,7 +33,7 @@ from common.experiments.outcomes import (
 from common.experiments.stages import exit_with_status, is_finished, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
 from common.record.terminal import NOT_MEASURED
-from common.report.blocks import Block, Picture, Section, Table, Text
+from common.report.blocks import Block, Picture, Section, Table
 
 # Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
 Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
@@ -146,7 +146,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
             for effect in found
         ],
     }
-    blocks: list[Block] = [Text(reading(sweep, found))]
+    blocks: list[Block] = [reading(sweep, found)]
     if panels:
         picture = forest.draw(panels, output_dir / "plots" / "forest.png")
         caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +66,7 @@ class RunLogger:
             name: (output_dir / name).open("a+", encoding="utf-8")
             for name in (folder.METRICS, folder.SAMPLES)
         }
-        self._tracker: Tracker | None = None
-        if config.report_to == "wandb":
-            name = config.run_name or output_dir.name
-            self._tracker = Tracker(output_dir, name, asdict(config), start_step)
+        self._tracker = Tracker(config, start_step)
         self._bar = progress_bar(description, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -100,8 +96,7 @@ class RunLogger:
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(folder.METRICS, {"step": step, **values})
-        if self._tracker:
-            self._tracker.log({"step": step, **values})
+        self._tracker.log({"step": step, **values})
         labels = {"tokens_per_second": "completion_tokens_per_second"}
         texts = {name: format_number(value) for name, value in values.items()}
         shown = [f"{labels.get(name, name)} {texts[name]}" for name in CONSOLE if name in texts]
@@ -145,9 +140,8 @@ class RunLogger:
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.description} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
-        if self._tracker:
-            data = [[row.get(column) for column in table[0]] for row in table]
-            self._tracker.log_table("samples", list(table[0]), data, step=step)
+        data = [[row.get(column) for column in table[0]] for row in table]
+        self._tracker.log_table("samples", list(table[0]), data, step=step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -159,8 +153,7 @@ class RunLogger:
         for name in self._files:
             self._append(name)
             self._files[name].close()
-        if self._tracker:
-            self._tracker.finish()
+        self._tracker.finish()
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ class Tracker:
     goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`.
     """
 
-    def __init__(
-        self, output_dir: Path, run_name: str, config: dict[str, Any], start_step: int = 0
-    ) -> None:
-        """Start it, or go on with it."""
-        self.output_dir = output_dir
+    def __init__(self, config: Any, start_step: int = 0) -> None:
+        """Start it, or go on with it, if `report_to` asks for it; else every call does nothing."""
+        self.output_dir = output_dir = Path(config.output_dir)
         self._run: Any = None
+        if config.report_to != "wandb":
+            return
         with self._outlived("did not start"):
             import wandb
 
@@ -36,8 +37,8 @@ class Tracker:
             id_file.write_text(run_id)
             self._run = wandb.init(
                 dir=str(output_dir),
-                name=run_name,
-                config=config,
+                name=getattr(config, "run_name", "") or output_dir.name,
+                config=asdict(config),
                 id=run_id,
                 resume="allow" if resumed else None,
                 settings=wandb.Settings(init_timeout=60),

@@ -1,20 +1,10 @@
 """What a report is made of, without how it looks: see `common/report/page.py`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.record.terminal import markdown_table
-
-
-@dataclass(frozen=True)
-class Text:
-    """Paragraphs and lists (`- `, `1. `) with **bold**, *emphasis*, `code` and [links](https://...).
-
-    HTML in it is shown, not obeyed.
-    """
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -63,29 +53,18 @@ class Curves:
     """Panels next to each other, with values where the pointer is."""
 
     panels: Sequence[Panel]
-    caption: str = ""
     picture: Path | None = None  # a PNG of the same, which the Markdown names in their place
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token as decoded alone, with what was measured of it, in the order it is offered in.
-
-    A page colours tokens by one of these values: blue above 0, orange below.
-    """
-
-    text: str
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Completion:
-    """One text of a sample."""
+    """One text of a sample; a page colours its tokens by a value, blue above 0, orange below."""
 
     label: str  # who wrote it, or "chosen", "rejected"
     text: str
     note: str = ""  # what it got, such as "reward 0.53"
-    tokens: Sequence[Token] = ()  # the same text, to be coloured
+    tokens: Sequence[str] = ()  # of the same text, each decoded alone
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)  # as many, as offered
 
 
 @dataclass(frozen=True)
@@ -112,4 +91,6 @@ class Section:
     blocks: "Sequence[Block]"
 
 
-Block = Text | Table | Picture | Curves | SampleBrowser | Section
+# A text has paragraphs and lists (`- `, `1. `) with **bold**, *emphasis*, `code` and
+# [links](https://...); HTML in it is shown, not obeyed.
+Block = str | Table | Picture | Curves | SampleBrowser | Section

@@ -6,8 +6,7 @@ stop_rate, minutes, peak_memory_gb; None where not measured) and `samples` (prom
 completions by system).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,13 @@ from common.record.folder import METRICS, read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
-from common.report.blocks import Block, Picture, Section, Table, Text
-from common.report.figures import dataset_title, reward_functions, summary_figure
+from common.report.blocks import Block, Picture, Section, Table
+from common.report.figures import (
+    calibration_figure,
+    dataset_title,
+    reward_functions,
+    summary_figure,
+)
 from common.report.page import write_page
 
 Results = Mapping[str, Any]
@@ -79,59 +83,48 @@ def send(results: Results, config: Any) -> None:
 
     The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
     """
-    if config.report_to != "wandb" or not is_rank0():
-        return
-    table, output_dir = systems_table(results), Path(config.output_dir)
-    tracker = Tracker(output_dir, output_dir.name, asdict(config))
-    tracker.log_table("systems", table.headers, table.rows)
-    tracker.finish(system_numbers(results))
+    if is_rank0():
+        table, tracker = systems_table(results), Tracker(config)
+        tracker.log_table("systems", table.headers, table.rows)
+        tracker.finish(system_numbers(results))
 
 
-def chain_report(
-    results: Results, run_dirs: Mapping[str, Path], output_dir: str | Path
-) -> list[Path]:
-    """Write `report.html`, `report.md` and `plots/summary.png` of a chain, evaluated in output_dir.
+def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
+    """Write `report.html`, `report.md` and their pictures in `plots` of a chain that was evaluated.
 
     Args:
-        results: what `results.json` holds.
-        run_dirs: folder of each stage's run by the stage's name; folders without records are fine.
-        output_dir: holds `completions.jsonl` and `plots/calibration.png`, and gets the report.
+        results: what `results.json` holds; curves are those of the runs that made the systems.
+        output_dir: holds `completions.jsonl`, and gets the report.
 
     Returns:
-        The files written, none on other ranks than 0.
+        The files written but `calibration.png`, none on other ranks than 0.
     """
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    records = {name: read_metrics(run) for name, run in run_dirs.items()}
+    folders = {system["name"]: Path(system["path"]).parent for system in results["systems"]}
+    runs = {name: folder for name, folder in folders.items() if (folder / METRICS).is_file()}
+    records = {name: read_metrics(run) for name, run in runs.items()}
     picture = summary_figure(results, records, output_dir / "plots" / "summary.png")
     systems: list[Block] = [
-        Text(f"Held-out, {results['num_pairs']:,} preference pairs."),
+        f"Held-out, {results['num_pairs']:,} preference pairs.",
         systems_table(results),
         Picture(picture, "Accuracy, reward and training curves."),
     ]
     blocks = [Section("Systems", systems)]
     if comparison := results.get("comparison"):
         accuracies: list[Block] = [*tables.comparison_sections(comparison)]
-        if comparison["calibration"]:
-            calibration = output_dir / "plots" / "calibration.png"
-            accuracies.append(Picture(calibration, "Predicted against observed shares."))
+        if drawn := calibration_figure(comparison, output_dir / "plots" / "calibration.png"):
+            accuracies.append(Picture(drawn, "Predicted against observed shares."))
         blocks.append(Section("Preference accuracy", accuracies))
     if found := tables.generation_tables(results):
-        notes = map(Text, [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES])
+        notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
-    blocks += sections.curves_section(run_dirs, records)
-    blocks += sections.samples_section(run_dirs)
-    blocks.append(Section("How to read this", [Text(reading_notes(results))]))
+    blocks += sections.run_sections(runs, records)
+    blocks.append(Section("How to read this", [reading_notes(results)]))
     title = f"Results on {dataset_title(results['dataset'])}"
     return [*write_page(output_dir, title, blocks), picture]
-
-
-def run_dirs(systems: Sequence[Mapping[str, Any]]) -> dict[str, Path]:
-    """The runs behind the evaluated folders, for their training curves."""
-    folders = {system["name"]: Path(system["path"]).parent for system in systems}
-    return {name: path for name, path in folders.items() if (path / METRICS).is_file()}
 
 
 def reading_notes(results: Results) -> str:

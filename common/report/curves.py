@@ -88,11 +88,10 @@ def drawn(y: NDArray[Any]) -> list[int]:
         return list(range(len(y)))
     kept = {0, len(y) - 1}
     for stretch in np.array_split(np.arange(len(y)), MOST_POINTS // 3 - 1):
-        is_known = np.isfinite(y[stretch])
-        known = stretch[is_known]
-        if known.size:
-            kept |= {int(known[y[known].argmin()]), int(known[y[known].argmax()])}
-        kept |= set(stretch[~is_known][:1].tolist())
+        own = y[stretch]
+        if np.isfinite(own).any():
+            kept |= {int(stretch[np.nanargmin(own)]), int(stretch[np.nanargmax(own)])}
+        kept |= set(stretch[np.isnan(own)][:1].tolist())
     return sorted(kept)
 
 

@@ -165,14 +165,14 @@ def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping
 # --- calibration ---
 
 
-def calibration_figure(comparison: Mapping[str, Any], path: Path) -> None:
+def calibration_figure(comparison: Mapping[str, Any], path: Path) -> Path | None:
     """Draw the observed share against the predicted probability of systems that give log odds.
 
-    Nothing is written if no system gives them.
+    Nothing is written, and None returned, if no system gives them.
     """
     curves = comparison["calibration"]
     if not curves:
-        return
+        return None
     num_bins = len(next(iter(curves.values()))["bins"])
     title = f"Calibration, {comparison['num_pairs']:,} pairs, {num_bins} bins"
     with style():
@@ -182,7 +182,7 @@ def calibration_figure(comparison: Mapping[str, Any], path: Path) -> None:
             error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
             axes.set(title=f"{textwrap.fill(name, 34)}\n{error}", aspect="equal")
             axes.set(xlabel="predicted probability", ylabel="share preferred")
-        save(figure, path)
+        return save(figure, path)
 
 
 def draw_calibration(axes: Any, bins: Sequence[Mapping[str, Any]], colour: str) -> None:

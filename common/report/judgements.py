@@ -74,7 +74,7 @@ def main(config: JudgementsConfig) -> None:
     results = json.loads(file.read_text(encoding="utf-8")) | {"win_rates": rates}
     completions.write(answers, output_dir)
     write_atomically(file, [json.dumps(results, indent=2) + "\n"])
-    chain.chain_report(results, chain.run_dirs(results["systems"]), output_dir)
+    chain.chain_report(results, output_dir)
     print(win_rate_table(rates))
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from common.record.terminal import NOT_MEASURED, format_number, markdown_table
-from common.report.blocks import Block, Curves, Picture, Sample, SampleBrowser, Section, Table, Text
-from common.report.html import printable
+from common.report.blocks import Block, Curves, Picture, Sample, SampleBrowser, Section, Table
 
 WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
 
@@ -19,7 +18,7 @@ def page(title: str, facts: Mapping[str, str], blocks: Sequence[Block], folder: 
     """The whole document; paths are relative to the folder in which it will be."""
     line = ", ".join(f"{name} {value}" for name, value in facts.items())
     parts = [f"# {without_html(title)}", without_html(line), *paragraphs(blocks, folder)]
-    return printable("\n\n".join(filter(None, parts))) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[str]:
@@ -30,16 +29,14 @@ def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[st
             case Section(title, inner):
                 parts.append(f"{'#' * level} {one_line(title)}")
                 parts += paragraphs(inner, folder, level + 1)
-            case Text(text):
-                parts.append(without_html(text))
+            case str():
+                parts.append(without_html(block))
             case Table(headers, rows, caption):
                 parts += [table(headers, rows), emphasised(caption)]
             case Picture(path, caption):
                 parts.append(picture(path, caption, folder))
-            case Curves(_, caption, Path() as path):
-                parts += [picture(path, caption, folder), ends(block)]
-            case Curves(_, caption):
-                parts += [ends(block), emphasised(caption)]
+            case Curves(_, path):
+                parts += [picture(path, "", folder) if path else "", ends(block)]
             case SampleBrowser(samples, caption):
                 parts.append(emphasised(caption))
                 for number, sample in enumerate(samples, 1):

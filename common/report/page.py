@@ -1,16 +1,31 @@
 """A report in two files: `report.html`, one page that needs nothing else, and `report.md`.
 
-Whoever has something to show builds blocks and calls `write_page`; how they look is decided in
-`html.py` with `page.html`, and in `markdown.py`. Nothing here computes a result.
+Whoever has something to show builds blocks and calls `write_page`; how they look is decided here
+with `page.html`, and in `markdown.py`. Every text that comes from data is escaped by the template.
+A policy of the page (CSP) lets only the page's own script run and nothing be loaded, so a text that
+slips through is inert too.
 """
 
+import base64
+import hashlib
+import re
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common.distributed import is_rank0
 from common.record.folder import read_config, read_environment
-from common.report import html, markdown
-from common.report.blocks import Block
+from common.record.terminal import NOT_MEASURED
+from common.report import curves, markdown
+from common.report.blocks import Block, SampleBrowser, Section, Table
+from common.report.plots import COLOURS
+
+FOLDER = Path(__file__).parent
+NUMBER = re.compile(r"^(\[|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval or a bound too
+INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
+SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
+WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone
 
 
 def write_page(
@@ -30,8 +45,8 @@ def write_page(
     output_dir.mkdir(parents=True, exist_ok=True)
     facts = run_facts(output_dir) if facts is None else facts
     files = {
-        output_dir / "report.html": html.page(title, facts, blocks),
-        output_dir / "report.md": markdown.page(title, facts, blocks, output_dir),
+        output_dir / "report.html": html_page(title, facts, blocks),
+        output_dir / "report.md": printable(markdown.page(title, facts, blocks, output_dir)),
     }
     for file, text in files.items():
         # A lone surrogate, which JSON may hold, is no character that a file could.
@@ -53,3 +68,84 @@ def run_facts(run_dir: Path) -> dict[str, str]:
         "torch": (environment.get("packages") or {}).get("torch"),
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
+
+
+def printable(text: str) -> str:
+    """Text of several lines in which what a screen would obey or not show is replaced."""
+    hidden = (ord(c) for c in set(text) if not c.isprintable() and c not in "\n\t")
+    return text.translate(dict.fromkeys(hidden, "\N{REPLACEMENT CHARACTER}"))
+
+
+# --- HTML ---
+
+
+def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> str:
+    """The whole document."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markdown_it import MarkdownIt
+    from markupsafe import Markup, escape
+
+    small = MarkdownIt("zero").enable(["list", "emphasis", "backticks", "link"])
+    small.validateLink = lambda url: bool(SAFE_LINK.match(url))  # type: ignore[method-assign]
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(FOLDER),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    muted = r' <span class="interval">\1</span>'
+    environment.filters |= {
+        "coloured_by": coloured_by,
+        "drawings": lambda panels: filter(None, map(curves.drawing, panels)),
+        "kind": lambda block: type(block).__name__,
+        "line": lambda text: Markup(small.renderInline(text)),
+        "muted": lambda cell: Markup(INTERVAL.sub(muted, str(escape(cell)))),
+        "numeric": numeric,
+        "paragraphs": lambda text: Markup(small.render(text)),
+        "png": png,
+        "slug": slug,
+        "tenths": "{:.1f}".format,
+    }
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    text = environment.get_template("page.html").render(
+        title=title,
+        facts=facts,
+        blocks=blocks,
+        sections=[block.title for block in blocks if isinstance(block, Section)],
+        box=curves.BOX,
+        colours=COLOURS,
+        style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+    return printable(text)
+
+
+def slug(title: str) -> str:
+    """A heading as the name of its place in the page."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-") or "section"
+
+
+def numeric(table: Table) -> list[bool]:
+    """Of each column whether it has numbers, and nothing else but what stands for none."""
+    columns = [[row[i] for row in table.rows] for i in range(len(table.headers))]
+    return [
+        any(map(NUMBER.match, column))
+        and all(NUMBER.match(cell) or cell.strip() in ("", NOT_MEASURED, "-") for cell in column)
+        for column in columns
+    ]
+
+
+def png(path: Path) -> dict[str, Any]:
+    """A picture as text, with its size in pixels."""
+    data = path.read_bytes()
+    width, height = struct.unpack(">II", data[16:24])  # the first chunk of a PNG
+    source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"source": source, "width": width, "height": height, "is_wide": width > WIDE * height}
+
+
+def coloured_by(block: SampleBrowser) -> list[str]:
+    """The names of the values of tokens, in the order of the tokens that have most."""
+    found = [c.values for s in block.samples for each in s.frames.values() for c in each]
+    return list(dict.fromkeys(name for own in sorted(found, key=len, reverse=True) for name in own))

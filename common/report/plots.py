@@ -6,7 +6,6 @@ display, no global state.
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -56,12 +55,11 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-def style() -> AbstractContextManager[None]:
-    """Draw in the project's style, and leave matplotlib's settings as they were."""
+def style() -> Any:
+    """A context to draw in the project's style, and leave matplotlib's settings as they were."""
     import matplotlib.style
 
-    context: AbstractContextManager[None] = matplotlib.style.context(STYLE)
-    return context
+    return matplotlib.style.context(STYLE)
 
 
 def save(figure: Any, path: Path, dpi: int = DPI) -> Path:
@@ -163,8 +161,7 @@ def draw_legend(axes: Any) -> None:
 def plot_run(output_dir: str | Path) -> list[Path]:
     """Draw `output_dir/plots/curves.png`: one panel per group of metrics the run recorded.
 
-    Returns:
-        The files written: none if nothing was recorded, or on other ranks than 0.
+    Nothing is written, and [] returned, if nothing was recorded, and on other ranks than 0.
     """
     output_dir = Path(output_dir)
     records = read_metrics(output_dir) if is_rank0() else []

@@ -13,7 +13,7 @@ from common.losses import kl_estimate
 from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
-from common.report.blocks import Block, Completion, Curves, Sample, SampleBrowser, Section, Token
+from common.report.blocks import Block, Completion, Curves, Sample, SampleBrowser, Section
 from common.report.plots import Records, curve_panels
 
 Row = Mapping[str, Any]
@@ -48,27 +48,21 @@ def measured(name: str, own: Generation) -> Completion:
 # --- runs ---
 
 
-def curves_section(run_dirs: Mapping[str, Path], records: Mapping[str, Records]) -> list[Section]:
-    """What each run logged, its `records`, under its name; [] if none logged anything."""
-    found: dict[str, Block] = {}
-    for name, run in run_dirs.items():
-        panels, picture = curve_panels(records[name]), run / "plots/curves.png"
-        if panels:
-            found[name] = Curves(panels, picture=picture if picture.is_file() else None)
-    return by_run("Training curves", found)
-
-
-def samples_section(run_dirs: Mapping[str, Path]) -> list[Section]:
-    """What each run wrote for its fixed prompts while it trained; [] if none did."""
-    records = {name: read_jsonl(run / SAMPLES) for name, run in run_dirs.items()}
-    found = {name: training_browser(rows) for name, rows in records.items() if rows}
-    return by_run("Completions over training", found)
-
-
-def by_run(title: str, found: Mapping[str, Block]) -> list[Section]:
-    """A section with one for each run; none without any."""
-    sections = [Section(name, [block]) for name, block in found.items()]
-    return [Section(title, sections)] if sections else []
+def run_sections(runs: Mapping[str, Path], records: Mapping[str, Records]) -> list[Section]:
+    """What each run logged, its `records`, and what it wrote for its fixed prompts in training."""
+    curves: dict[str, Block] = {}
+    browsers: dict[str, Block] = {}
+    for name, run in runs.items():
+        picture = run / "plots/curves.png"
+        if panels := curve_panels(records[name]):
+            curves[name] = Curves(panels, picture=picture if picture.is_file() else None)
+        if rows := read_jsonl(run / SAMPLES):
+            browsers[name] = training_browser(rows)
+    return [
+        Section(title, [Section(name, [block]) for name, block in found.items()])
+        for title, found in (("Training curves", curves), ("Completions over training", browsers))
+        if found
+    ]
 
 
 def training_browser(records: Sequence[Row]) -> SampleBrowser:
@@ -103,21 +97,21 @@ def training_texts(rows: Sequence[Row]) -> list[Completion]:
         other = {k: v for k, v in row.items() if k not in TEXTS and not isinstance(v, list | dict)}
         for name in ("completion", "chosen", "rejected"):
             is_own = name == "completion"
-            tokens = row_tokens(row, "" if is_own else f"{name}_")
+            tokens, values = row_tokens(row, "" if is_own else f"{name}_")
             if name in row or (tokens and not is_own):
-                text = str(row.get(name, "".join(token.text for token in tokens)))
+                text = str(row.get(name, "".join(tokens)))
                 score = {"score": row[f"{name} score"]} if f"{name} score" in row else {}
                 notes = dict(other) if is_own else score
-                if any(LOG_RATIO in token.values for token in tokens):
-                    notes[LOG_RATIO] = sum(token.values[LOG_RATIO] for token in tokens)
+                if LOG_RATIO in values:
+                    notes[LOG_RATIO] = sum(values[LOG_RATIO])
                 note = ", ".join(f"{k} {format_cell(v)}" for k, v in notes.items())
                 label = f"{name} {number}" if is_own and len(rows) > 1 else name
-                found.append(Completion(label, text, note, tokens))
+                found.append(Completion(label, text, note, tokens, values))
     return found
 
 
-def row_tokens(row: Row, prefix: str = "") -> list[Token]:
-    """The tokens of a row of `samples.jsonl` with what is known of them; [] in an older file.
+def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[float]]]:
+    """The tokens of a row of `samples.jsonl`, and values of each; nothing in an older file.
 
     Args:
         row: With `tokens`, `token_logps`, and perhaps `ref_token_logps` (nats) and `advantage`.
@@ -125,7 +119,7 @@ def row_tokens(row: Row, prefix: str = "") -> list[Token]:
     """
     texts, logps = row.get(f"{prefix}tokens"), row.get(f"{prefix}token_logps")
     if not texts or not logps:
-        return []
+        return [], {}
     columns: dict[str, list[float]] = {}
     if ref_logps := row.get(f"ref_{prefix}token_logps"):
         pair = (torch.tensor(logps), torch.tensor(ref_logps))
@@ -135,8 +129,7 @@ def row_tokens(row: Row, prefix: str = "") -> list[Token]:
     if not prefix and row.get("advantage") is not None:
         columns[ADVANTAGE] = [row["advantage"]] * len(texts)
     columns[LOGP] = logps
-    values = (dict(zip(columns, own, strict=True)) for own in zip(*columns.values(), strict=True))
-    return list(map(Token, texts, values))
+    return texts, columns
 
 
 def colour_note(records: Sequence[Row]) -> str:

@@ -7,7 +7,7 @@ from common.evaluation.comparison import NUM_BINS
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES
-from common.report.blocks import Section, Table, Text
+from common.report.blocks import Section, Table
 
 Comparison = Mapping[str, Any]  # what `comparison.compare` returns
 SMALLEST_P = 1e-4
@@ -67,8 +67,7 @@ def comparison_sections(comparison: Comparison) -> list[Section]:
     keys = ("ece", "ece_by_chance", "log_loss")
     rows = [[name, *(f"{own[key]:.3f}" for key in keys)] for name, own in of_systems]
     found["Calibration"] = (Table(headers, rows), CALIBRATION_NOTE)
-    shown = {title: (table, Text(note)) for title, (table, note) in found.items() if table.rows}
-    return [Section(title, blocks) for title, blocks in shown.items()]
+    return [Section(title, blocks) for title, blocks in found.items() if blocks[0].rows]
 
 
 def num_compared(comparison: Comparison) -> str:

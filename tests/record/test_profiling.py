@@ -16,7 +16,7 @@ import torch
 from ranks import launch
 
 from common import distributed
-from common.config import TrainConfig, parse
+from common.config import SFTConfig, TrainConfig, parse
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics
@@ -207,9 +207,7 @@ def test_blocks_are_labelled_only_under_a_profiler(monkeypatch: pytest.MonkeyPat
 
 
 def config(output_dir: Path, *flags: str) -> TrainConfig:
-    return parse(
-        TrainConfig, ["--output_dir", str(output_dir), "--model_name_or_path", "m", *flags]
-    )
+    return parse(SFTConfig, ["--output_dir", str(output_dir), "--model_name_or_path", "m", *flags])
 
 
 def train(folder: Path, num_steps: int, start_step: int = 0) -> list[list[str]]:

@@ -120,7 +120,7 @@ def test_other_ranks_draw_nothing(
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
     monkeypatch.setattr(chain, "is_rank0", lambda: False)
     assert plot_run(run_dir) == []
-    assert chain_report(results, {"SFT": run_dir}, tmp_path / "eval") == []
+    assert chain_report(results, tmp_path / "eval") == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
 
 
@@ -214,7 +214,9 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     own = Generation(" The facts.", 3, True)
     (tmp_path / "eval").mkdir()
     completions.write([Answers(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval")
-    written = chain_report(results, {"SFT": run_dir, "DPO": tmp_path / "none"}, tmp_path / "eval")
+    results["systems"][0]["path"] = str(run_dir / "model")
+    results["systems"][1]["path"] = str(tmp_path / "none/model")
+    written = chain_report(results, tmp_path / "eval")
     names = ["report.html", "report.md", "plots/summary.png"]
     assert written == [tmp_path / "eval" / name for name in names]
     text = written[1].read_text()
@@ -239,7 +241,7 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(
     results["attainable_accuracy"] = None
     for each in results["systems"]:
         each["gold_reward"] = None
-    _, report_path, picture = chain_report(results, {}, tmp_path)
+    _, report_path, picture = chain_report(results, tmp_path)
     assert "Attainable is" not in report_path.read_text()
     assert ink(picture) > 0.005
 

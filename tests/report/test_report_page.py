@@ -27,12 +27,9 @@ from common.report.blocks import (
     SampleBrowser,
     Section,
     Table,
-    Text,
-    Token,
 )
 from common.report.curves import MOST_POINTS, tick_label, ticks
-from common.report.html import page
-from common.report.page import run_facts, write_page
+from common.report.page import html_page, run_facts, write_page
 from common.report.plots import COLOURS
 
 EVIL = "</script></pre><img src=x onerror=\"alert('1')\"><b>' & \x00\x1b[2J\u202e\ud800"
@@ -54,11 +51,12 @@ def png(path: Path, width: int, height: int) -> Path:
     return path
 
 
-def tokens() -> list[Token]:
-    texts = ["my", " cat", " <b>", " left"]
-    return [
-        Token(t, {"log ratio": v, "KL": v * v}) for t, v in zip(texts, (1, -2, 0, 0.5), strict=True)
-    ]
+def coloured(*tokens: str) -> Completion:
+    """Four tokens with values, and another one if it is given."""
+    ratios = [1, -2, 0, 0.5, 3][: 4 + len(tokens)]
+    values = {"log ratio": ratios, "KL": [ratio**2 for ratio in ratios]}
+    texts = ["my", " cat", " <b>", " left", *tokens]
+    return Completion("completion 1", "my cat", "", texts, values)
 
 
 def every_block(folder: Path, text: str = "Plain") -> list[Any]:
@@ -71,13 +69,10 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
         for s in (10, 20, 30)
     }
     first = {name: frames[name] for name in ("step 10", "step 20")}
-    evil = Token(text, {"log ratio": 3.0, "KL": 9.0})
-    coloured = [Completion("completion 1", "my cat", "", tokens()), Completion("empty", " ")]
-    hostile = [Completion("completion", "my cat", "", [*tokens(), evil])]
     header = ["stage", "accuracy % [95% CI]", *(f"a long column {n}" for n in range(12))]
     cells = ["0.125 [0.1, 0.15]", *["1,234.5"] * 12]
     return [
-        Text(f"{text}\n\n- first\n- second"),
+        f"{text}\n\n- first\n- second",
         Section(
             "Results",
             [
@@ -86,13 +81,13 @@ def every_block(folder: Path, text: str = "Plain") -> list[Any]:
                 Section("Nested", [Picture(png(folder / "square.png", 60, 60))]),
             ],
         ),
-        Section(f"Curves {text}", [Curves([Panel(text, text, lines)], text)]),
+        Section(f"Curves {text}", [Curves([Panel(text, text, lines)]), text]),
         Section(
             "Samples",
             [
                 SampleBrowser([Sample(text, frames), Sample("second", first)], text),
-                SampleBrowser([Sample("tokens", {"": coloured})]),
-                SampleBrowser([Sample("tokens", {"": hostile})]),
+                SampleBrowser([Sample("tokens", {"": [coloured(), Completion("empty", " ")]})]),
+                SampleBrowser([Sample("tokens", {"": [coloured(text)]})]),
             ],
         ),
     ]
@@ -122,8 +117,8 @@ class Reader(HTMLParser):
 
 
 def test_what_a_model_wrote_is_text_wherever_it_stands(tmp_path: Path) -> None:
-    plain = Reader(page("Plain", {"by": "Plain"}, every_block(tmp_path)))
-    evil = Reader(page(EVIL, {"by": EVIL}, every_block(tmp_path, EVIL)))
+    plain = Reader(html_page("Plain", {"by": "Plain"}, every_block(tmp_path)))
+    evil = Reader(html_page(EVIL, {"by": EVIL}, every_block(tmp_path, EVIL)))
     assert [tag for tag, _ in evil.tags] == [tag for tag, _ in plain.tags]
     names = [set(attributes) for _, attributes in evil.tags]
     assert names == [set(attributes) for _, attributes in plain.tags]
@@ -159,7 +154,7 @@ def test_markdown_lets_no_html_through(tmp_path: Path) -> None:
 
 def in_page(*blocks: Any) -> str:
     """What a page shows of some blocks, in one line."""
-    (inside,) = re.findall(r"<main>(.*)</main>", page("T", {}, blocks), flags=re.DOTALL)
+    (inside,) = re.findall(r"<main>(.*)</main>", html_page("T", {}, blocks), flags=re.DOTALL)
     return " ".join(re.sub(r">\s*\n\s*<", "><", inside).split())
 
 
@@ -178,7 +173,7 @@ def test_only_safe_links_and_the_small_markdown() -> None:
     assert "<a" not in shown("[x](data:text/html,1)")
     assert "<a" not in shown("[x](//evil.example/y)")
     assert "<a" not in shown("<https://evil.example> https://evil.example")
-    assert in_page(Text("one\ntwo\n\n1. a\n2. b\n   c")) == (
+    assert in_page("one\ntwo\n\n1. a\n2. b\n   c") == (
         "<p>one two</p><ol><li>a</li><li>b c</li></ol>"
     )
 
@@ -204,14 +199,14 @@ def test_the_page_needs_no_other_file_and_is_reproducible(tmp_path: Path) -> Non
 
 def test_tables_align_numbers_and_mute_intervals() -> None:
     cells = ["0.5 [0.4, 0.6]", "\N{EN DASH}", "[-1.0, 2.5]", "< 0.0001", "+3"]
-    html = page("T", {}, [Table(["a", "b"], [["x", cell] for cell in cells])])
+    html = html_page("T", {}, [Table(["a", "b"], [["x", cell] for cell in cells])])
     assert html.count('<td class="number">') == len(cells)
     assert '<td>x</td><td class="number">0.5 <span class="interval">[0.4, 0.6]</span></td>' in html
     assert '<th scope="col">a</th><th scope="col" class="number">b</th>' in html
 
 
 def test_the_palette_is_that_of_the_figures() -> None:
-    html = page("T", {}, [])
+    html = html_page("T", {}, [])
     assert all(f"--c{n}:{colour};" in html for n, colour in enumerate(COLOURS))
 
 
@@ -230,7 +225,7 @@ def test_facts_come_from_the_run(tmp_path: Path) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.report.page.is_rank0", lambda: False)
-    assert write_page(tmp_path / "a", "T", [Text("x")]) == []
+    assert write_page(tmp_path / "a", "T", ["x"]) == []
     assert not (tmp_path / "a").exists()
 
 
@@ -251,7 +246,7 @@ def test_markdown_has_the_same_content(tmp_path: Path) -> None:
 
 def panel_svg(panel: Panel) -> str:
     """The figure of a panel."""
-    found = page("T", {}, [Curves([panel])]).split('<div class="panels">')[1]
+    found = html_page("T", {}, [Curves([panel])]).split('<div class="panels">')[1]
     return found.split("</div>")[0].strip()
 
 
@@ -400,7 +395,7 @@ def test_a_browser_shows_it(tmp_path: Path, width: int, dark: bool) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed here")
 def test_the_console_is_heard(tmp_path: Path) -> None:
     """The control: a page with a script that is not its own, and one that fails."""
-    html = page("T", {}, every_block(tmp_path)).replace("</main>", "<script>1</script></main>")
+    html = html_page("T", {}, every_block(tmp_path)).replace("</main>", "<script>1</script></main>")
     (tmp_path / "report.html").write_text(html)
     _, console = in_chromium(tmp_path, 390, dark=False)
     assert len(console) == 1

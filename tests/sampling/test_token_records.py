@@ -26,7 +26,7 @@ from common.report.sections import (
     MOST_FRAMES,
     completions_section,
     row_tokens,
-    samples_section,
+    run_sections,
     training_browser,
 )
 from common.sampling import token_records
@@ -164,15 +164,18 @@ def test_what_colours_a_token_by_hand() -> None:
         "ref_token_logps": [-2.0, -1.5],
         "advantage": 0.5,
     }
-    first, second = row_tokens(row)
-    k3 = math.exp(-1.0) + 1.0 - 1
-    assert first.values == {LOG_RATIO: 1.0, KL: pytest.approx(k3), ADVANTAGE: 0.5, LOGP: -1.0}
-    assert list(first.values) == [LOG_RATIO, KL, ADVANTAGE, LOGP]
-    assert second.values[LOG_RATIO] == -0.5
-    assert row_tokens({"completion": "an older file"}) == []
-    assert row_tokens({"tokens": ["a"], "token_logps": []}) == []
+    tokens, values = row_tokens(row)
+    assert tokens == ["a", "b"]
+    assert list(values) == [LOG_RATIO, KL, ADVANTAGE, LOGP]
+    k3 = [math.exp(-1.0) + 1.0 - 1, math.exp(0.5) - 0.5 - 1]
+    assert values == {
+        **{LOG_RATIO: [1.0, -0.5], KL: pytest.approx(k3)},
+        **{ADVANTAGE: [0.5, 0.5], LOGP: [-1.0, -2.0]},
+    }
+    assert row_tokens({"completion": "an older file"}) == ([], {})
+    assert row_tokens({"tokens": ["a"], "token_logps": []}) == ([], {})
     pair = {"chosen_tokens": ["a"], "chosen_token_logps": [-1], "ref_chosen_token_logps": [-2]}
-    assert row_tokens(pair, "chosen_")[0].values == {LOG_RATIO: 1.0, LOGP: -1}
+    assert row_tokens(pair, "chosen_") == (["a"], {LOG_RATIO: [1.0], LOGP: [-1]})
 
 
 def test_samples_are_grouped_by_prompt_and_step() -> None:
@@ -217,9 +220,9 @@ def test_long_runs_are_shortened_and_the_caption_says_so() -> None:
 
 def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     folders = {stage: runs[1] / stage for stage in STAGES} | {"none": runs[1] / "none"}
-    (section,) = samples_section(folders)
+    (section,) = run_sections(folders, dict.fromkeys(folders, []))
     assert [inner.title for inner in section.blocks] == ["grpo", "dpo", "sft"]
-    assert samples_section({"none": runs[1] / "none"}) == []
+    assert run_sections({"none": runs[1] / "none"}, {"none": []}) == []
     browser = section.blocks[1].blocks[0]
     (first, *_) = browser.samples[0].frames.values()
     labels = [each.label for each in first]

@@ -15,7 +15,7 @@ from common.experiments.overoptimization.plots import (
     series_of,
 )
 from common.record.terminal import format_cell
-from common.report.blocks import Block, Picture, Section, Table, Text
+from common.report.blocks import Block, Picture, Section, Table
 from common.report.page import write_page
 
 FIT_NOTE = (
@@ -39,13 +39,13 @@ def write(results: Results, output_dir: Path) -> list[Path]:
     )
     dots = Picture(frontier, "Dots are single seeds, lines their mean.")
     blocks: list[Block] = [
-        Text(summary(results)),
+        summary(results),
         Picture(curves, caption),
         Section("Who turned", [turns_table(results)]),
         Section("Reward-KL frontier", [dots, means_table(results)]),
-        Section("Fitted curves", [fits_table(results), Text(FIT_NOTE)]),
+        Section("Fitted curves", [fits_table(results), FIT_NOTE]),
         Section("Where each seed began", [starts_table(results)]),
-        Section("How to read this", [Text(notes(settings))]),
+        Section("How to read this", [notes(settings)]),
     ]
     return [curves, frontier, *write_page(output_dir, "Over-optimisation", blocks, facts)]
 
