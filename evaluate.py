@@ -186,13 +186,13 @@ def main(config: EvaluateConfig) -> None:
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
             generations[names[path]] = completions.measure(
-                policy, reference, scorer, prompts, rollouts, config, config.temperature, pad_id
+                policy, reference, scorer, prompts, rollouts, config, config.temperature
             )
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations), output_dir)
     own = completions.reference_completions(
-        scorer, prompts, tokenizer, stop_ids[0], config.max_completion_length
+        scorer, prompts, stop_ids[0], config.max_completion_length
     )
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)

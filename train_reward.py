@@ -38,7 +38,7 @@ import torch
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import score
-from common.losses import bradley_terry_loss, centering_penalty
+from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.pairs import groups
 from common.pairs.config import RewardConfig
@@ -103,7 +103,7 @@ def main(config: RewardConfig) -> None:
             run.metrics.add("loss", loss * num_groups, weight.sum())
             score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
-            run.metrics.add("chosen_longer", groups.longer_chosen(lengths).sum(), len(lengths))
+            run.metrics.add("chosen_longer", wins(*lengths.unbind(-1)).sum(), len(lengths))
         batches = [part.batch for part in parts]
         rows = (data.row_numbers(train_set, part.batch.places // 2) for part in parts)
         run.update(batches, rows)

@@ -145,7 +145,6 @@ def measure(
     rollouts: "Rollouts",
     config: "CommonConfig",
     temperature: float,
-    pad_id: int,
 ) -> list[Generation]:
     """A policy's own completions, one per prompt, with all that is measured of them. Collective.
 
@@ -154,6 +153,7 @@ def measure(
     """
     from common.evaluation.score import score_examples
 
+    pad_id = judges.tokenizer.pad_token_id
     arguments = (rollouts.completed(prompts), config, pad_id, "scoring")
     own = score_examples(policy, *arguments, score=logp_and_entropy)[:, 0]  # (N, 2)
     kl: list[float | None] = [None] * len(prompts)
@@ -178,7 +178,6 @@ def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
 def reference_completions(
     judges: "RewardScorer",
     prompts: Sequence["Example"],
-    tokenizer: Any,
     stop_id: int,
     max_completion_length: int,
 ) -> dict[int, Generation]:
@@ -202,8 +201,8 @@ def reference_completions(
     for example, text in zip(examples, texts.values(), strict=True):
         answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
         row = {"prompt": example.messages or example.prompt, "completion": answer}
-        written.append(render(row, ["completion"], tokenizer)["completion"])
-    cut = tokenize_completions(written, tokenizer, stop_id, max_completion_length)
+        written.append(render(row, ["completion"], judges.tokenizer)["completion"])
+    cut = tokenize_completions(written, judges.tokenizer, stop_id, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     no_rouge = [""] * len(texts)  # with itself says nothing
     own = judged(judges, examples, rollouts, list(texts.values()), no_rouge)

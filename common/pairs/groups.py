@@ -57,15 +57,9 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def longer_chosen(lengths: Tensor) -> Tensor:
-    """Whether the chosen of (N, 2) lengths is the longer one: (N,) of 1, 0, or a half for a tie."""
-    result: Tensor = wins(*lengths.unbind(-1))
-    return result
-
-
 def length_balance(examples: Sequence[Example]) -> float:
     """Share of the pairs whose chosen completion is longer: the accuracy of preferring length."""
-    return float(longer_chosen(data.lengths(examples)[:, 1:]).double().mean())
+    return float(wins(*data.lengths(examples)[:, 1:].unbind(-1)).double().mean())
 
 
 # ---- micro-batches -------------------------------------------------------------------------------

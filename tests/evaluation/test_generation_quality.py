@@ -144,9 +144,9 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
         sampler = Sampler(policies[0], tiny.tokenizer(), [STOP], config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
         arguments = (judges, prompts, rollouts, config)
-        found = completions.measure(*policies, *arguments, 1.0, PAD)
-        itself = completions.measure(policies[0], policies[0], *arguments, 1.0, PAD)
-        colder = completions.measure(*policies, *arguments, 0.7, PAD)
+        found = completions.measure(*policies, *arguments, 1.0)
+        itself = completions.measure(policies[0], policies[0], *arguments, 1.0)
+        colder = completions.measure(*policies, *arguments, 0.7)
     plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
     for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
         whole = torch.tensor([example.prompt_ids + ids], device=distributed.device())
@@ -172,7 +172,7 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = completions.reference_completions(judges, examples, tiny.tokenizer(), STOP, LONGEST)
+    found = completions.reference_completions(judges, examples, STOP, LONGEST)
     assert sorted(found) == [0, 1, 4]
     short, long, message = found.values()
     assert (short.completion, short.stopped) == (texts[0], True)
@@ -196,7 +196,7 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    found = completions.reference_completions(judges, examples, tokenizer, STOP, LONGEST)
+    found = completions.reference_completions(judges, examples, STOP, LONGEST)
     assert len(found) == 2
     for own in found.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
