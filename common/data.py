@@ -68,7 +68,7 @@ def to_end_of_turn(
     first = next((example for example in examples if example.messages), None)
     if first is None:
         return examples
-    end = chat.turn_end(first.messages, tokenizer)
+    end = chat.TurnEnd(first.messages, tokenizer)
     closed = [
         replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
         if e.messages

@@ -94,7 +94,7 @@ def keep(
     if distributed.is_rank0():
         shutil.rmtree(folder, ignore_errors=True)  # of a run that may have had more ranks
     distributed.barrier()
-    saver.keep_aside(step, folder / "checkpoint")
+    saver.keep(step, folder / "checkpoint")
     with (folder / f"batch_rank_{distributed.rank()}.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json_line(one) for one in completions)
     if distributed.is_rank0():

@@ -8,19 +8,17 @@ It is written under another name, flushed to the disk and renamed, so what has t
 once; the checksums tell whether it still is. Nothing in it is pickled.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.config import TrainConfig
 from common.errors import UserError
 from common.record.folder import METRICS, SAMPLES
 from common.record.glossary import is_defined
@@ -28,10 +26,6 @@ from common.record.glossary import is_defined
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
 SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
-NEEDED: dict[str, Any] = {
-    **{"step": int, "stage": str, "config": dict, "has_reference": bool},
-    **{"files": dict, "lines": dict, "sums": list, "adapters": dict | None},
-}
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
@@ -94,12 +88,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return contents
 
 
-def shared_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest as rank 0 reads it. Collective."""
-    contents = read_manifest(folder) if distributed.is_rank0() else None
-    return dict(distributed.from_rank0(contents))
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -131,10 +119,11 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
         contents = read_manifest(folder)
     except ValueError as error:
         return str(error), {}
-    if missing := NEEDED.keys() - contents.keys():
-        return f"{MANIFEST} has no {sorted(missing)[0]!r}: another version has written it", {}
-    if odd_value := _odd(contents):
-        return f"{MANIFEST} has an entry {odd_value!r} that no run writes", {}
+    for name, is_fine in sorted(NEEDED.items()):
+        if name not in contents:
+            return f"{MANIFEST} has no {name!r}: another version has written it", {}
+        if not is_fine(contents[name]):
+            return f"{MANIFEST} has an entry {name!r} that no run writes", {}
     if NAME.fullmatch(folder.name) and step_of(folder) != contents["step"]:
         return f"{MANIFEST} is of step {contents['step']}", {}
     names = set(contents["files"])
@@ -146,28 +135,28 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
     return "", contents["files"]
 
 
-def _odd(contents: Mapping[str, Any]) -> str:
-    """The first entry of a manifest that would be used and is not what a run writes there."""
-    for name, kind in NEEDED.items():
-        if not isinstance(contents[name], kind):
-            return name
-    if contents["step"] < 0:
-        return "step"
-    # Files are cut to these numbers of lines: none but the run's own may be named.
-    lines = contents["lines"].items()
-    if not all(name in RECORDS and isinstance(n, int) and n >= 0 for name, n in lines):
-        return "lines"
-    if not all(isinstance(entry, dict) for entry in contents["files"].values()):
-        return "files"
-    return "" if all(map(_are_sums, contents["sums"])) else "sums"
-
-
 def _are_sums(own: Any) -> bool:
     """Whether they are a sum and a count by the name of a metric."""
     return isinstance(own, dict) and all(
         is_defined(name) and isinstance(pair, list) and [*map(type, pair)] == [float, float]
         for name, pair in own.items()
     )
+
+
+NEEDED: dict[str, Callable[[Any], bool]] = {  # entries of a manifest, and what a run writes there
+    "step": lambda x: isinstance(x, int) and x >= 0,
+    "stage": lambda x: isinstance(x, str),
+    "config": lambda x: isinstance(x, dict),
+    "has_reference": lambda x: isinstance(x, bool),
+    "adapters": lambda x: x is None or isinstance(x, dict),
+    "files": lambda x: isinstance(x, dict) and all(isinstance(one, dict) for one in x.values()),
+    # Files are cut to these numbers of lines: none but the run's own may be named.
+    "lines": lambda x: (
+        isinstance(x, dict)
+        and all(name in RECORDS and isinstance(n, int) and n >= 0 for name, n in x.items())
+    ),
+    "sums": lambda x: isinstance(x, list) and all(map(_are_sums, x)),
+}
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
@@ -180,31 +169,6 @@ def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-
-
-def other_run(
-    manifest: Mapping[str, Any], config: TrainConfig, *, any_config: bool = False
-) -> list[str]:
-    """What makes a checkpoint's run another one than this: its stage, or else its config."""
-    if manifest["stage"] != type(config).__name__:
-        return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
-    return [] if any_config else changed_fields(manifest["config"], config)
-
-
-def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
-
-    A field that was added since has its default in the saved one. One that was removed and was on,
-    as `dropout: 0.1`, cannot be given again.
-    """
-    fields = {f.name: f for f in dataclasses.fields(config)}
-    gone = [name for name, before in saved.items() if before and name not in fields]
-    differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
-    for name, f in fields.items():
-        before, now = saved.get(name, f.metadata["default"]), getattr(config, name)
-        if not f.metadata["may_change"] and before != now:
-            differences.append(f"{name} was {before!r} and is {now!r}")
-    return differences
 
 
 # ---- writing and removing ------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """What a run goes on from, and whether what is in its folder is of another run."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common import distributed
 from common.checkpoint import files
@@ -77,13 +79,11 @@ def has_model(output_dir: Path) -> bool:
 def of_other_model(config: TrainConfig) -> list[str]:
     """How the run of a finished model in `output_dir` differs from this one; empty without it."""
     output_dir = Path(config.output_dir)
-    if not has_model(output_dir):
-        return []
     try:
-        saved = read_config(output_dir)
+        saved = read_config(output_dir) if has_model(output_dir) else {}
     except ValueError:
-        return []
-    return files.changed_fields(saved, config) if saved else []
+        saved = {}
+    return changed_fields(saved, config) if saved else []
 
 
 def set_aside_other_model(config: TrainConfig) -> None:
@@ -103,12 +103,11 @@ def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
 
     def is_own(folder: Path) -> bool:
         try:
-            return not files.other_run(files.read_manifest(folder), config)
+            return not other_run(folder, config)
         except (ValueError, KeyError):  # it cannot be read, or another version has written it
             return False
 
-    found = distributed.is_rank0() and any(map(is_own, folders))
-    return bool(distributed.from_rank0(found))
+    return bool(distributed.from_rank0(any(map(is_own, folders))))
 
 
 def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
@@ -131,10 +130,34 @@ def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
 
 
 def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> None:
-    """Raise a UserError if a checkpoint is of another stage, or of another config. Collective."""
-    if differences := files.other_run(files.shared_manifest(folder), config, any_config=any_config):
+    """Raise a UserError if a checkpoint is of another stage, or of another config."""
+    if differences := other_run(folder, config, any_config=any_config):
         raise UserError(
             f"{folder} is of another run: {'; '.join(differences)}; give the same values to go on "
             "with it, another --output_dir, --resume_from_checkpoint latest to go on with the new "
             "values, or none to start anew."
         )
+
+
+def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) -> list[str]:
+    """What makes a checkpoint's run another one than this: its stage, or else its config."""
+    manifest = files.read_manifest(folder)
+    if manifest["stage"] != type(config).__name__:
+        return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
+    return [] if any_config else changed_fields(manifest["config"], config)
+
+
+def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
+
+    A field that was added since has its default in the saved one. One that was removed and was on,
+    as `dropout: 0.1`, cannot be given again.
+    """
+    fields = {f.name: f for f in dataclasses.fields(config)}
+    gone = [name for name, before in saved.items() if before and name not in fields]
+    differences = [f"{name} was {saved[name]!r} and is no flag any more" for name in gone]
+    for name, f in fields.items():
+        before, now = saved.get(name, f.metadata["default"]), getattr(config, name)
+        if not f.metadata["may_change"] and before != now:
+            differences.append(f"{name} was {before!r} and is {now!r}")
+    return differences

@@ -88,21 +88,18 @@ class Checkpointer:
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def keep(self, step: int) -> str:
-        """Save the state before the unfinished step `step`, if need be; how to go on. Collective.
+    def keep(self, step: int, folder: Path | None = None) -> str:
+        """Save the state before the unfinished step `step`; how to go on from it. Collective.
+
+        Nothing is done if it is a checkpoint already, but for a folder of its own.
 
         Raises:
             UserError: the disk refuses.
         """
-        if self._saved_step != step:
-            self._save(step)
+        if folder or self._saved_step != step:
+            self._save(step, folder)
         self.wait()
         return self.how_to_go_on(step)
-
-    def keep_aside(self, step: int, folder: Path) -> None:
-        """Save the state before the unfinished step `step` to a folder of its own. Collective."""
-        self._save(step, folder)
-        self.wait()
 
     def _save(self, step: int, folder: Path | None = None) -> None:
         self.wait()

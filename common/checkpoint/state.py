@@ -42,7 +42,7 @@ def restore_state(
         UserError: the checkpoint has a reference and there is none here, or the reverse; or it has
             other adapters, or does not fit the model.
     """
-    manifest = files.shared_manifest(folder)
+    manifest = files.read_manifest(folder)
     if manifest["has_reference"] != (reference is not None):
         has = "no updated" if reference is not None else "an updated"
         raise UserError(
@@ -112,19 +112,16 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     if is_new:  # what torch filled in for us has counted a step
         for values in optimizer.state.values():
             values["step"].zero_()
-    frozen = {n for n, p in every_name(model).items() if not p.requires_grad}
+    every = model.named_parameters(remove_duplicate=False)
+    frozen = {name for name, parameter in every if not parameter.requires_grad}
     trained = {n: value for n, value in once_each(model, model_state).items() if n not in frozen}
     return {"model": trained, "optimizer": optimizer_state["state"]}
 
 
-def every_name(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module, a tied one by both of its names."""
-    return dict(module.named_parameters(remove_duplicate=False))
-
-
 def once_each(module: nn.Module, state: State) -> State:
     """A module's state with a tied parameter under the first of its names only."""
-    second_names = every_name(module).keys() - dict(module.named_parameters()).keys()
+    every = (name for name, _ in module.named_parameters(remove_duplicate=False))
+    second_names = set(every) - {name for name, _ in module.named_parameters()}
     return {name: value for name, value in state.items() if name not in second_names}
 
 

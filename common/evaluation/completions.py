@@ -256,8 +256,8 @@ def overlaps(text: str, prompt: str, reference: str) -> dict[str, Any]:
     found = {f"copied_{n}": copied_share(text, prompt, n) for n in (2, 3, 4)}
     found["repeated_3"] = repeated_share(text, 3)
     if reference.strip():
-        found |= {f"rouge_{n}": rouge_n(text, reference, n).f1 for n in (1, 2)}
-        found["rouge_l"] = rouge_l(text, reference).f1
+        found |= {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}
+        found["rouge_l"] = rouge_l(text, reference)
     return found
 
 

@@ -160,7 +160,7 @@ def baselines(
     lengths = data.lengths(examples)[:, 1:].double().numpy()
     posts = [split_prompt(example.prompt)[1] for example in examples]
     overlaps = [
-        [overlap.rouge_l(text, post).f1 for text in pair]
+        [overlap.rouge_l(text, post) for text in pair]
         for post, pair in zip(posts, texts, strict=True)
     ]
     rows = torch.tensor([[example.row] for example in examples])  # (N, 1)

@@ -97,13 +97,13 @@ class RewardModelFunction(ModelFunction):
         are tokenised anew. Of messages the reward is read at the end of the template's turn; a text
         that stopped gets this model's eos.
         """
-        from common.text.chat import turn_end
+        from common.text.chat import TurnEnd
 
         chat = next((prompt for prompt in prompts if not isinstance(prompt, str)), None)
         if self.reads_ids(is_chat=chat is not None):
             prompt_ids, ids = columns["prompt_ids"], [list(row) for row in completion_ids]
             if chat is not None:
-                end = turn_end(chat, self.policy_tokenizer)
+                end = TurnEnd(chat, self.policy_tokenizer)
                 rows = zip(prompts, ids, columns["has_stop"], strict=True)
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
@@ -116,12 +116,12 @@ class RewardModelFunction(ModelFunction):
 
     def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
         """Raise a UserError if this model cannot read such messages with an answer to its end."""
-        from common.text.chat import render, turn_end
+        from common.text.chat import TurnEnd, render
 
         if not self.reads_ids(is_chat=True):
             render({"prompt": messages}, [], self.tokenizer)
             return
-        end = len(turn_end(messages, self.policy_tokenizer).ids)
+        end = len(TurnEnd(messages, self.policy_tokenizer).ids)
         prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
         if self.limit is not None and prompt + answer + end > self.limit:
             raise UserError(

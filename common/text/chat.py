@@ -1,7 +1,6 @@
 """Rows of messages as rows of text, by the chat template of the tokenizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,17 +71,20 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any)
         ) from None
 
 
-@dataclass
 class TurnEnd:
-    """What a chat template writes behind an answer.
+    """What a chat template writes behind an answer: its text and ids.
 
     At its last token the reward of a conversation is trained and read, as in TRL: ChatML writes a
     line break behind its `<|im_end|>`. A policy's turn ends at the stop token, its last action.
     """
 
-    text: str
-    ids: list[int]
-    tokenizer: Any
+    def __init__(self, messages: Sequence[dict[str, Any]], tokenizer: Any) -> None:
+        """Find the end of the turn that answers the messages."""
+        answer = {"role": "assistant", "content": "An answer."}  # no text of a template
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # it is begun
+        self.text = rendered(tokenizer, [*asked, answer]).rpartition(answer["content"])[2]
+        self.ids = encode([self.text], tokenizer)[0]
+        self.tokenizer = tokenizer
 
     def closed(self, ids: Sequence[int], has_stop: bool) -> list[int]:
         """The completion with the whole end of its turn, once, also if it did not stop.
@@ -100,14 +102,6 @@ class TurnEnd:
         return written if text.endswith(self.text) else [*written, *self.ids]
 
 
-def turn_end(messages: Sequence[dict[str, Any]], tokenizer: Any) -> TurnEnd:
-    """The end of the turn that answers the messages, by the tokenizer's template."""
-    answer = {"role": "assistant", "content": "An answer."}  # no text of a template
-    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # it is begun
-    text = rendered(tokenizer, [*asked, answer]).rpartition(answer["content"])[2]
-    return TurnEnd(text, encode([text], tokenizer)[0], tokenizer)
-
-
 def as_answers(
     texts: Sequence[str], prompts: Sequence[Sequence[dict[str, Any]]], tokenizer: Any
 ) -> list[Any]:
@@ -122,7 +116,7 @@ def as_answers(
         tokenizer: Of the policy.
     """
     conversation = next((messages for messages in prompts if messages), None)
-    end = turn_end(conversation, tokenizer).text if conversation else ""
+    end = TurnEnd(conversation, tokenizer).text if conversation else ""
     return [
         [{"role": "assistant", "content": text.removesuffix(end)}] if messages else text
         for text, messages in zip(texts, prompts, strict=True)

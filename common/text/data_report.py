@@ -53,10 +53,12 @@ class DataReport:
                 f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
                 "max_prompt_length leaves no room"
             )
-        lines.append(f"  tokens at 50/90/99/100 %: prompt {slashed(self.prompt_lengths)}")
+        lengths = (self.prompt_lengths, self.completion_lengths)
+        prompt, completion = ("/".join(map(str, own)) for own in lengths)
+        lines.append(f"  tokens at 50/90/99/100 %: prompt {prompt}")
         if self.num_boundaries_checked:
             lines[-1] += (
-                f", completion {slashed(self.completion_lengths)}; {self.num_boundary_merges} of "
+                f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
         return "\n".join(lines)
@@ -71,8 +73,3 @@ class DataReport:
                 f"max_dropped_fraction is {max_dropped_fraction}; "
                 "clean the data or change the length limits or max_dropped_fraction."
             )
-
-
-def slashed(numbers: Sequence[int]) -> str:
-    """The numbers with slashes between them."""
-    return "/".join(map(str, numbers))

@@ -6,29 +6,20 @@ runs of a-z and 0-9; anything else separates. Another alphabet has no tokens, an
 
 import re
 from collections import Counter
-from typing import NamedTuple
 
 WORD = re.compile(r"[a-z0-9]+")
 
 
-class Rouge(NamedTuple):
-    """Shares in [0, 1]; all 0 where either text has no token."""
-
-    precision: float  # of the candidate that is in the reference
-    recall: float  # of the reference that is in the candidate
-    f1: float  # their harmonic mean
-
-
-def rouge_n(candidate: str, reference: str, n: int = 1) -> Rouge:
-    """ROUGE-N: overlap of n-grams, each counted as often as both texts have it."""
+def rouge_n(candidate: str, reference: str, n: int = 1) -> float:
+    """F1 of ROUGE-N: overlap of n-grams, each counted as often as both texts have it."""
     counts, expected = ngrams(words(candidate), n), ngrams(words(reference), n)
-    return _rouge((counts & expected).total(), counts.total(), expected.total())
+    return _f1((counts & expected).total(), counts.total(), expected.total())
 
 
-def rouge_l(candidate: str, reference: str) -> Rouge:
-    """ROUGE-L: longest common subsequence of the words, each text taken as one sentence."""
+def rouge_l(candidate: str, reference: str) -> float:
+    """F1 of ROUGE-L: longest common subsequence of the words, each text taken as one sentence."""
     found, expected = words(candidate), words(reference)
-    return _rouge(common_subsequence(found, expected), len(found), len(expected))
+    return _f1(common_subsequence(found, expected), len(found), len(expected))
 
 
 def words(text: str) -> list[str]:
@@ -58,11 +49,12 @@ def ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 
-def _rouge(num_shared: int, num_candidate: int, num_reference: int) -> Rouge:
+def _f1(num_shared: int, num_candidate: int, num_reference: int) -> float:
+    """Harmonic mean of precision and recall, in [0, 1]; 0 where either text has no token."""
     if num_shared == 0:
-        return Rouge(0.0, 0.0, 0.0)
+        return 0.0
     precision, recall = num_shared / num_candidate, num_shared / num_reference
-    return Rouge(precision, recall, 2 * precision * recall / (precision + recall))
+    return 2 * precision * recall / (precision + recall)
 
 
 def repeated_share(text: str, n: int) -> float | None:

@@ -19,7 +19,7 @@ from common.rewards.models import RewardModelFunction
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
-from common.text.chat import render, turn_end
+from common.text.chat import TurnEnd, render
 from common.text.rows import load_rows
 
 TEMPLATE = (
@@ -248,7 +248,7 @@ def test_the_end_of_a_turn_is_found_in_any_template(chatml):
         tokenizer = copy.deepcopy(chatml)
         tokenizer.chat_template = template
         for messages in ([USER], [USER, BEGUN]):
-            found = turn_end(messages, tokenizer)
+            found = TurnEnd(messages, tokenizer)
             assert found.text == end
             assert found.ids == tokenizer(end, add_special_tokens=False)["input_ids"]
 
@@ -272,7 +272,7 @@ def test_the_end_of_a_turn_is_there_once(chatml, written, stop):
     ids = chatml(written, add_special_tokens=False)["input_ids"]
     stop_ids = chatml(stop, add_special_tokens=False)["input_ids"]
     assert len(stop_ids) == bool(stop)
-    closed = turn_end([USER], chatml).closed(ids + stop_ids, bool(stop))
+    closed = TurnEnd([USER], chatml).closed(ids + stop_ids, bool(stop))
     assert chatml.decode(closed) == written.partition("<|im_end|>")[0] + "<|im_end|>\n"
 
 
