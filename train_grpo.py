@@ -10,7 +10,7 @@ statistical rejection sampling keeps `num_generations` of them, their advantages
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
 Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
 `common/losses.py` and `common/advantages.py`. A prompt goes one way: `rollouts` samples, rewards
-and selects, `minibatches` packs, scores, compares and collates, then come the updates below;
+and selects, `minibatches` packs, compares and collates, then come the updates below;
 `monitor` only tells of it. All three are in `common/grpo`.
 
 How this differs from the paper:
@@ -121,11 +121,11 @@ def main(config: GRPOConfig) -> None:
         updates = minibatches.pack(kept, config, pad_id, step)
         # 3. Log-probabilities (N*G, C) under the reference, and the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):
-            scores = minibatches.score(policy, reference, updates, kept, config)
+            before = minibatches.before_updates(policy, reference, updates, kept, config)
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
-        advantages = minibatches.advantages(kept, scores.ref_logps, config)
+        advantages = minibatches.advantages(kept, before.ref_logps, config)
         # 5. Micro-batches of every update, with all of this in them
-        collated = minibatches.collate(kept, updates, scores, advantages, config)
+        collated = minibatches.collate(kept, updates, before, advantages, config)
         if config.self_check and step == 0 and collated:
             first, is_same = collated[0][0], paths[0] == paths[1]
             ref_logps = first.ref_logps if is_same else None

@@ -1,8 +1,8 @@
 """From kept completions to the micro-batches of a step's updates.
 
-`pack` says which completions share an update and a forward pass; `score` asks reference and policy
-about them, `advantages` compares them; `collate` puts all of it together, once. In between what is
-known of the completions stands by their place.
+`pack` says which completions share an update and a forward pass; `before_updates` asks reference
+and policy about them, `advantages` compares them; `collate` puts all of it together, once. In
+between what is known of the completions stands by their place.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Update(NamedTuple):
     denominators: Denominators
 
 
-class Scores(NamedTuple):
+class Before(NamedTuple):
     """What is said of the completions before the updates; log-probabilities by place, (N*G, C)."""
 
     ref_logps: Tensor | None  # None with beta 0
@@ -127,13 +127,13 @@ def pieces(kept: Kept, share: Tensor, config: GRPOConfig) -> list[data.Piece]:
 # ---- log-probabilities by place ------------------------------------------------------------------
 
 
-def score(
+def before_updates(
     policy: Policy,
     reference: "Policy | AdapterReference | None",
     updates: Sequence[Update],
     kept: Kept,
     config: GRPOConfig,
-) -> Scores:
+) -> Before:
     """What the reference and, before several updates, the policy say. Collective."""
     batches = [batch for update in updates for batch in update.batches]
     ref_logps = old_logps = None
@@ -148,7 +148,7 @@ def score(
     if config.num_updates > 1:
         logps = [policy(batch, temperature=config.temperature).token_logps for batch in batches]
         old_logps = by_place(kept, batches, logps)
-    return Scores(ref_logps, old_logps, ref_states)
+    return Before(ref_logps, old_logps, ref_states)
 
 
 def by_place(kept: Kept, batches: Sequence[AnyBatch], values: Sequence[Tensor]) -> Tensor:
@@ -225,10 +225,10 @@ def advantages_of_steps(kept: Kept, config: GRPOConfig) -> Tensor:
 
 
 def collate(
-    kept: Kept, updates: Sequence[Update], scores: Scores, advantages: Tensor, config: GRPOConfig
+    kept: Kept, updates: Sequence[Update], before: Before, advantages: Tensor, config: GRPOConfig
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every update, from what is known by place."""
-    device, ref_states = distributed.device(), iter(scores.ref_states)
+    device, ref_states = distributed.device(), iter(before.ref_states)
     of_completion = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
     sampled_logps = kept.rollouts.token_logps.to(device)
     of_prompt = (kept.lengths * kept.counts).sum(1, keepdim=True).expand_as(kept.counts)
@@ -246,8 +246,8 @@ def collate(
             denominators,
             advantages=own(of_completion),
             sampled_logps=own(sampled_logps),
-            old_logps=None if scores.old_logps is None else own(scores.old_logps),
-            ref_logps=None if scores.ref_logps is None else own(scores.ref_logps),
+            old_logps=None if before.old_logps is None else own(before.old_logps),
+            ref_logps=None if before.ref_logps is None else own(before.ref_logps),
             ref_states=next(ref_states, None),
         )
 

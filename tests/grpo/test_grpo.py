@@ -28,7 +28,7 @@ from common.checkpoint.state import restore_state
 from common.errors import UserError
 from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
-from common.grpo.minibatches import MicroBatch, Scores
+from common.grpo.minibatches import Before, MicroBatch
 from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import lora
@@ -91,7 +91,7 @@ def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.advantages(kept, None, config)
     updates = minibatches.pack(kept, config, PAD, 0)
-    return minibatches.collate(kept, updates, Scores(None, None, []), advantages, config)
+    return minibatches.collate(kept, updates, Before(None, None, []), advantages, config)
 
 
 def keep(groups: Groups, config: GRPOConfig, step: int = 0) -> Kept:
