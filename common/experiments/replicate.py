@@ -138,13 +138,8 @@ def main(config: ReplicateConfig) -> None:
         "cost": spent,
         "published": [asdict(row) for row in published],
         "ours": [
-            {
-                "system": system,
-                "metric": metric,
-                "by_seed": by_seed,
-                **summary(metric, by_seed.values()),
-            }
-            for (system, metric), by_seed in found.items()
+            {"system": system, "metric": metric, "by_seed": own, **summary(metric, own.values())}
+            for (system, metric), own in found.items()
         ],
     }
     title, file = f"Replication of {config.recipe}", Path(config.output_dir) / "replication.json"
@@ -310,14 +305,13 @@ def read_published(file: Path) -> list[Published]:
 def comparison(published: Sequence[Published], found: Measured) -> Table:
     """Published values, the origin's and ours, a row for each system and metric."""
     headers = ["system", "metric", "published", "origin", "ours", "95% interval", "n"]
-    sources = source_numbers(published)
-    rows = []
+    sources, rows = list(dict.fromkeys(row.source for row in published)), []
     for key in dict.fromkeys([*((row.system, row.metric) for row in published), *found]):
         outcome, cells = about(key[1]), ["", "", ""]
         reported: dict[bool, list[str]] = {False: [], True: []}  # by whether it is the origin's
         for row in published:
             if (row.system, row.metric) == key and row.value is not None:
-                text = f"{outcome.scale * float(row.value):.4g} ({sources[row.source]})"
+                text = f"{outcome.scale * float(row.value):.4g} ({1 + sources.index(row.source)})"
                 reported[row.origin].append(text)
         if key in found:
             mean = over_seeds(found[key].values())
@@ -326,15 +320,10 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
     return Table(headers, rows, "Numbers in brackets are those of the sources below.")
 
 
-def source_numbers(published: Sequence[Published]) -> dict[str, int]:
-    """Every source with its number."""
-    return {s: i for i, s in enumerate(dict.fromkeys(row.source for row in published), start=1)}
-
-
 def source_lines(published: Sequence[Published]) -> list[str]:
     """The sources as a list, each with the notes on its values."""
     lines = []
-    for source, number in source_numbers(published).items():
+    for number, source in enumerate(dict.fromkeys(row.source for row in published), start=1):
         notes = dict.fromkeys(row.note for row in published if row.source == source and row.note)
         lines.append(f"- ({number}) {source}{': ' if notes else ''}{' '.join(notes)}")
     return lines

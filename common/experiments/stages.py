@@ -71,7 +71,6 @@ def run(stage: Stage, num_processes: int = 1) -> None:
     stage.output_dir.mkdir(parents=True, exist_ok=True)
     (stage.output_dir / MARK).unlink(missing_ok=True)
     print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
-    result_before = written_at(stage)
     words = command(stage, num_processes)
     is_training = Path(stage.script).name.startswith("train_")  # which keeps checkpoints
     if is_training and read_mark(stage.output_dir, BEGUN) != made_by:
@@ -84,7 +83,9 @@ def run(stage: Stage, num_processes: int = 1) -> None:
         raise UserError(f"{name}: {refusals[0].removeprefix('error: ')}")
     if status != 0:
         raise StageFailed("\n".join([f"{name} ended with status {status}:", *last_lines]))
-    if written_at(stage) == result_before:  # a signal stops a run with status 0
+    result = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
+    begun = (stage.output_dir / BEGUN).stat().st_mtime_ns
+    if not result.is_file() or result.stat().st_mtime_ns < begun:  # a signal: with status 0
         raise StageFailed(f"{name} was stopped; the same command goes on with it.")
     write_mark(stage.output_dir, made_by)
 
@@ -140,12 +141,6 @@ def show(words: list[str], log: Path) -> tuple[int, list[str]]:
             child.wait()
             raise
     return child.wait(), list(last_lines)
-
-
-def written_at(stage: Stage) -> int | None:
-    """When what a stage script writes last was written, in ns; None where it is not there."""
-    file = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
-    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 # ---- what made a run -----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from common.experiments.overoptimization import __main__ as overoptimization
 from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.experiments.overoptimization.frontier import SeedPoints, summarise
 from common.experiments.overoptimization.measuring import Measured, Measurer
-from common.experiments.overoptimization.runs import proxy_pairs, write_optimised
+from common.experiments.overoptimization.runs import choose, write_optimised
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, read_jsonl
@@ -168,15 +168,16 @@ def test_rows_are_the_best_of_the_first_n_and_neighbours_with_the_proxys_label(t
     assert pairs == [(" text 1", " text 0"), (" text 3", " text 2"), (" text 6", " text 7")]
 
 
-def test_seeds_learn_from_other_pairs(folder):
-    first, second = (proxy_pairs(settings(num_proxy_pairs=6, seed=seed)) for seed in (0, 1))
-    known = [row["prompt"] for row in read_jsonl(folder / "rows" / "train.jsonl")]
-    assert all(row["prompt"] in known for row in [*first, *second])
-    assert len({row["prompt"] for row in first}) == 6
-    assert first != second
-    assert 0 < len([row for row in first if row in second]) < 6
+def test_seeds_learn_from_other_pairs():
+    first, second = (
+        choose(range(12), settings(num_proxy_pairs=6, seed=seed), "num_proxy_pairs")
+        for seed in (0, 1)
+    )
+    assert len(set(first)) == 6
+    assert set(first) <= set(range(12))
+    assert 0 < len(set(first) & set(second)) < 6
     with pytest.raises(UserError, match="--num_proxy_pairs is 13; .* has 12 rows"):
-        proxy_pairs(settings(num_proxy_pairs=13))
+        choose(range(12), settings(num_proxy_pairs=13), "num_proxy_pairs")
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -296,6 +297,10 @@ def test_the_chain_runs_on_local_rows_with_a_reward_model_as_gold(folder, monkey
         num_samples=2,
     )
     overoptimization.main(config)
+    known = read_jsonl(folder / "rows" / "train.jsonl")
+    pairs = [read_jsonl(folder / f"out/seed_{seed}/proxy_pairs.jsonl") for seed in (3, 4)]
+    assert all(len(own) == 6 and all(row in known for row in own) for own in pairs)
+    assert pairs[0] != pairs[1]
     names = ["proxy", "rejection_2", "dpo_0.1", "grpo"]
     assert started == [f"out/seed_{seed}/{name}" for seed in (3, 4) for name in names]
     results = json.loads((folder / "out" / "results.json").read_text())

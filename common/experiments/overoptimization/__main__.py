@@ -21,11 +21,9 @@ How this differs from the paper:
     python -m common.experiments.overoptimization \
         --config assets/recipes/overoptimization/demo.yaml --gold my/large/reward/model
 
-The gold judge is a built-in, `file.py:function` or a reward model's folder; the data is any with
-prompts and pairs. Stages are runs of their own (`num_processes` of them share each), what they
-leave is measured in this process, and neither is done twice. On the demo's data three seeds take
-about half an hour of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to
-output_dir.
+The data is any with prompts and pairs. Stages are runs of their own, what they leave is measured
+in this process, and neither is done twice. On the demo's data three seeds take about half an hour
+of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
 import json

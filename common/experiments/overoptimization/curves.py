@@ -30,21 +30,16 @@ Values = NDArray[np.float64]
 
 
 def best_of_n(proxy: ArrayLike, values: ArrayLike, sizes: Sequence[int]) -> Values:
-    """The expected value of the completion that the proxy likes best among n.
+    """The expected value of the completion that the proxy likes best among n, (S, P) for S sizes n.
+
+    `proxy` (P, N) chooses among N samples of P prompts, `values` (P, N) is what is wanted of the
+    chosen one: the proxy itself, or a gold reward.
 
     The mean over all subsets of n of the N samples (Nakano et al. 2021, appendix I; Gao et al.
     2022, section 2): with the samples in ascending order of the proxy, the i-th of them, counted
     from 1, is the best of C(i - 1, n - 1) of the C(N, n) subsets. It is unbiased for every n up to
     N, and varies less than n samples drawn for the purpose. Of equal proxy rewards each is taken as
     often as the others.
-
-    Args:
-        proxy: (P, N) rewards that choose.
-        values: (P, N) what is wanted of the chosen one; the proxy itself, or a gold reward.
-        sizes: of the groups, each from 1 to N.
-
-    Returns:
-        (S, P) for each size the estimate of each prompt.
     """
     proxy, values = np.asarray(proxy, np.float64), np.asarray(values, np.float64)
     assert proxy.shape == values.shape, f"{proxy.shape} of the proxy, {values.shape} values"
@@ -107,13 +102,7 @@ def design(form: str, distances: Values) -> Values:
 
 
 def fit(form: str, distances: Values, gains: Values) -> Fit:
-    """Least squares over all points.
-
-    Args:
-        form: `bon` or `rl`.
-        distances: any shape, sqrt(nats), at least two of them different.
-        gains: the same shape, gold reward over that of the reference.
-    """
+    """Least squares of gains over the reference at distances, sqrt(nats), both of any shape."""
     matrix = design(form, distances).reshape(-1, 2)
     solution = np.linalg.lstsq(matrix, gains.ravel(), rcond=None)[0]
     rmse = float(np.sqrt(np.mean((matrix @ solution - gains.ravel()) ** 2)))
@@ -132,14 +121,9 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, dict[str, f
     all were measured on the same ones, so a hard prompt is hard for every seed. With few seeds the
     intervals say little about the next seed: of three, one resample in nine is one seed only.
 
-    Args:
-        form: `bon` or `rl`.
-        kl: (S, K, P) nats, of S seeds with K points each, prompt by prompt.
-        gains: (S, K, P) gold reward over that of the reference on the same prompt.
-
-    Returns:
-        alpha, beta, peak (a distance, infinite where the curve does not turn) and rmse, each as
-        value, low, high.
+    Of S seeds with K points each `kl` (S, K, P) has nats, prompt by prompt, and `gains` (S, K, P)
+    gold reward over that of the reference. Found are alpha, beta, peak (infinite where a curve does
+    not turn) and rmse, each as value, low, high.
     """
     whole = fit(form, distance(kl.mean(-1)), gains.mean(-1))
     generator = np.random.default_rng(BOOTSTRAP_SEED)
@@ -159,16 +143,10 @@ def fit_intervals(form: str, kl: Values, gains: Values) -> dict[str, dict[str, f
 
 
 def drop(gains: Values) -> tuple[int, Values]:
-    """Where the mean gain is largest, and by how much the last point is below it on other prompts.
+    """At which of K points the mean of gains (K, P) is largest, and last - largest, (P // 2,).
 
     The largest of several means is too large by chance, so the point is looked for on every other
-    prompt, and the drop measured on those between.
-
-    Args:
-        gains: (K, P) of K points, the one that optimises most last.
-
-    Returns:
-        Index of the point, and (P // 2,) differences last - largest of the prompts 1, 3, 5, ...
+    prompt, and the drop measured on those between: 1, 3, 5, ...
     """
     peak = int(gains[:, ::2].mean(-1).argmax())
     return peak, (gains[-1] - gains[peak])[1::2]

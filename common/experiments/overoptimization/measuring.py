@@ -52,12 +52,9 @@ class Measurer:
     """The judges, and the policy that all others are compared with. In a process group of one."""
 
     def __init__(self, config: OveroptimizationConfig, proxy: str) -> None:
-        """Load judges and reference.
+        """Load the judges, of which `proxy` is a reward model's folder, and the reference.
 
-        Args:
-            config: its `model_name_or_path` is the policy at distance 0, its `seed` that of the
-                sampling noise.
-            proxy: folder of a reward model.
+        The `model_name_or_path` of the config is that policy, its `seed` of the sampling noise.
         """
         self.config = config
         self.tokenizer = models.load_tokenizer(config.tokenizer_path, config)

@@ -29,7 +29,6 @@ from common.pairs.from_rollouts import (
 )
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.forms import Row
 from common.text.rows import load_rows
 
 Item = TypeVar("Item")
@@ -65,20 +64,20 @@ class Chain:
         self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
         self.config.model_name_or_path = str(self.sft)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            self.folder / "proxy_pairs.jsonl", map(json_line, proxy_pairs(self.config))
+        pairs = load_rows(
+            config.dataset_name,
+            config.dataset_train_split,
+            kind="preference",
+            dataset_config=config.dataset_config or None,
         )
+        own = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
+        write_atomically(self.folder / "proxy_pairs.jsonl", own)
         self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
 
     def make(self, stage: str, name: str, recipe: str, rows: str | Path = "", **flags: Any) -> Path:
-        """Make a run, unless it is there; returns the folder of its model.
+        """Make a run of a stage, unless it is there; returns the folder of its model.
 
-        Args:
-            stage: As `sft`, of whose script it is a run.
-            name: Of its folder.
-            recipe: Its file.
-            rows: A file in the seed's folder; it starts from the SFT policy and learns from this.
-            flags: Over the recipe.
+        With `rows`, a file in the seed's folder, it starts from the SFT policy and learns from it.
         """
         flags["seed"] = self.config.seed
         if rows:
@@ -176,37 +175,17 @@ def choose(rows: Sequence[Item], config: OveroptimizationConfig, what: str) -> l
     return [rows[i] for i in permutation(len(rows), derive_seed(config.seed, what), 0)[:wanted]]
 
 
-def proxy_pairs(config: OveroptimizationConfig) -> list[Row]:
-    """The pairs that a seed's proxy learns from.
-
-    Raises:
-        UserError: the data set cannot be read or has too few.
-    """
-    names = (config.dataset_name, config.dataset_train_split)
-    about = config.dataset_config or None
-    pairs = load_rows(*names, kind="preference", dataset_config=about)
-    return choose(pairs, config, "num_proxy_pairs")
-
-
 def write_optimised(
     folder: Path,
-    examples: Sequence[Example],
-    rollouts: Rollouts,
-    texts: Sequence[str],
-    rewards: Tensor,
+    examples: Sequence[Example],  # N prompts
+    rollouts: Rollouts,  # K completions of each, K even
+    texts: Sequence[str],  # the same as N*K texts
+    rewards: Tensor,  # (N, K) of the proxy
     sizes: Sequence[int],
 ) -> None:
-    """Write for each n the best of the first n completions of every prompt, and labelled pairs.
+    """Write for each size n the best of the first n completions of every prompt, and pairs.
 
-    A pair is two neighbours, independent draws of the policy.
-
-    Args:
-        folder: gets `best_of_{n}.jsonl` and `pairs.jsonl`.
-        examples: N prompts.
-        rollouts: K completions of each, K even.
-        texts: the same as N*K texts.
-        rewards: (N, K) of the proxy.
-        sizes: the n.
+    A pair is two neighbours, independent draws of the policy, labelled by the proxy.
     """
     num_candidates = rewards.shape[1]
     neighbours = torch.arange(num_candidates).view(-1, 2).expand(len(examples), -1, -1)
