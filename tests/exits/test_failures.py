@@ -20,6 +20,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -383,8 +384,10 @@ def test_a_full_disk_is_seen_below_other_exceptions(
 ) -> None:
     file = tmp_path / "metrics.jsonl"
     file.symlink_to("/dev/full")  # a device on which every write finds the disk full
-    with pytest.raises(OSError, match="No space left") as raised, file.open("w") as opened:
-        RunLogger._append(opened, {"step": 1})
+    opened = file.open("w")
+    logger: Any = SimpleNamespace(_files={file.name: opened}, output_dir=tmp_path)
+    with pytest.raises(OSError, match="No space left") as raised, opened:
+        RunLogger._append(logger, file.name, {"step": 1})
     assert failures.disk_full(raised.value) == f"no space left on device while writing {file}"
     wrapped = CheckpointException("saving", {0: (raised.value, None)})
     assert failures.disk_full(wrapped) == f"no space left on device while writing {file}"
