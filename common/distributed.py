@@ -162,11 +162,6 @@ def quieten() -> None:
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
 
 
-def launched_ranks() -> int:
-    """Number of processes that torchrun says there are, 1 without it; also before `start`."""
-    return number_in("WORLD_SIZE", 1) if "RANK" in os.environ else 1
-
-
 def number_in(variable: str, default: int = 0) -> int:
     """An environment variable's number; the default where it has none, which `start` refuses."""
     text = os.environ.get(variable, "")
@@ -179,8 +174,10 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes, 1 before `start`."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Number of processes, also before `start`."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return number_in("WORLD_SIZE", 1) if "RANK" in os.environ else 1
 
 
 def is_rank0() -> bool:

@@ -52,13 +52,13 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
     limit = one * math.sqrt(5)
     padded = scores(model, padded_batch(*pairs, 0))  # (4,)
     if config.self_check:
-        gap = largest(padded - scores(model, padded_batch(*pairs, 0)))
+        gap = float((padded - scores(model, padded_batch(*pairs, 0))).abs().max())
         noise = f"a batch scored twice differs by {gap:.3g}: {name} adds noise"
         refuse_unless(gap <= limit, noise, UserError)
         short = ([ids[:5], ids[4:9]], [[ids[5:8]], [ids[1:4]]])  # of the same length
         long = ([*short[0], ids], [*short[1], [ids[:5]]])
         alone, beside = (scores(model, padded_batch(*rows, 0)) for rows in (short, long))
-        gap = largest(alone - beside[:2])
+        gap = float((alone - beside[:2]).abs().max())
         refuse_unless(
             gap <= one * (1 if is_reward_model else math.sqrt(3)),
             f"padding changes the score of a sequence by {gap:.3g}: {name} ignores position_ids or "
@@ -66,7 +66,7 @@ def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool =
             UserError,
         )
     if is_shared:
-        gap = largest(padded - scores(model, shared_prefix_batch(*pairs, 0)))
+        gap = float((padded - scores(model, shared_prefix_batch(*pairs, 0))).abs().max())
         if not gap <= limit:
             raise UserError(
                 f"a prompt computed once for several completions changes the scores of {name} by "
@@ -83,11 +83,6 @@ def scores(model: nn.Module, batch: AnyBatch) -> Tensor:
         result = sequence_scores(model, batch.to(distributed.device()))
     fsdp.reshard(model)
     return result
-
-
-def largest(difference: Tensor) -> float:
-    """The largest absolute value; NaN if there is one."""
-    return float(difference.abs().max())
 
 
 def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> None:

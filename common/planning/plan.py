@@ -126,5 +126,5 @@ def gigabytes(number: float) -> str:
 
 def dry_run(config: TrainConfig) -> None:
     """Print the plan for the numbers of ranks that are asked for, else for those launched."""
-    all_ranks = config.dry_run_ranks or [distributed.launched_ranks()]
+    all_ranks = config.dry_run_ranks or [distributed.world_size()]
     print(page(make_run(config), all_ranks), flush=True)
