@@ -93,6 +93,7 @@ def step_advantages(
         (B, C) float32.
     """
     num_rows, num_columns = completion_mask.shape
+    assert len(step_rewards) == num_rows, "one list of steps per completion"
     assert num_rows % num_generations == 0, "prompts come with all their completions"
     at_end = torch.zeros((num_rows, num_columns), dtype=torch.float64)
     by_row = list(zip(step_ends, step_rewards, strict=True))
