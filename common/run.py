@@ -52,7 +52,7 @@ class Run:
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
         self.step = self.saver.load(resume_from)  # that is being made, counted from 0
-        self.logger = RunLogger(config, config.stage, self.total_steps, self.step)
+        self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None
         if config.profile and self.step < self.total_steps and distributed.is_rank0():
             from common.record.profile import start_profiler

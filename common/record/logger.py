@@ -30,7 +30,6 @@ class RunLogger:
 
     Args:
         config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
-        description: of the stage in the bar: "SFT".
         total_steps: optimiser steps of the whole run.
         start_step: the step resumed from; what was logged after it is dropped.
 
@@ -38,17 +37,14 @@ class RunLogger:
         UserError: the run was resumed beyond its end.
     """
 
-    def __init__(
-        self, config: TrainConfig, description: str, total_steps: int, start_step: int = 0
-    ) -> None:
+    def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
         """Open the files, the bar and, if asked for, wandb."""
         if start_step > total_steps:
             raise UserError(
                 f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
                 "raise --max_steps or --num_train_epochs."
             )
-        self.description = description
-        self.total_steps = total_steps
+        self.stage, self.total_steps = config.stage, total_steps
         self._active = is_rank0()
         self._started = self._mark = time.monotonic()
         self._step_seconds = 0.0  # spent in steps since the last `log_training`
@@ -67,7 +63,7 @@ class RunLogger:
             for name in (folder.METRICS, folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
-        self._bar = progress_bar(description, total_steps, start_step)
+        self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
         """Reduce and record what was added since the last call, with time and memory. Collective.
@@ -103,7 +99,7 @@ class RunLogger:
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)
-        self._write(f"{self.description} step {step}/{self.total_steps}: {', '.join(shown)}")
+        self._write(f"{self.stage} step {step}/{self.total_steps}: {', '.join(shown)}")
         self._mark = time.monotonic()
 
     def status(self, text: str) -> None:
@@ -112,7 +108,7 @@ class RunLogger:
         Cheap enough for every token: the bar is redrawn at its own pace.
         """
         if self._active:
-            show_status(self._bar, f"{self.description}: {text}" if text else self.description)
+            show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
 
     def update(self, step: int) -> None:
         """End a step: move the bar, and count the time since the last call as the step's.
@@ -138,7 +134,7 @@ class RunLogger:
         self._append(folder.SAMPLES, *({"step": step, **row} for row in rows))
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
         width = shutil.get_terminal_size((120, 24)).columns
-        title = f"{self.description} samples at step {step}/{self.total_steps}"
+        title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
         data = [[row.get(column) for column in table[0]] for row in table]
         self._tracker.log_table("samples", list(table[0]), data, step=step)

@@ -213,7 +213,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.5)}
     with pytest.raises(UserError, match=f"at step {SAVED} and the run has {SAVED - 1} steps"):
-        RunLogger(config, "SFT", SAVED - 1, SAVED)
+        RunLogger(config, SAVED - 1, SAVED)
 
 
 def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from ranks import launch
 
 from common import distributed
+from common.config import SFTConfig
 from common.record import logger as run_logger
 from common.record import metrics
 from common.record.glossary import CONSOLE, METRICS, POSTFIX
@@ -27,11 +27,9 @@ from common.record.terminal import format_number, markdown_table, wrapped_table
 pytestmark = pytest.mark.usefixtures("process_group")
 
 
-def logger(
-    output_dir: Path, description: str = "SFT", start_step: int = 0, **fields: Any
-) -> RunLogger:
-    config = tiny.train_config(output_dir=str(output_dir), **fields)
-    return RunLogger(config, description, 100, start_step)
+def logger(output_dir: Path, start_step: int = 0, **fields: Any) -> RunLogger:
+    config = SFTConfig(output_dir=str(output_dir), model_name_or_path="unused", **fields)
+    return RunLogger(config, 100, start_step)
 
 
 # --- accumulator ---
@@ -280,7 +278,7 @@ def test_a_console_line_says_what_was_logged_and_which_tokens_are_counted(
 def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = logger(tmp_path, description="GRPO")
+    run = logger(tmp_path)
     run._bar.delay = 0.0  # as after half a minute
     for step in range(1, 101):
         for token in range(20):
@@ -291,7 +289,7 @@ def test_off_a_terminal_the_bar_writes_a_few_whole_lines(
     captured = capsys.readouterr()
     assert "\r" not in captured.err + captured.out
     assert len(captured.err.splitlines()) <= 4
-    assert captured.err.splitlines()[-1].startswith("GRPO: sampling 19/20 tokens: 100%")
+    assert captured.err.splitlines()[-1].startswith("SFT: sampling 19/20 tokens: 100%")
     assert len(captured.out.splitlines()) == 100
 
 
@@ -299,7 +297,7 @@ def test_on_a_terminal_the_bar_says_what_happens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    run = logger(tmp_path, description="GRPO", start_step=40)
+    run = logger(tmp_path, start_step=40)
     run._bar.mininterval = 0.0
     run.status("sampling 34/56 tokens")
     run.log(41, {"loss": 0.5})
@@ -307,7 +305,7 @@ def test_on_a_terminal_the_bar_says_what_happens(
     run.status("")
     run.close()
     drawn = capsys.readouterr().err
-    assert re.search(r"\rGRPO: sampling 34/56 tokens: +40%", drawn)
+    assert re.search(r"\rSFT: sampling 34/56 tokens: +40%", drawn)
     assert re.search(r"41/100 .*loss=0\.5", drawn)
 
 

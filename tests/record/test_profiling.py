@@ -76,7 +76,7 @@ def test_a_phase_inside_another_counts_in_both(clock: SimpleNamespace) -> None:
 def test_the_log_has_seconds_of_a_step(tmp_path: Path, clock: SimpleNamespace) -> None:
     """The logger knows the number of steps: a loop adds nothing to its calls."""
     sums = Accumulator("cpu")
-    run = RunLogger(config(tmp_path), "SFT", 9)
+    run = RunLogger(config(tmp_path), 9)
     for steps in (range(3), range(3, 5)):
         for step in steps:
             for _ in range(4):
