@@ -296,7 +296,11 @@ def read_published(file: Path) -> list[Published]:
         UserError: it is not as it should be.
     """
     rows = read_recipe(str(file), typed=True).get("published") if file.is_file() else None
-    return [entry(Published, row, f"{file}, published[{i}],") for i, row in enumerate(rows or ())]
+    found = [entry(Published, row, f"{file}, published[{i}],") for i, row in enumerate(rows or ())]
+    for row in found:
+        if not isinstance(row.value, int | float | None):
+            raise UserError(f"{file} has the value {row.value!r}; it must be a number, as 0.001.")
+    return found
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -311,7 +315,7 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
         reported: dict[bool, list[str]] = {False: [], True: []}  # by whether it is the origin's
         for row in published:
             if (row.system, row.metric) == key and row.value is not None:
-                text = f"{outcome.scale * float(row.value):.4g} ({1 + sources.index(row.source)})"
+                text = f"{outcome.scale * row.value:.4g} ({1 + sources.index(row.source)})"
                 reported[row.origin].append(text)
         if key in found:
             mean = over_seeds(found[key].values())

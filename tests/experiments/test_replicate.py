@@ -192,6 +192,9 @@ def test_published_values_have_sources(folder):
     file.write_text("published:\n  - {system: a, metric: b, worth: 1}\n")
     with pytest.raises(UserError, match="unknown key 'worth' .the keys are system, metric, source"):
         read_published(file)
+    file.write_text("published:\n  - {system: a, metric: b, source: c, value: most}\n")
+    with pytest.raises(UserError, match="has the value 'most'; it must be a number"):
+        read_published(file)
 
 
 def test_a_list_may_be_overridden(folder):
