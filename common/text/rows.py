@@ -32,7 +32,7 @@ ARGUMENTS = (
 )
 RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-MESSAGES = "a list of messages, each with the texts 'role' and 'content'"
+LIST = "list of messages, each with the texts 'role' and 'content'"
 
 
 def load_rows(
@@ -227,10 +227,13 @@ def _json_rows(stream: Any, source: str) -> Iterator[Row]:
             is_list = is_list is None and text.lstrip().startswith("[")
             found = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
         except (ValueError, RecursionError) as error:
-            fault, line_number = f"{gist(error)}; rows are JSON in UTF-8", number
+            fault, line_number = gist(error), number
             if isinstance(error, json.JSONDecodeError):
                 fault = f"it is not JSON, at column {error.colno}: {error.msg}"
                 line_number += error.lineno - 1
+            elif isinstance(error, UnicodeDecodeError):
+                byte = f"byte 0x{error.object[error.start]:02x}"
+                fault = f"{byte} is no text in UTF-8; save the file in that encoding"
             raise UserError(f"{source}, line {line_number}: {fault}.") from None
         for index, row in enumerate(found if is_list else [found], start=1):
             if not isinstance(row, dict):
@@ -296,13 +299,13 @@ def _column_fault(row: Row, column: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
         is_odd = "messages" in row and not is_messages(row["messages"])
-        odd = f", of which 'messages' is not {MESSAGES}" if is_odd else ""
+        odd = f", of which 'messages' is no {LIST}" if is_odd else ""
         return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}{odd}"
     value = row[column]
     if value == []:
         return "is an empty list of messages; a conversation needs one before the answer"
     if not isinstance(value, str) and not is_messages(value):
-        return f"holds {type(value).__name__}, it must be text or {MESSAGES}"
+        return f"holds {type(value).__name__}, it must be text or a {LIST}"
     text = value if isinstance(value, str) else "".join(message["content"] for message in value)
     try:
         text.encode()
