@@ -323,7 +323,8 @@ def aggregate(
     aggregation: str = "grpo",
     num_sequences: Tensor | float | None = None,
     num_tokens: Tensor | float | None = None,
-    num_prompts: Tensor | float = 1,
+    num_prompts: Tensor | float | None = None,
+    num_generations: int | None = None,
     max_length: int | None = None,
 ) -> Tensor:
     """Reduce a loss per token (B, C) to a scalar; 0 where nothing counts.
@@ -334,12 +335,17 @@ def aggregate(
     - `prompt`: mean over prompts of the token mean over the prompt's completions (DAPO eq. 8, read
       as one mean per prompt); `num_tokens` (B,) are those of all completions of the row's prompt.
 
-    Without denominators the batch is the whole step, of one prompt, and C the `max_length`.
+    Without denominators the batch is the whole step and C the `max_length`; its rows are those of
+    one prompt, or of prompts with `num_generations` each.
     """
     check_choice("aggregation", aggregation, AGGREGATIONS)
     lengths = completion_mask.sum(dim=1)  # (B,)
     num_sequences = len(lengths) if num_sequences is None else num_sequences
+    size = num_generations or len(lengths)  # rows of a prompt
+    if num_tokens is None and aggregation == "prompt":
+        num_tokens = lengths.view(-1, size).sum(1).repeat_interleave(size)  # (B,)
     num_tokens = lengths.sum() if num_tokens is None else num_tokens
+    num_prompts = len(lengths) / size if num_prompts is None else num_prompts
     max_length = completion_mask.shape[1] if max_length is None else max_length
     denominators: dict[str, tuple[Tensor | float, Tensor | float]] = {
         "grpo": (lengths, num_sequences),

@@ -590,6 +590,7 @@ AGGREGATED = [
         (10 / 4 + 20 / 6) / 2,
     ),
     ("prompt", {}, 30 / 10),
+    ("prompt", {"num_generations": 2}, (10 / 4 + 20 / 6) / 2),
     ("prompt", {"num_tokens": MASK.sum(1), "num_prompts": 4}, (2 + 4 + 6 + 2) / 4),
 ]
 
