@@ -4,7 +4,8 @@ A file is named after everything its content depends on: the data set, the setti
 the versions of the libraries and the code itself. What cannot be read is made again, what cannot be
 written is not kept: no run fails for its cache.
 
-The body of a file (`checked_file.py`) is an Arrow table. There is no pickle in it.
+The body of a file (`checked_file.py`) is the length of a header, the header as JSON, and flat
+arrays. There is no pickle in it. (An Arrow table is as short, but its library takes 35 MB a rank.)
 """
 
 import hashlib
@@ -12,12 +13,11 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version as package_version
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
-import pyarrow.compute  # type: ignore[import-untyped]
 
 from common.errors import gist
 from common.text import checked_file
@@ -33,26 +33,35 @@ class Stored(Sequence[Example]):
     """The examples of a file, each decoded when it is looked at, and the report on them."""
 
     def __init__(self, body: memoryview) -> None:
-        """Find the columns in the body of a file: texts as JSON, then each list of ids."""
-        table = pyarrow.ipc.open_file(pyarrow.py_buffer(body)).read_all()
-        self.report: dict[str, Any] = json.loads(table.schema.metadata[b"report"])
-        self.texts, *self.ids = table.columns
+        """Find the arrays in the body of a file."""
+        start = 8 + int.from_bytes(body[:8], "little")
+        header = json.loads(bytes(body[8:start]))
+        self.report: dict[str, Any] = header["report"]
+        arrays = []
+        for dtype, length in header["arrays"]:
+            arrays.append(np.frombuffer(body, dtype, length, start))
+            start += arrays[-1].nbytes
+        id_ends, self.text_ends, self.ids, self.texts = arrays
+        num_lists = (len(id_ends) - 1) // len(self)  # of ids in a row: the prompt, the completions
+        self.ends = np.lib.stride_tricks.sliding_window_view(id_ends, num_lists + 1)[::num_lists]
 
     @property
     def lengths(self) -> Any:
         """(rows, 1 + K) int64, tokens of prompt and completions, without decoding a row."""
-        return np.stack([pyarrow.compute.list_value_length(ids) for ids in self.ids], axis=1)
+        return np.diff(self.ends)
 
     def __len__(self) -> int:
         """Number of rows."""
-        return len(self.texts)
+        return len(self.text_ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
         """An example, or a list of some."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row, prompt, *rest = json.loads(self.texts[index].as_py())
-        prompt_ids, *completions = (ids[index].as_py() for ids in self.ids)
+        index = range(len(self))[index]
+        start, end = self.text_ends[index : index + 2]
+        row, prompt, *rest = json.loads(self.texts[start:end].tobytes())
+        prompt_ids, *completions = (self.ids[a:b].tolist() for a, b in pairwise(self.ends[index]))
         return Example(row, prompt, prompt_ids, completions, *rest)
 
 
@@ -92,21 +101,25 @@ def read(file: Path | None) -> Stored | None:
 def write(file: Path, rows: Sequence[Example], report: Mapping[str, Any]) -> None:
     """Keep at least one example, all with as many completions, and the report, as JSON values."""
     try:
-        texts = [json.dumps([r.row, r.prompt, r.columns, r.source, r.messages]) for r in rows]
+        texts = [
+            json.dumps([r.row, r.prompt, r.columns, r.source, r.messages]).encode() for r in rows
+        ]
     except TypeError as error:  # of a Parquet file's dates, for example
         print(f"warning: tokenised rows are not kept: {gist(error)}.", flush=True)
         return
-    table = pyarrow.table({"texts": pyarrow.array(texts, pyarrow.large_string())})
-    for number, lists in enumerate(
-        zip(*([r.prompt_ids, *r.completions] for r in rows), strict=True)
-    ):
-        ids = pyarrow.array(lists, pyarrow.large_list(pyarrow.int32()))
-        table = table.append_column(f"ids_{number}", ids)
-    table = table.replace_schema_metadata({"report": json.dumps(report)})
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    checked_file.keep(file, [sink.getvalue()], "tokenised rows", "token_cache_dir")
+    lists = [ids for row in rows for ids in (row.prompt_ids, *row.completions)]
+    id_ends, text_ends = (np.cumsum([0, *map(len, parts)]) for parts in (lists, texts))
+    arrays = [
+        id_ends,
+        text_ends,
+        np.fromiter(chain.from_iterable(lists), np.int32, count=int(id_ends[-1])),
+        np.frombuffer(b"".join(texts), np.uint8),
+    ]
+    header = {"report": report, "arrays": [[array.dtype.str, len(array)] for array in arrays]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the arrays are aligned
+    body = [len(text).to_bytes(8, "little"), text, *(array.data for array in arrays)]
+    checked_file.keep(file, body, "tokenised rows", "token_cache_dir")
 
 
 def _behaviour(tokenizer: Any, stop_id: int) -> list[Any] | None:

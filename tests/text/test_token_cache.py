@@ -389,8 +389,8 @@ def test_a_file_holds_no_pickle(load, tmp_path):
     load(PAIRS)
     (file,) = files(tmp_path)
     stored = token_cache.read(file)
-    assert str(stored.texts.type) == "large_string"
-    assert {str(ids.type) for ids in stored.ids} == {"large_list<item: int32>"}
+    arrays = (stored.ends, stored.text_ends, stored.ids, stored.texts)
+    assert all(array.dtype.kind in "iu" for array in arrays)
 
 
 def test_values_that_json_cannot_hold_are_not_kept_and_said_so(tmp_path, capsys):
