@@ -169,7 +169,7 @@ def main(config: EvaluateConfig) -> None:
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-        self_checks.loaded_model(policy, config)
+        self_checks.only_tokens_matter(policy, config)
         logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
         if path in config.policies:
             read = pair_scores.policy_scores(

@@ -85,7 +85,7 @@ def main(config: DPOConfig) -> None:
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.loaded_model(policy, config)
+    self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
         pair_logps = score.score_examples(policy, train_set[:1], config, pad_id, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each

@@ -9,9 +9,9 @@ One step is one rollout: every prompt gets `num_candidates` completions, the rew
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
 normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
 Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
-`common/losses.py` and `common/advantages.py`. A prompt goes one way: `rollouts` samples, rewards
-and selects, `minibatches` packs, compares and collates, then come the updates below;
-`monitor` only tells of it. All three are in `common/grpo`.
+`common/losses.py` and `common/advantages.py`. A prompt goes one way: the sampler completes it,
+`rollouts` rewards and selects, `minibatches` splits, compares and collates, then come the updates
+below; `monitor` only tells of it. All three are in `common/grpo`.
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -93,12 +93,12 @@ def main(config: GRPOConfig) -> None:
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.loaded_model(policy, config, is_projected=config.has_exact_kl)
+    self_checks.only_tokens_matter(policy, config, is_projected=config.has_exact_kl)
     # One that stays as it is is read again on resuming.
-    updated = reference if config.ref_update_steps > 0 else None
-    if updated is not None:
-        lora.require_same_shapes(updated, policy)
-    run = Run(policy, order, config, resume_from, updated)
+    moving_reference = reference if config.ref_update_steps > 0 else None
+    if moving_reference is not None:
+        lora.require_same_shapes(moving_reference, policy)
+    run = Run(policy, order, config, resume_from, moving_reference)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
 
@@ -118,7 +118,7 @@ def main(config: GRPOConfig) -> None:
         # 2. Select G of the K, say which of them count, and which share an update and a forward
         kept = rollouts.keep(groups, rollouts.select(groups, config, step), config)
         monitor.warn(kept, config, step, said)
-        updates = minibatches.pack(kept, config, pad_id, step)
+        updates = minibatches.split(kept, config, pad_id, step)
         # 3. Log-probabilities (N*G, C) under the reference, and the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):
             before = minibatches.before_updates(policy, reference, updates, kept, config)
@@ -130,7 +130,7 @@ def main(config: GRPOConfig) -> None:
             first, is_same = collated[0][0], paths[0] == paths[1]
             ref_logps = first.ref_logps if is_same else None
             drawn = (first.batch, first.sampled_logps, ref_logps)
-            self_checks.first_rollout(policy, *drawn, config, config.temperature)
+            self_checks.sampler_equals_trainer(policy, *drawn, config, config.temperature)
         # 6. Update
         weights: list[tuple[Tensor, Tensor]] = []  # of the sampler correction, with their masks
         with run.metrics.timed("update_seconds"):
@@ -140,9 +140,9 @@ def main(config: GRPOConfig) -> None:
                     loss = grpo_loss(policy, part, config, run.metrics, weights, is_new=is_new)
                     loss.backward()
                 batches = [part.batch for part in parts]
-                run.update(batches, (kept.rows(batch.places) for batch in batches))
-        if updated is not None and (step + 1) % config.ref_update_steps == 0:
-            lora.mix_into(updated, policy, config.ref_mixup_alpha)
+                run.update(batches, (kept.rows_at(batch.places) for batch in batches))
+        if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
+            lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         if config.sampler_correction != "none":
             run.metrics.add("sampler_weight_share", *monitor.effective_share(weights))
         monitor.add_metrics(run.metrics, kept, advantages, config, step)
@@ -167,7 +167,7 @@ def load_reference(
         return AdapterReference(policy)
     frozen = Policy(load.load_policy(paths[1], ref_config, config)).requires_grad_(False)
     reference = fsdp.shard(frozen, config, mesh)
-    self_checks.loaded_model(reference, config, is_projected=config.has_exact_kl)
+    self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)
     return reference
 
 

@@ -76,7 +76,7 @@ def main(config: RewardConfig) -> None:
     model = fsdp.shard(RewardModel(lm), config, mesh, float32_modules=[lm.score])
 
     # Self-checks, resume
-    self_checks.loaded_model(model, config)
+    self_checks.only_tokens_matter(model, config)
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
     run = Run(model, order, config, resume_from)
@@ -104,9 +104,8 @@ def main(config: RewardConfig) -> None:
             score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             run.metrics.add("chosen_longer", wins(*lengths.unbind(-1)).sum(), len(lengths))
-        batches = [part.batch for part in parts]
         rows = (data.row_numbers(train_set, part.batch.places // 2) for part in parts)
-        run.update(batches, rows)
+        run.update([part.batch for part in parts], rows)
         run.end_step(evaluate)
 
     def shift() -> float:

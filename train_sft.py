@@ -52,12 +52,12 @@ def main(config: SFTConfig) -> None:
     sampler = Sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
-    self_checks.loaded_model(policy, config)
+    self_checks.only_tokens_matter(policy, config)
     run = Run(policy, order, config, resume_from)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            eval_loss = score.sft_loss(policy, eval_set, config, pad_id)
+            eval_loss = score.mean_sft_loss(policy, eval_set, config, pad_id)
             run.logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:
@@ -72,8 +72,7 @@ def main(config: SFTConfig) -> None:
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             run.metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        rows = (data.row_numbers(train_set, batch.places) for batch in batches)
-        run.update(batches, rows)
+        run.update(batches, (data.row_numbers(train_set, batch.places) for batch in batches))
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation

@@ -19,7 +19,7 @@ from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
 from common.text.example import Example as Example
 
-MOST_FILLER = 10_000  # rows of a batch that is larger than its data set
+MOST_FILLER = 10_000  # rows that a batch may have, filler included, where the data set has fewer
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
@@ -53,35 +53,6 @@ def load_splits(
         load_examples(config, name, train, *rest, num_rows=config.num_train_rows),
         load_examples(config, name, test, *rest, num_rows=config.num_eval_rows),
     )
-
-
-def to_end_of_turn(
-    examples: Sequence[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
-) -> Sequence[Example]:
-    """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
-
-    Raises:
-        UserError: one is then longer than the model's positions.
-    """
-    from common.text import chat
-
-    first = next((example for example in examples if example.messages), None)
-    if first is None:
-        return examples
-    end = chat.TurnEnd(first.messages, tokenizer)
-    closed = [
-        replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
-        if e.messages
-        else e
-        for e in examples
-    ]
-    longest = max(len(e.prompt_ids) + len(c) for e in closed if e.messages for c in e.completions)
-    if limit is not None and longest > limit:
-        raise UserError(
-            f"a conversation with the end of its turn is {longest} tokens, and the model has "
-            f"{limit} positions; lower --max_completion_length by {longest - limit}."
-        )
-    return closed
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:
@@ -173,7 +144,7 @@ class Piece:
         prompt_ids: Never empty.
         completions: K lists of ids.
         places: Where the caller keeps what belongs to each, K numbers; empty in a filler.
-        weight: What it counts as in `micro_batch_size`.
+        weight: What it counts as in `micro_batch_size`: a row, or each of its completions.
     """
 
     prompt_ids: list[int]
@@ -299,3 +270,32 @@ def prompts(
     """
     real = torch.tensor([row is not None for row in rows])
     return [examples[row or 0] for row in rows], real
+
+
+def to_end_of_turn(
+    examples: Sequence[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
+) -> Sequence[Example]:
+    """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
+
+    Raises:
+        UserError: one is then longer than the model's positions.
+    """
+    from common.text import chat
+
+    first = next((example for example in examples if example.messages), None)
+    if first is None:
+        return examples
+    end = chat.TurnEnd(first.messages, tokenizer)
+    closed = [
+        replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
+        if e.messages
+        else e
+        for e in examples
+    ]
+    longest = max(len(e.prompt_ids) + len(c) for e in closed if e.messages for c in e.completions)
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"a conversation with the end of its turn is {longest} tokens, and the model has "
+            f"{limit} positions; lower --max_completion_length by {longest - limit}."
+        )
+    return closed

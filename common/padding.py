@@ -97,7 +97,7 @@ class _EitherBatch:
 
 
 @dataclass
-class Batch(_EitherBatch):
+class PaddedBatch(_EitherBatch):
     """Prompts with their completions in the padded layout, one row per completion.
 
     The rows of a prompt are neighbours (prompt-major; B = N * K if each has K); the last C columns
@@ -127,7 +127,7 @@ def padded_batch(
     *,
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
-) -> Batch:
+) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion.
 
     Args:
@@ -140,7 +140,7 @@ def padded_batch(
         places: For each of the B completions, default 0, 1, ...
 
     Returns:
-        Batch of B rows on the CPU, those of a prompt next to each other.
+        PaddedBatch of B rows on the CPU, those of a prompt next to each other.
     """
     completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
     prompt_rows = [
@@ -148,7 +148,7 @@ def padded_batch(
     ]
     prompt_ids, prompt_mask = left_pad(prompt_rows, pad_id)  # (B, P)
     attention_mask = torch.cat([prompt_mask, token_mask], dim=1)  # (B, T)
-    return Batch(
+    return PaddedBatch(
         input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
         attention_mask=attention_mask,
         position_ids=position_ids(attention_mask),
@@ -168,15 +168,15 @@ class Layout:
     is read from the last hidden states.
 
     Attributes:
-        trunks: Per prompt the places (start, end of the prompt, end of the trunk, end of the last
+        trunks: Per prompt the columns (start, end of the prompt, end of the trunk, end of the last
             branch), as half-open ranges.
-        branch_index: (R, L) int64, the places of R branches, filled up on the right with 0.
+        branch_index: (R, L) int64, the columns of R branches, filled up on the right with 0.
         branch_mask: (R, L) bool, True = a token of the branch.
         branch_owner: (R,) int64, the prompt of each branch.
-        tail: (S,) int64, the places of all tails.
+        tail: (S,) int64, the columns of all tails.
         longest: Tokens of the longest prompt with a completion.
         kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
-        worked_out: By attention, from the places, for every layer. No container: FSDP hands each
+        worked_out: By attention, from the columns, for every layer. No container: FSDP hands each
             layer a copy of those.
     """
 
@@ -200,17 +200,17 @@ class Layout:
 class SharedPrefixBatch(_EitherBatch):
     """Prompts with their completions in one row without padding, every prompt once.
 
-    The same interface as `Batch` in what a loss needs (masks of B = N * K completions, C columns);
-    a completion's position ids go on from its prompt's, wherever in the row it stands.
+    The same interface as `PaddedBatch` in what a loss needs (masks of B = N * K completions of C
+    tokens); a completion's position ids go on from its prompt's, wherever in the row it stands.
 
     Attributes:
         input_ids: (1, T) int64, T = the sum of all lengths.
         position_ids: (1, T) int64.
         layout: Which token sees which.
         completion_ids: (B, C) int64, padded on the right.
-        predictors: (M,) int64, the places before the M completion tokens: each predicts one.
+        predictors: (M,) int64, the columns before the M completion tokens: each predicts one.
         slots: (M,) int64, where those tokens stand in (B, C), flattened.
-        last: (B,) int64, the place of each completion's last token.
+        last: (B,) int64, the column of each completion's last token.
     """
 
     input_ids: Tensor
@@ -222,7 +222,7 @@ class SharedPrefixBatch(_EitherBatch):
     last: Tensor
 
 
-AnyBatch = Batch | SharedPrefixBatch
+AnyBatch = PaddedBatch | SharedPrefixBatch
 
 
 def shared_prefix_batch(
@@ -239,7 +239,7 @@ def shared_prefix_batch(
     positions: list[int] = []
     trunks: list[tuple[int, int, int, int]] = []
     branches, owners = [], []
-    before: list[int] = []  # the place before each completion token
+    before: list[int] = []  # the column before each completion token
     last = []
     for prompt, group in zip(prompts, completions, strict=True):
         start, prompt_end = len(ids), len(ids) + len(prompt)

@@ -36,11 +36,11 @@ class Run:
         order: BatchOrder,
         config: TrainConfig,
         resume_from: Path | None,
-        updated: nn.Module | Any | None = None,
+        moving_reference: nn.Module | Any | None = None,
     ) -> None:
         """Restore the state that `find_checkpoint` has found, if there is one. Collective.
 
-        `updated` is a reference that moves with the sharded module and is saved with it.
+        A `moving_reference` follows the sharded module and is saved with it.
         """
         from common.checkpoint.saver import Checkpointer
         from common.model import optim
@@ -50,7 +50,7 @@ class Run:
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
-        self.saver = Checkpointer(config, module, self.optimizer, self.metrics, updated)
+        self.saver = Checkpointer(config, module, self.optimizer, self.metrics, moving_reference)
         self.step = self.saver.load(resume_from)  # that is being made, counted from 0
         self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from common.model.projection import Head, token_statistics
-from common.padding import AnyBatch, Batch, SharedPrefixBatch
+from common.padding import AnyBatch, PaddedBatch, SharedPrefixBatch
 
 
 class CompletionScores(NamedTuple):
@@ -50,10 +50,10 @@ class Policy(nn.Module):
         reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
         """Log-probability of every completion token given what stands before it."""
-        if isinstance(batch, Batch):
+        if isinstance(batch, PaddedBatch):
             return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
         # Every prompt is computed once; of all hidden states only M are projected
-        hidden = packed_hidden(self.lm, batch)[batch.predictors]  # (M, D)
+        hidden = shared_prefix_hidden(self.lm, batch)[batch.predictors]  # (M, D)
         head = self.lm.get_output_embeddings()
         statistics = token_statistics(
             hidden,
@@ -76,13 +76,13 @@ class Policy(nn.Module):
 
     def score_padded(
         self,
-        batch: Batch,
+        batch: PaddedBatch,
         temperature: float,
         with_entropy: bool,
         with_hidden: bool,
         reference: ReferenceStates | None,
     ) -> CompletionScores:
-        """The reference: every completion with a copy of its prompt, through the model as it is.
+        """The plain way: every completion with a copy of its prompt, through the model as it is.
 
         Position ids come from the mask in every call: without them GPT-2 counts the left padding
         as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
@@ -133,7 +133,7 @@ class RewardModel(nn.Module):
     def forward(self, batch: AnyBatch) -> Tensor:
         """Reward (B,), float32, read at the last real token of each sequence."""
         if isinstance(batch, SharedPrefixBatch):
-            last_hidden = packed_hidden(self.lm, batch)[batch.last]  # (B, D)
+            last_hidden = shared_prefix_hidden(self.lm, batch)[batch.last]  # (B, D)
         else:
             hidden = self.lm.base_model(
                 input_ids=batch.input_ids,
@@ -141,14 +141,14 @@ class RewardModel(nn.Module):
                 position_ids=batch.position_ids,
                 use_cache=False,
             ).last_hidden_state  # (B, T, D)
-            places = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
-            last = (batch.attention_mask * places).argmax(-1)  # (B,)
+            columns = torch.arange(hidden.shape[1], device=hidden.device)  # (T,)
+            last = (batch.attention_mask * columns).argmax(-1)  # (B,)
             last_hidden = hidden[torch.arange(len(last), device=hidden.device), last]  # (B, D)
         rewards: Tensor = self.lm.score(last_hidden.float()).squeeze(-1)  # (B,)
         return rewards.float() + self.shift
 
 
-def packed_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
+def shared_prefix_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     """Last hidden states (T, D) of a row that holds prompts with all their completions."""
     from common.model import shared_prefix
 

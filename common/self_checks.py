@@ -29,7 +29,9 @@ TOLERANCE = {False: 1e-3, True: 0.1}
 MAX_LENGTH = 256
 
 
-def loaded_model(model: nn.Module, config: CommonConfig, *, is_projected: bool = False) -> None:
+def only_tokens_matter(
+    model: nn.Module, config: CommonConfig, *, is_projected: bool = False
+) -> None:
     """What a model says of a sequence is a function of its tokens.
 
     Its score is the same when it is computed once more; beside a far longer sequence, which pads it
@@ -148,7 +150,7 @@ def dpo_starts_at_ln_2(logps: Tensor, ref_logps: Tensor) -> None:
     )
 
 
-def first_rollout(
+def sampler_equals_trainer(
     policy: nn.Module,
     batch: AnyBatch,  # B completions that the sampler has just drawn
     sampled_logps: Tensor,  # (B, C) recorded while sampling

@@ -37,7 +37,7 @@ from common.config import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
 from common.record.jsonl import read_jsonl
-from common.record.metrics import SPANS
+from common.record.metrics import PHASES
 from common.report import plots
 from common.sampling.sampler import Rollouts, Sampler
 
@@ -49,7 +49,7 @@ STAGES = {
     "dpo": ("train_dpo", "DPOConfig"),
     "grpo": ("train_grpo", "GRPOConfig"),
 }
-TIMINGS = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+TIMINGS = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
 PRELOADED = ("ranks", *(module for module, _ in STAGES.values()))
 SERVERS: list["subprocess.Popen[str]"] = []  # by rank

@@ -20,7 +20,7 @@ from torch import Tensor
 from common import distributed
 from common.model import fsdp
 from common.model.replica import RolloutCopy
-from common.padding import Batch, padded_batch
+from common.padding import PaddedBatch, padded_batch
 from common.scoring import Policy, RewardModel, sequence_scores
 
 PROMPTS = [tiny.random_ids(n, seed=n) for n in (9, 1, 17, 4)]
@@ -42,7 +42,9 @@ def classifier(request: pytest.FixtureRequest) -> Any:
     return tiny.classifier(request.param)
 
 
-def usual_batch(prompts: list[list[int]], completions: list[list[int]], pad_id: int = 7) -> Batch:
+def usual_batch(
+    prompts: list[list[int]], completions: list[list[int]], pad_id: int = 7
+) -> PaddedBatch:
     """The layout of training: prompts padded on the left, completions on the right."""
     batch = padded_batch(prompts, [[completion] for completion in completions], pad_id)
     return batch.to(distributed.device())
@@ -190,7 +192,7 @@ def test_entropy_is_masked_and_carries_its_gradient(lm):
 
 
 def test_the_gradient_of_the_logps_does_not_depend_on_padding(lm):
-    def gradient(batches: list[Batch]) -> Tensor:
+    def gradient(batches: list[PaddedBatch]) -> Tensor:
         lm.zero_grad()
         for batch in batches:
             Policy(lm)(batch).token_logps.sum().backward()

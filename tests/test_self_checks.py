@@ -20,7 +20,7 @@ from common.data import Example
 from common.errors import UserError
 from common.evaluation import score
 from common.model import fsdp, load
-from common.padding import Batch
+from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
 from common.scoring import Policy, RewardModel
 
@@ -67,7 +67,7 @@ def blind_to(lm: Any, ignored: str) -> Any:
 
 
 def checked(model: nn.Module, **fields: Any) -> None:
-    self_checks.loaded_model(model, tiny.train_config(**(LENGTHS | fields)))
+    self_checks.only_tokens_matter(model, tiny.train_config(**(LENGTHS | fields)))
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -96,7 +96,7 @@ def test_rewards_read_at_the_last_column_are_refused():
     """As by a classifier that takes padding on the right for the end of the text."""
 
     class LastColumn(RewardModel):
-        def forward(self, batch: Batch) -> Tensor:
+        def forward(self, batch: PaddedBatch) -> Tensor:
             batch.attention_mask = torch.ones_like(batch.attention_mask)
             return super().forward(batch)
 
@@ -106,7 +106,7 @@ def test_rewards_read_at_the_last_column_are_refused():
 
 def test_a_policy_that_counts_padding_is_refused():
     class AllColumns(Policy):
-        def forward(self, batch: Batch, **options: Any) -> Any:
+        def forward(self, batch: PaddedBatch, **options: Any) -> Any:
             batch.completion_mask = torch.ones_like(batch.completion_mask)
             return super().forward(batch, **options)
 
@@ -121,7 +121,7 @@ def test_a_frozen_model_whose_states_read_the_padding_is_refused():
     config = tiny.train_config(**LENGTHS, layout="padded")
     frozen = fsdp.shard(Policy(lm).requires_grad_(False), config, distributed.mesh())
     with refused("padding", "RecurrentGemma", kind=UserError):
-        self_checks.loaded_model(frozen, config)
+        self_checks.only_tokens_matter(frozen, config)
 
 
 def test_what_a_long_neighbour_changes_is_refused():
@@ -164,7 +164,7 @@ def test_a_trained_model_computes_what_transformers_evaluates(
     model_config = load.read_model_config(str(tmp_path), "policy", None, config)
     lm = load.load_policy(str(tmp_path), model_config, config)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
-    self_checks.loaded_model(policy, config)
+    self_checks.only_tokens_matter(policy, config)
     make = padding.padded_batch if layout == "padded" else padding.shared_prefix_batch
     rows = ([[5, 6, 7], [8]], [[[9, 10]], [[11, 12]]])
     expected = Policy(plain.eval())(padding.padded_batch(*rows, PAD)).token_logps
@@ -205,7 +205,7 @@ def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
 def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
     """GPT-2 pads with its eos token: `ids != pad` would take the stop token out of the loss."""
 
-    def inferred(prompts: Any, completions: Any, pad_id: int) -> Batch:
+    def inferred(prompts: Any, completions: Any, pad_id: int) -> PaddedBatch:
         batch = padding.padded_batch(prompts, completions, pad_id)
         batch.completion_mask = batch.completion_mask & (batch.completion_ids != pad_id)
         return batch
@@ -302,7 +302,7 @@ def first_rollout(
             reference = Policy(tiny.causal_lm("gpt2", seed=ref_seed))
             ref_logps = reference(batch, temperature=0.7).token_logps
     sampled = sampled.roll(shift, -1)
-    self_checks.first_rollout(policy, batch, sampled, ref_logps, config, 0.7)
+    self_checks.sampler_equals_trainer(policy, batch, sampled, ref_logps, config, 0.7)
 
 
 def test_a_first_rollout_on_policy_is_accepted():
@@ -333,4 +333,4 @@ def test_a_gap_of_opposite_signs_does_not_cancel():
         logps = policy(batch).token_logps
     off = logps + torch.tensor([[1.0, -1.0]], device=logps.device)
     with refused("sampler and trainer differ by 1 nats"):
-        self_checks.first_rollout(policy, batch, off, None, CONFIG, 1.0)
+        self_checks.sampler_equals_trainer(policy, batch, off, None, CONFIG, 1.0)

@@ -22,7 +22,7 @@ from common.checkpoint.saver import Checkpointer
 from common.config import TrainConfig
 from common.data import Example
 from common.model import fsdp, shared_prefix
-from common.padding import Batch, left_pad, position_ids, right_pad
+from common.padding import PaddedBatch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.text import synthetic
 
@@ -130,7 +130,7 @@ def batch_of(
     side: str,
     extra: int = 0,
     pad_id: int = 7,
-) -> Batch:
+) -> PaddedBatch:
     """Whole sequences padded on one side, `extra` columns more than needed.
 
     Every column but the first is a completion column; the mask says which hold completion tokens,
@@ -145,7 +145,7 @@ def batch_of(
     is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
     real = torch.ones(len(rows), dtype=torch.bool)
     places = torch.arange(len(rows))
-    batch = Batch(is_completion[:, 1:], real, places, ids, mask, position_ids(mask))
+    batch = PaddedBatch(is_completion[:, 1:], real, places, ids, mask, position_ids(mask))
     return batch.to(distributed.device())
 
 

@@ -81,7 +81,7 @@ def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig
     return pieces
 
 
-def sft_loss(
+def mean_sft_loss(
     model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int
 ) -> float:
     """Mean negative log-likelihood per completion token over all examples, in nats. Collective."""

@@ -1,6 +1,6 @@
 """From kept completions to the micro-batches of a step's updates.
 
-`pack` says which completions share an update and a forward pass; `before_updates` asks reference
+`split` says which completions share an update and a forward pass; `before_updates` asks reference
 and policy about them, `advantages` compares them; `collate` puts all of it together, once. In
 between what is known of the completions stands by their place.
 """
@@ -82,13 +82,13 @@ class MicroBatch:
 # ---- which go together ---------------------------------------------------------------------------
 
 
-def pack(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]:
+def split(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]:
     """The completions that count, per update in batches packed by length. Collective.
 
     An update in which nothing counts on any rank is left out.
     """
     dealt, device = deal(kept, config, step), distributed.device()
-    shares = [kept.counts & (dealt == m)[:, None] for m in range(config.num_minibatches)]  # (N, G)
+    shares = [kept.counted & (dealt == m)[:, None] for m in range(config.num_minibatches)]  # (N, G)
     sums = [[share.sum(), kept.lengths[share].sum(), share.any(1).sum()] for share in shares]
     updates = []
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
@@ -108,7 +108,7 @@ def deal(kept: Kept, config: GRPOConfig, step: int) -> Tensor:
     if config.num_minibatches == 1:
         return torch.zeros_like(rows)
     keys = hash_counters(derive_seed(config.seed, "minibatches", step), rows)
-    keys = torch.where(kept.counts.any(1), keys, torch.iinfo(torch.int64).max)  # others go last
+    keys = torch.where(kept.counted.any(1), keys, torch.iinfo(torch.int64).max)  # others go last
     everyone = torch.tensor(distributed.from_all_ranks(keys.tolist())).sort().values
     return torch.searchsorted(everyone, keys) % config.num_minibatches
 
@@ -188,22 +188,22 @@ def advantages(kept: Kept, ref_logps: Tensor | None, config: GRPOConfig) -> Tens
     relative = partial(
         group_advantages,
         scale=config.scale_rewards,
-        baseline=config.advantage_baseline,
-        counted=kept.counts.any(1),
+        baseline=config.advantage_baseline,  # of whom says `config.baseline`, below
+        counted=kept.counted.any(1),
         all_reduce=distributed.all_reduce_sum,
     )
     if in_reward:
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
         gaps = (kept.rollouts.token_logps - ref_logps.cpu()) * kept.rollouts.mask  # (N*G, C)
-        kl = gaps.sum(1).view(kept.rewards.shape) * kept.counts  # (N, G) nats
+        kl = gaps.sum(1).view(kept.rewards.shape) * kept.counted  # (N, G) nats
         found = relative(kept.rewards - config.beta * kl)
     elif config.baseline == "kept":
         found = relative(kept.rewards)
     else:
         found = relative(groups.rewards).gather(1, kept.indices)
     if config.normalize_globally:
-        found = normalise_globally(found, kept.counts, distributed.all_reduce_sum)
+        found = normalise_globally(found, kept.counted, distributed.all_reduce_sum)
     return found
 
 
@@ -231,7 +231,7 @@ def collate(
     device, ref_states = distributed.device(), iter(before.ref_states)
     of_completion = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
     sampled_logps = kept.rollouts.token_logps.to(device)
-    of_prompt = (kept.lengths * kept.counts).sum(1, keepdim=True).expand_as(kept.counts)
+    of_prompt = (kept.lengths * kept.counted).sum(1, keepdim=True).expand_as(kept.counted)
     of_prompt = of_prompt.flatten().to(device)  # (N*G,) tokens
 
     def micro_batch(batch: AnyBatch, denominators: Denominators) -> MicroBatch:

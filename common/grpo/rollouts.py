@@ -66,10 +66,10 @@ class Kept:
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), raw
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
-    counts: Tensor  # (N, G) bool, True = in the loss and in its denominators
+    counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
-    def rows(self, places: Tensor) -> Tensor:
-        """The rows (B,) of the prompts of completions at these places."""
+    def rows_at(self, places: Tensor) -> Tensor:
+        """The rows (B,) of the prompts of the completions at these places."""
         return self.groups.rows[places.cpu() // self.indices.shape[1]]
 
 
@@ -88,7 +88,7 @@ def reward(
 
     `step` is the number of finished steps of the run's `total_steps`.
     """
-    scored = scorer.score_or_keep(examples, rollouts, config, step, total_steps)
+    scored = scorer.score_or_save(examples, rollouts, config, step, total_steps)
     rewards, steps = scored.total, scored.steps
     ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:
@@ -164,13 +164,13 @@ def keep(groups: Groups, indices: Tensor, config: GRPOConfig) -> Kept:
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
     behind = groups.rewards if config.baseline == "all" else rewards
     flat = (behind == behind[:, :1]).all(1) & groups.real
-    counts = groups.real[:, None].expand_as(indices)
+    counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
-        counts = counts & ~flat[:, None]
+        counted = counted & ~flat[:, None]
     if config.mask_truncated_completions:
-        counts = counts & groups.has_stop.gather(1, indices)
+        counted = counted & groups.has_stop.gather(1, indices)
     lengths = rollouts.lengths.view(indices.shape)
-    return Kept(groups, indices, candidates, rollouts, lengths, rewards, flat, counts)
+    return Kept(groups, indices, candidates, rollouts, lengths, rewards, flat, counted)
 
 
 def replace_flat(

@@ -36,12 +36,12 @@ class Queries(NamedTuple):
     """Where the tokens of a layout stand among the queries: all of them, or the tails."""
 
     ranges: list[tuple[int, int, int]]  # per prompt (start, end of the trunk, end of the branches)
-    branch_index: Tensor  # (R, L), the places of the branches
+    branch_index: Tensor  # (R, L), the columns of the branches
     is_tail: bool
 
     @classmethod
     def of(cls, layout: Layout, is_tail: bool) -> "Queries":
-        """The places in a row of all tokens, or in a row of tails."""
+        """The columns in a row of all tokens, or in a row of tails."""
         if not is_tail:
             ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
             return cls(ranges, layout.branch_index, False)
@@ -88,11 +88,11 @@ class FusedBranches(torch.autograd.Function):
             own = [to_branches(query, index)]
             own += [to_branches(x, layout.branch_index) for x in (key, value)]
             own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
-            places = index[mask]  # (S,)
+            columns = index[mask]  # (S,)
             own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
             own_lse = own_lse.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S)
-            output[:, :, places], lse[:, :, places] = merge(
-                output[:, :, places], lse[:, :, places], own_output, own_lse
+            output[:, :, columns], lse[:, :, columns] = merge(
+                output[:, :, columns], lse[:, :, columns], own_output, own_lse
             )
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.layout, ctx.queries, ctx.scaling = layout, queries, scaling
@@ -123,8 +123,8 @@ class FusedBranches(torch.autograd.Function):
             own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
             own.append(own_lse.contiguous())
             parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
-            places = (indices[0][mask], indices[1][mask], indices[1][mask])
-            for total, part, at in zip(grads, parts, places, strict=True):
+            columns = (indices[0][mask], indices[1][mask], indices[1][mask])
+            for total, part, at in zip(grads, parts, columns, strict=True):
                 total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
         return *grads, None, None, None
 
@@ -134,7 +134,7 @@ def _runs(
 ) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
     """The calls for trunks, and for branches that look at their prompt.
 
-    Each is the places of its queries, those of its keys, whether it is causal, and its mask.
+    Each is the columns of its queries, those of its keys, whether it is causal, and its mask.
     """
     for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
         layout.trunks, queries.ranges, strict=True
@@ -150,13 +150,13 @@ def _runs(
 
 
 class Gathers(NamedTuple):
-    """What `gathered_branches` picks out of a row: rectangles of places, and their masks."""
+    """What `gathered_branches` picks out of a row: rectangles of columns, and their masks."""
 
-    trunk_queries: Tensor  # (N, L'), the places of the trunks among the queries
+    trunk_queries: Tensor  # (N, L'), the columns of the trunks among the queries
     trunk_keys: Tensor  # (N, L), those among the keys
     trunk_mask: Tensor  # (N, 1, L', L) bool, True = seen
-    branch_queries: Tensor  # (R, C), the places of the branches; R is 0 where there are none
-    branch_keys: Tensor  # (R, P + C), the places of their prompts and theirs
+    branch_queries: Tensor  # (R, C), the columns of the branches; R is 0 where there are none
+    branch_keys: Tensor  # (R, P + C), the columns of their prompts and theirs
     branch_mask: Tensor  # (R, 1, C, P + C) bool
     order: Tensor  # (queries,), the place of each among the N * L' + R * C outputs
 
@@ -181,7 +181,7 @@ class Gathers(NamedTuple):
         sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
 
         is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
-        places = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
+        columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
         known[is_tail] = made = cls(
             q_index,
             k_index,
@@ -189,7 +189,7 @@ class Gathers(NamedTuple):
             queries.branch_index,
             torch.cat([prompt_index[owner], layout.branch_index], 1),
             sees[:, None],
-            is_output[places.argsort()],
+            is_output[columns.argsort()],
         )
         return made
 
@@ -229,21 +229,21 @@ def merge(
     return merged.to(output.dtype), total
 
 
-def _at(places: slice, *tensors: Tensor) -> list[Tensor]:
+def _at(columns: slice, *tensors: Tensor) -> list[Tensor]:
     """The tokens of a range, of tensors (1, H, T, ...)."""
-    return [tensor[:, :, places] for tensor in tensors]
+    return [tensor[:, :, columns] for tensor in tensors]
 
 
 def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
-    """(1, H, T, d) at places (R, L), as (R, H, L, d)."""
+    """(1, H, T, d) at columns (R, L), as (R, H, L, d)."""
     picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
     picked = picked.view(len(picked), *index.shape, picked.shape[-1])
     return picked.transpose(0, 1)
 
 
 def ranges(bounds: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Half-open ranges as index (N, L) filled up with the last place, and mask (N, L)."""
+    """Half-open ranges as index (N, L) filled up with the last column, and mask (N, L)."""
     starts, ends = torch.tensor(bounds, device=device).split(1, dim=1)  # (N, 1)
     lengths = ends - starts
-    places = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)
-    return starts + places.minimum(lengths - 1), places < lengths
+    columns = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)
+    return starts + columns.minimum(lengths - 1), columns < lengths

@@ -52,7 +52,7 @@ def pairs_from_rollouts(
     order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
     lm = load.load_policy(config.model_name_or_path, model_config, config)
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-    self_checks.loaded_model(policy, config)
+    self_checks.only_tokens_matter(policy, config)
     scorer.load(mesh)
     sampler = Sampler(policy, tokenizer, stop_ids, config)
     pairs: list[SampledPair] = []

@@ -97,7 +97,7 @@ def load_reference(
     whole = Policy(lm) if is_policy else Policy(lm).requires_grad_(False)
     policy = fsdp.shard(whole, config, mesh)
     reference = AdapterReference(policy) if is_policy else policy
-    self_checks.loaded_model(reference, config)
+    self_checks.only_tokens_matter(reference, config)
 
     pad_id = tokenizer.pad_token_id
     rest = (reference, weights, tokenizer, config)

@@ -10,7 +10,7 @@ from torch import Tensor
 from common.distributed import all_reduce_sum, from_all_ranks, world_size
 
 # The phases of a step, in its order: what `Accumulator.timed` takes, and a profile shows.
-SPANS = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
+PHASES = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
 
 
 class Accumulator:
@@ -25,7 +25,7 @@ class Accumulator:
         self.device = device
         self._sums: dict[str, Tensor] = {}  # name -> (2,) float64: sum, count
         self._on_gpu = torch.device(device).type == "cuda"
-        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not yet measured
+        self._phases: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not yet measured
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
         """Add the 0-d sum of `count` values, 0 where this rank has none. Local.
@@ -58,7 +58,7 @@ class Accumulator:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of this rank's sums and counts, (2,) by name, but for the times of phases."""
-        return {name: sums.clone() for name, sums in self._sums.items() if name not in SPANS}
+        return {name: sums.clone() for name, sums in self._sums.items() if name not in PHASES}
 
     def restore(self, sums: Mapping[str, Sequence[float]]) -> None:
         """Go on from the sum and count of each name."""
@@ -69,13 +69,13 @@ class Accumulator:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block to one of `SPANS`, and label the block in a profile.
+        """Add the wall time of the block to one of `PHASES`, and label the block in a profile.
 
         Entered several times in a step, a phase is the sum; a block inside another counts in both.
         Does not wait for a GPU: there, the time is from when the device gets to the block until it
         has done the block's work, so phases one after another do not overlap.
         """
-        assert name in SPANS, f"{name!r} is not a phase; those of SPANS are {SPANS}"
+        assert name in PHASES, f"{name!r} is not a phase; those of PHASES are {PHASES}"
         # A label costs 6 microseconds even when no profiler runs, asking for one 0.05.
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with torch.profiler.record_function(name) if profiled else nullcontext():
@@ -85,7 +85,7 @@ class Accumulator:
                 started.record()
                 yield
                 ended.record()
-                self._spans.append((name, started, ended))
+                self._phases.append((name, started, ended))
             else:
                 began = time.perf_counter()
                 yield
@@ -95,14 +95,14 @@ class Accumulator:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
 
         The ranks exchange their names first, on the host: one may be missing on some. Names that
-        counted nothing on any rank are left out. Phases (`SPANS`) are means over the `num_steps`
+        counted nothing on any rank are left out. Phases (`PHASES`) are means over the `num_steps`
         optimiser steps since the last call and over all ranks, 0 seconds where nothing was timed.
         """
         assert num_steps > 0, num_steps
-        for name, started, ended in self._spans:
+        for name, started, ended in self._phases:
             ended.synchronize()  # elapsed_time, in milliseconds, raises before the event has passed
             self.add(name, started.elapsed_time(ended) / 1000)
-        self._spans = []
+        self._phases = []
         names = sorted(set(from_all_ranks(list(self._sums))))
         if not names:
             return {}
@@ -111,7 +111,7 @@ class Accumulator:
         self._sums = {}
         reduced = all_reduce_sum(table).tolist()
         return {
-            name: total / (num_steps * world_size() if name in SPANS else count)
+            name: total / (num_steps * world_size() if name in PHASES else count)
             for name, (total, count) in zip(names, reduced, strict=True)
             if count != 0
         }

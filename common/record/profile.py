@@ -2,7 +2,7 @@
 
 With `--profile true` rank 0 records `profile_steps` steps after two of warm-up and writes, into
 `output_dir/profile`, `trace.json` (for https://ui.perfetto.dev or chrome://tracing) and
-`summary.md`. The labelled phases are the spans of `Accumulator.timed`.
+`summary.md`. The labelled phases are those of `Accumulator.timed`.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # exists, i
 
 from common.config import TrainConfig
 from common.record.jsonl import replacing
-from common.record.metrics import SPANS
+from common.record.metrics import PHASES
 from common.record.terminal import format_number, markdown_table
 
 WARMUP_STEPS = 2  # allocators fill, kernels are chosen; in the second the profiler gets ready
@@ -62,7 +62,7 @@ def summary(profile: torch.profiler.profile) -> str:
             format_number(event.cpu_time_total / whole.count / 1e6),
             f"{100 * event.cpu_time_total / whole.cpu_time_total:.1f}%",
         ]
-        for event in (whole, *(of_host[name] for name in SPANS if name in of_host))
+        for event in (whole, *(of_host[name] for name in PHASES if name in of_host))
     ]
     parts = [
         "The profiler itself slows a step: compare shares, and take seconds from metrics.jsonl. On "

@@ -15,7 +15,7 @@ from common.config import CommonConfig
 from common.data import Piece
 from common.errors import UserError
 from common.model import checks, fsdp, load
-from common.padding import Batch
+from common.padding import PaddedBatch
 from common.scoring import RewardModel
 
 
@@ -81,7 +81,7 @@ class RewardModelFunction(ModelFunction):
         lm = load.load_reward_model(self.path, self.model_config, self.tokenizer, self.config)
         frozen = RewardModel(lm).requires_grad_(False)
         self.model = fsdp.shard(frozen, self.config, mesh, float32_modules=[lm.score])
-        self_checks.loaded_model(self.model, self.config)
+        self_checks.only_tokens_matter(self.model, self.config)
 
     @torch.no_grad()
     def __call__(
@@ -165,7 +165,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.lm = lm
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: PaddedBatch) -> Tensor:
         """Logits (B,) of texts padded on the right; the model counts the positions itself."""
         mask = batch.attention_mask.long()
         logits: Tensor = self.lm(input_ids=batch.input_ids, attention_mask=mask).logits  # (B, 1)

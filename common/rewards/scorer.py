@@ -121,7 +121,7 @@ class RewardScorer:
         }
         return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
 
-    def score_or_keep(
+    def score_or_save(
         self,
         examples: Sequence[Example],
         rollouts: Rollouts,
@@ -129,7 +129,7 @@ class RewardScorer:
         step: int,
         total_steps: int,
     ) -> Rewards:
-        """`score`; if that fails, keep what the functions were given.
+        """`score`; if that fails, save what the functions were given.
 
             output_dir/failed/step_00000012/rewards_rank_1/
                 config.yaml       of the run
@@ -155,7 +155,7 @@ class RewardScorer:
             folder = Path(config.output_dir) / place
             told = f"its completions are in {folder}"
             try:
-                self.keep(folder, examples, rollouts)
+                self.save(folder, examples, rollouts)
                 save_config(folder / CONFIG, config)
                 if error.__cause__ is not None:
                     text = "".join(traceback.format_exception(error.__cause__))
@@ -164,7 +164,7 @@ class RewardScorer:
                 told = f"its completions were not kept: {refusal}"
             raise type(error)(f"{str(error).removesuffix('.')}; {told}.") from error
 
-    def keep(self, folder: Path, examples: Sequence[Example], rollouts: Rollouts) -> None:
+    def save(self, folder: Path, examples: Sequence[Example], rollouts: Rollouts) -> None:
         """Write a line for each prompt; an `OSError` if the disk refuses."""
         folder.mkdir(parents=True, exist_ok=True)
         texts = rollouts.texts(self.tokenizer)

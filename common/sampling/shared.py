@@ -10,7 +10,7 @@ from transformers import GPT2LMHeadModel
 from common.model import shared_prefix
 from common.model.branches import ranges, to_branches
 from common.padding import Layout, shared_prefix_batch
-from common.scoring import packed_hidden
+from common.scoring import shared_prefix_hidden
 
 
 class SharedDecoder:
@@ -30,7 +30,7 @@ class SharedDecoder:
         self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
         self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
         packed.layout.kept = {}
-        hidden = packed_hidden(lm, packed)  # (T, D)
+        hidden = shared_prefix_hidden(lm, packed)  # (T, D)
         self.cache.take_prompts(packed.layout.kept)
         logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)

@@ -141,7 +141,7 @@ def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
     examples = [Example(e.row, "", e.prompt_ids, e.completions[:1], {}) for e in PAIRS]
     logps = plain_scores(policy, examples)[:, 0]
     lengths = torch.tensor([len(e.completions[0]) for e in examples])
-    loss = evaluation.sft_loss(policy, examples, tiny.train_config(), PAD)
+    loss = evaluation.mean_sft_loss(policy, examples, tiny.train_config(), PAD)
     assert loss == pytest.approx(float(-logps.sum() / lengths.sum()), abs=1e-5)
     assert abs(loss - float((-logps / lengths).mean())) > 1e-2
 

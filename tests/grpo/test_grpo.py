@@ -90,7 +90,7 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
 def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.advantages(kept, None, config)
-    updates = minibatches.pack(kept, config, PAD, 0)
+    updates = minibatches.split(kept, config, PAD, 0)
     return minibatches.collate(kept, updates, Before(None, None, []), advantages, config)
 
 
@@ -102,7 +102,7 @@ def keep(groups: Groups, config: GRPOConfig, step: int = 0) -> Kept:
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
     """The micro-batches of the only update, if there is one, and which completions count."""
     kept = keep(groups, config)
-    return [part for update in collated(kept, config) for part in update], kept.counts
+    return [part for update in collated(kept, config) for part in update], kept.counted
 
 
 def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
@@ -190,9 +190,9 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
     own = rollouts.keep(groups, kept, config)
-    counts = own.counts.clone()
-    counts[1, 2] = False
-    own = replace(own, counts=counts)
+    counted = own.counted.clone()
+    counted[1, 2] = False
+    own = replace(own, counted=counted)
     ids = groups.rollouts.completion_ids
     logps = groups.rollouts.as_lists(groups.rollouts.token_logps)
     found = set()
@@ -212,7 +212,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
     batches = [part.batch for part in micro_batches]
     again = minibatches.by_place(own, batches, [part.sampled_logps for part in micro_batches])
-    expected = own.rollouts.token_logps * counts.view(-1, 1)
+    expected = own.rollouts.token_logps * counted.view(-1, 1)
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
 
@@ -235,8 +235,8 @@ def test_denominators_count_what_is_in_the_loss():
             without_truncated & without_flat,
         ),
     ):
-        micro_batches, counts = prepared(groups, new_config(**flags, micro_batch_size=2))
-        assert torch.equal(counts, expected)
+        micro_batches, counted = prepared(groups, new_config(**flags, micro_batch_size=2))
+        assert torch.equal(counted, expected)
         rows = sum(int(part.batch.is_real.sum()) for part in micro_batches)
         assert rows == expected.sum()
         for part in micro_batches:
@@ -255,7 +255,7 @@ def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
     config = new_config(num_generations=2)
     kept = rollouts.keep(groups, torch.tensor([[0, 1], [1, 0]]), config)
     places = torch.arange(4)
-    assert torch.equal(kept.rows(tiny.on_gpu(places)), groups.rows[[0, 0, 1, 1]])
+    assert torch.equal(kept.rows_at(tiny.on_gpu(places)), groups.rows[[0, 0, 1, 1]])
 
 
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
@@ -340,7 +340,7 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
         groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
         assert replaced == expected
-        assert not keep(groups, config).counts.any()
+        assert not keep(groups, config).counted.any()
 
 
 def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
@@ -513,12 +513,12 @@ def test_logits_that_are_not_the_head_s_are_refused(layout):
         output.logits = 30 * torch.tanh(output.logits / 30)
         return output
 
-    self_checks.loaded_model(Policy(lm), config, is_projected=True)
+    self_checks.only_tokens_matter(Policy(lm), config, is_projected=True)
     lm.forward = capped
     with pytest.raises(UserError, match="GPT2LMHeadModel scales or caps its logits; use"):
-        self_checks.loaded_model(Policy(lm), config, is_projected=True)
+        self_checks.only_tokens_matter(Policy(lm), config, is_projected=True)
     if layout == "padded":  # without the exact KL the model's own logits are read
-        self_checks.loaded_model(Policy(lm), config)
+        self_checks.only_tokens_matter(Policy(lm), config)
 
 
 def finite_difference_agrees(policy: Policy, reference: Policy, rows: list[Any]) -> None:

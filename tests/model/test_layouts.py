@@ -28,9 +28,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common import distributed, padding, self_checks
 from common.errors import UserError
 from common.model import branches, fsdp, load, shared_prefix
-from common.padding import Batch, Layout, SharedPrefixBatch, padded_batch, shared_prefix_batch
+from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl
-from common.record.metrics import SPANS
+from common.record.metrics import PHASES
 from common.scoring import Policy, RewardModel
 
 Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions
@@ -67,7 +67,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def both_batches(
     groups: Groups, *, is_real: Sequence[bool] | None = None, seed: int = 0
-) -> tuple[Batch, SharedPrefixBatch]:
+) -> tuple[PaddedBatch, SharedPrefixBatch]:
     """The same completions in the same order, in both layouts.
 
     Padded with one row per prompt and completion, so that groups may differ in size.
@@ -560,14 +560,14 @@ CONFIG = tiny.train_config(**LENGTHS)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_layouts_agree_accepts_what_is_right(family):
     for module in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
-        self_checks.loaded_model(module, CONFIG)
+        self_checks.only_tokens_matter(module, CONFIG)
 
 
 def refused_layout(module: nn.Module) -> None:
     with pytest.raises(UserError) as caught:
-        self_checks.loaded_model(module, CONFIG)
+        self_checks.only_tokens_matter(module, CONFIG)
     assert_one_sentence(caught, "changes the scores of")
-    self_checks.loaded_model(module, tiny.train_config(**LENGTHS, layout="padded"))
+    self_checks.only_tokens_matter(module, tiny.train_config(**LENGTHS, layout="padded"))
 
 
 def test_layouts_agree_refuses_scaled_logits():
@@ -587,17 +587,17 @@ def test_a_cap_is_refused_however_small_the_logits_are(small):
         output.logits = 30 * torch.tanh(output.logits / 30)
         return output
 
-    self_checks.loaded_model(Policy(lm), CONFIG)
+    self_checks.only_tokens_matter(Policy(lm), CONFIG)
     lm.forward = capped
     with pytest.raises(UserError) as caught:
-        self_checks.loaded_model(Policy(lm), CONFIG)
+        self_checks.only_tokens_matter(Policy(lm), CONFIG)
     assert_one_sentence(caught, "LlamaForCausalLM")
 
 
 def test_llama_4_is_refused_in_the_shared_layout_only():
     shape = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
     lm = tiny.causal_lm("llama4_text", is_plain=True, **shape)
-    self_checks.loaded_model(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
+    self_checks.only_tokens_matter(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
     with pytest.raises(UserError) as caught:
         shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
     assert_one_sentence(caught, "Llama4ForCausalLM has an attention of its own")
@@ -727,7 +727,7 @@ def runs(
 @pytest.mark.parametrize(("name", "task"), [key for key in COMPARED if key[0] != "no reference"])
 def test_a_stage_trains_alike_in_either_layout(runs, name, task):
     folder, seen = runs
-    noise = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
+    noise = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
     noise.add("sampler_kl")  # 0 up to rounding
     lines, expected = (
         read_jsonl(folder / variant / task / "metrics.jsonl") for variant in (name, "padded")

@@ -23,7 +23,7 @@ from common.record import metrics
 from common.record.glossary import METRICS
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
-from common.record.metrics import SPANS, Accumulator
+from common.record.metrics import PHASES, Accumulator
 from common.record.profile import start_profiler
 from common.run import Run
 
@@ -100,7 +100,7 @@ def test_a_name_that_is_no_phase_is_refused(name: str) -> None:
 
 
 def test_every_phase_is_defined() -> None:
-    assert set(SPANS) <= set(METRICS)
+    assert set(PHASES) <= set(METRICS)
 
 
 def reduced_phases() -> dict[str, float]:
@@ -234,7 +234,7 @@ def trace_events(folder: Path) -> list[dict[str, Any]]:
 def counts(folder: Path) -> dict[str, int]:
     """How often each label of the host is in the trace."""
     names = [e["name"] for e in trace_events(folder) if e.get("cat") == "user_annotation"]
-    return {name: names.count(name) for name in SPANS if name in names}
+    return {name: names.count(name) for name in PHASES if name in names}
 
 
 def row(page: str, name: str) -> list[str]:

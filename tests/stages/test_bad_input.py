@@ -594,7 +594,7 @@ def test_every_model_is_checked_before_it_is_used(
         if len(seen) == len(expected):
             raise UserError("enough.")
 
-    monkeypatch.setattr(self_checks, "loaded_model", check)
+    monkeypatch.setattr(self_checks, "only_tokens_matter", check)
     status, _ = refusals.run(stage, arguments(stage, flags | {"output_dir": tmp_path}))
     assert (status, seen) == (2, expected)
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from common import distributed, noise
 from common.config import CommonConfig
 from common.record.jsonl import read_jsonl
-from common.record.metrics import SPANS
+from common.record.metrics import PHASES
 from common.rewards.models import RewardModelFunction
 from common.sampling.decode import draw, draw_token
 
@@ -253,7 +253,7 @@ def test_equal_completions_get_equal_rewards() -> None:
 
 @pytest.mark.parametrize(("variant", "task"), RUNS)
 def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task: str) -> None:
-    timings = {*SPANS, "step_seconds", "elapsed_minutes", "tokens_per_second"}
+    timings = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second"}
     rounding = {"sampler_kl", "peak_memory_gb"}  # 0 up to rounding; not a result
     whole_run = {"reward_shift"}  # at the end of a short run, and not at that step of a long one
     first = [

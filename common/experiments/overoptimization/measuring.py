@@ -73,7 +73,7 @@ class Measurer:
         model_config = models.read_model_config(base, "policy", self.tokenizer, self.config)
         lm = models.load_policy(base, model_config, self.config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), self.config, self.mesh)
-        self_checks.loaded_model(policy, self.config)
+        self_checks.only_tokens_matter(policy, self.config)
         if is_checkpoint:
             state.restore_parameters(Path(path), policy)
         return policy
