@@ -103,7 +103,7 @@ class CommonConfig:
     )
     max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
     token_cache_dir: str = free_flag(
-        "output/token_cache", "folder where runs keep and find tokenised rows (empty: none)"
+        "output/token_cache", "folder where runs find tokenised rows; may be deleted (empty: none)"
     )
 
     _speed: ClassVar = "speed, memory and sharding: none but bf16 changes a loss"

@@ -295,8 +295,9 @@ def read_published(file: Path) -> list[Published]:
     Raises:
         UserError: it is not as it should be.
     """
-    rows = read_recipe(str(file), typed=True).get("published") if file.is_file() else None
-    found = [entry(Published, row, f"{file}, published[{i}],") for i, row in enumerate(rows or ())]
+    rows = (read_recipe(str(file), typed=True).get("published") if file.is_file() else None) or []
+    rows = rows if isinstance(rows, list) else [rows]
+    found = [entry(Published, row, f"{file}, published[{i}],") for i, row in enumerate(rows)]
     for row in found:
         if not isinstance(row.value, int | float | None):
             raise UserError(f"{file} has the value {row.value!r}; it must be a number, as 0.001.")

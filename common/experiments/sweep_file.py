@@ -162,7 +162,9 @@ def read_sweep(path: str) -> Sweep:
     variants: Sequence[Any] = top.variants
     sweep = replace(
         top,
-        base={name: entry(Base, v, f"{where}, base.{name},") for name, v in top.base.items()},
+        output_dir=str(top.output_dir),
+        title=str(top.title),
+        base={str(n): entry(Base, v, f"{where}, base.{n},") for n, v in top.base.items()},
         evaluation=entry(Evaluation, top.evaluation, f"{where}, evaluation,"),
         variants=[entry(Variant, v, f"{where}, variants[{i}],") for i, v in enumerate(variants)],
     )

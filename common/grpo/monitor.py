@@ -145,6 +145,6 @@ def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:
             f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in the "
             f"groups of {num_paid} that did not; lower it below every reward."
         )
-    for cause in causes.keys() - said:
+    for cause in [cause for cause in causes if cause not in said]:
         said.add(cause)
         distributed.print_rank0(f"warning: step {step + 1}: {cause} {causes[cause]}")

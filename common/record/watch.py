@@ -234,7 +234,7 @@ def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -
     interactive = stream.isatty() and not once
     encoding = stream.encoding or "ascii"
     runs: dict[Path, Run] = {}
-    text = ""
+    text, shown = "", ""
     screen = Live(console=Console(file=stream), screen=True, auto_refresh=False)
     try:
         with screen if interactive else nullcontext():
@@ -249,8 +249,9 @@ def watch(places: Sequence[Path], interval: float, once: bool, stream: TextIO) -
                 text = text.encode(encoding, "replace").decode(encoding)
                 if interactive:
                     screen.update(Text(text, no_wrap=True), refresh=True)
-                else:
+                elif text != shown:
                     print(text if once else f"{text}\n", file=stream, flush=True)
+                    shown = text
                 if once:
                     return
                 time.sleep(interval if interactive else max(interval, LOG_SECONDS))

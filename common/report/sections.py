@@ -126,7 +126,7 @@ def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[fl
         columns[LOG_RATIO] = kl_estimate(*pair, estimator="k1").tolist()
         if not prefix:  # an estimate of the KL only where the policy itself drew the tokens
             columns[KL] = kl_estimate(*pair, estimator="k3").tolist()
-    if not prefix and row.get("advantage") is not None:
+    if not prefix and isinstance(row.get("advantage"), float):  # or a text: a user's column
         columns[ADVANTAGE] = [row["advantage"]] * len(texts)
     columns[LOGP] = logps
     return texts, columns

@@ -291,17 +291,20 @@ def call(
     It gets what it takes of the `inputs` of the rows. Errors call it `who`, and its values `what`.
 
     Raises:
-        UserError: it raised (a RuntimeError if it is a model's), or returned no value for each row.
-            A function that raised is called on single rows, to name the first that it fails on.
+        UserError: it raised (a RuntimeError if it is a model's), returned no value for each row, or
+            ended the process group. A function that raised is called on single rows, to name the
+            first that it fails on.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def answers(some: Sequence[int]) -> list[Any] | None:
-        given = inputs(some)
+        given, has_group = inputs(some), torch.distributed.is_initialized()
         with put_back():
             found = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
             found = asyncio.run(found) if inspect.iscoroutine(found) else found
+        if has_group and not torch.distributed.is_initialized():
+            raise UserError(f"{who} ended the process group of the run.")
         # A dict or a set has no order that a list of completions could follow.
         is_list = isinstance(found, Iterable) and not isinstance(found, Mapping | Set | str | bytes)
         return list(found) if is_list else None
@@ -336,13 +339,15 @@ def put_back() -> Iterator[None]:
 
     Random numbers do not: no stage draws from a global generator while it trains.
     """
-    folder, dtype, device = os.getcwd(), torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     num_threads = torch.get_num_threads()
+    folder = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # found also if it was removed
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
-        os.chdir(folder)
+        os.fchdir(folder)
+        os.close(folder)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             torch.set_default_device(None)  # no stage sets one

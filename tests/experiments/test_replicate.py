@@ -177,7 +177,7 @@ def test_a_report_of_nothing_does_not_say_that_it_was_run():
     cost = {"hours": 0.0, "unit": "hours", "runs": 0}
     for found, told in (({}, "nothing has run yet"), ({("a", "kl"): {0: 1.0}}, "it was run with")):
         blocks = replicate.report(config, [], found, cost)
-        assert told in blocks[1].text
+        assert told in blocks[1]
         assert "`max_steps=3`" in blocks[1].text
 
 
@@ -194,6 +194,9 @@ def test_published_values_have_sources(folder):
         read_published(file)
     file.write_text("published:\n  - {system: a, metric: b, source: c, value: most}\n")
     with pytest.raises(UserError, match="has the value 'most'; it must be a number"):
+        read_published(file)
+    file.write_text("published: 3\n")
+    with pytest.raises(UserError, match="published.0., is 3; it must hold `key: value` lines"):
         read_published(file)
 
 

@@ -157,6 +157,11 @@ def test_a_star_says_that_the_interval_excludes_zero():
     assert over_seeds([0.5]).difference == "+0.50"
 
 
+def test_names_that_yaml_takes_for_numbers_are_texts(tmp_path):
+    found = read_sweep(write(tmp_path, small() | {"title": 2026, "output_dir": 7}))
+    assert (found.title, found.output_dir) == ("2026", "7")
+
+
 def test_what_a_variant_is_built_on(tmp_path):
     found = read_sweep(write(tmp_path, small()))
     runs = {str(stage.output_dir): stage.flags for stage, _ in found.training(1)}

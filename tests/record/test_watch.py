@@ -1,6 +1,7 @@
 """Watching shows what the files say, while they grow, are cut back or are not there yet."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -192,6 +193,23 @@ def test_once_prints_one_picture_without_control_characters(tmp_path: Path) -> N
     assert re.search("later +not started", out)
     assert "loss" in out
     assert "\x1b" not in out
+
+
+def test_a_log_gets_no_picture_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    run_of(tmp_path / "sft", "max_steps: 1\n", {"step": 1, "loss": 1.0})
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    log = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        watch.watch([tmp_path / "sft"], 1.0, False, log)
+    assert naps == [watch.LOG_SECONDS] * 3
+    assert log.getvalue().count("all steps made") == 1
 
 
 def test_watching_loads_no_torch() -> None:

@@ -131,6 +131,17 @@ def test_a_function_changes_nothing_that_is_trained_on(tmp_path, monkeypatch):
     assert torch.get_num_threads() == threads
     assert os.getcwd() == "/"
 
+    monkeypatch.setattr(torch.distributed, "is_initialized", iter([True, False]).__next__)
+    with pytest.raises(UserError, match="reward function 'wild' ended the process group"):
+        RewardSet({"wild": wild}, [1])(**given, columns=columns)
+
+
+def test_a_function_is_called_also_where_the_working_directory_was_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    functions = RewardSet({"length": lambda completions: [len(c) for c in completions]}, [1])
+    assert functions(["p"], ["four"], [[1]], {}).total.tolist() == [4]
+
 
 def test_a_row_may_name_its_own_functions():
     seen = []

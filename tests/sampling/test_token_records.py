@@ -174,6 +174,8 @@ def test_what_colours_a_token_by_hand() -> None:
     }
     assert row_tokens({"completion": "an older file"}) == ([], {})
     assert row_tokens({"tokens": ["a"], "token_logps": []}) == ([], {})
+    own = {"tokens": ["a"], "token_logps": [-1.0], "advantage": "a column of the user's"}
+    assert row_tokens(own) == (["a"], {LOGP: [-1.0]})
     pair = {"chosen_tokens": ["a"], "chosen_token_logps": [-1], "ref_chosen_token_logps": [-2]}
     assert row_tokens(pair, "chosen_") == (["a"], {LOG_RATIO: [1.0], LOGP: [-1]})
 
