@@ -234,6 +234,7 @@ def _json_rows(stream: Any, source: str) -> Iterator[Row]:
             elif isinstance(error, UnicodeDecodeError):
                 byte = f"byte 0x{error.object[error.start]:02x}"
                 fault = f"{byte} is no text in UTF-8; save the file in that encoding"
+                line_number += bool(is_list) + error.object.count(b"\n", 0, error.start)
             raise UserError(f"{source}, line {line_number}: {fault}.") from None
         for index, row in enumerate(found if is_list else [found], start=1):
             if not isinstance(row, dict):

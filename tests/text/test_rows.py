@@ -152,6 +152,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "b.json, row 2: expected an object" in refusal(str(tmp_path / "b.json"), "train")
     (tmp_path / "c.jsonl").write_bytes(b"\xff\xfe")
     assert "c.jsonl, line 1: byte 0xff is no text" in refusal(str(tmp_path / "c.jsonl"), "train")
+    (tmp_path / "l.json").write_bytes(b'[{"prompt": "a"},\n\n{"prompt": "\xe9"}]')
+    assert "l.json, line 3: byte 0xe9 is no text" in refusal(str(tmp_path / "l.json"), "train")
     (tmp_path / "d.parquet").write_bytes(b"not parquet")
     assert "d.parquet cannot be read" in refusal(str(tmp_path / "d.parquet"), "train")
     whole = gzip.compress(b'{"prompt": "p"}\n' * 50)
