@@ -449,7 +449,7 @@ def test_a_refused_rank_is_no_riddle_to_its_peers(
     store: Any, capsys: Any, monkeypatch: Any
 ) -> None:
     """Rank 1 alone finds a file missing; rank 0 loses the connection and has nothing to add."""
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
     monkeypatch.setattr(failures, "_progress", None)  # it is found before the first step
     monkeypatch.setattr(common.launch, "REFUSED_ALONE_AFTER", 0.0)
     monkeypatch.setattr(distributed, "store", lambda: store)

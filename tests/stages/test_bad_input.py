@@ -841,8 +841,8 @@ def test_only_rank_0_speaks_unless_it_has_nothing_to_say(monkeypatch, capsys):
     monkeypatch.setattr(launch, "close_and_exit", leave)
     monkeypatch.setattr(time, "sleep", sleep)
     config_class = importlib.import_module("train_sft").SFTConfig
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         with pytest.raises(SystemExit):
             launch.run(lambda config: pytest.fail("it ran"), config_class)
         assert "error: unknown argument '--nonsense'" in capsys.readouterr().err
