@@ -71,6 +71,13 @@ def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor
     return is_stop.cumsum(dim=-1) - is_stop == 0, is_stop.any(dim=-1)
 
 
+def on_device(tensor: Any, device: torch.device | str) -> Any:
+    """A tensor, or what has its own `to`, on a device; the host of a GPU does not wait for it."""
+    if isinstance(tensor, Tensor) and tensor.device.type == "cpu" != torch.device(device).type:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @dataclass
 class _EitherBatch:
     """What a batch of B completions has and can do in either layout.
@@ -93,7 +100,9 @@ class _EitherBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """Copy to a device."""
-        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return type(self)(
+            **{f.name: on_device(getattr(self, f.name), device) for f in fields(self)}
+        )
 
 
 @dataclass
@@ -192,7 +201,7 @@ class Layout:
     def to(self, device: torch.device | str) -> "Layout":
         """Copy to a device."""
         names = ("branch_index", "branch_mask", "branch_owner", "tail")
-        moved = {name: getattr(self, name).to(device) for name in names}
+        moved = {name: on_device(getattr(self, name), device) for name in names}
         return replace(self, **moved, worked_out=SimpleNamespace(gathers={}))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.padding import Layout
+from common.padding import Layout, on_device
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # Python that differs by batch
@@ -51,7 +51,7 @@ class Queries(NamedTuple):
             left = num_left_out
             ranges.append((prompt_end - 1 - left, trunk_end - left, end - left))
             before.append(left)
-        left_out = torch.tensor(before, device=layout.branch_index.device)[layout.branch_owner]
+        left_out = on_device(torch.tensor(before), layout.branch_index.device)[layout.branch_owner]
         index = (layout.branch_index - left_out[:, None]).clamp(min=0)
         return cls(ranges, index, True)
 
@@ -162,7 +162,7 @@ class Gathers(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
-        """Made once per batch, not in every layer: it waits for the device."""
+        """Made once per batch, not in every layer; no size waits for the device."""
         known = layout.worked_out.gathers
         if is_tail in known:
             made: Gathers = known[is_tail]
@@ -180,8 +180,12 @@ class Gathers(NamedTuple):
         sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
         sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
 
-        is_output = torch.cat([q_mask.flatten(), layout.branch_mask.flatten()]).nonzero()[:, 0]
-        columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])[is_output]
+        filled_up = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
+        columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])
+        (*_, (_, _, num_queries)) = queries.ranges
+        columns = columns.masked_fill(filled_up, num_queries)  # behind all, where it is left out
+        outputs = torch.arange(len(columns), device=device)
+        order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)
         known[is_tail] = made = cls(
             q_index,
             k_index,
@@ -189,7 +193,7 @@ class Gathers(NamedTuple):
             queries.branch_index,
             torch.cat([prompt_index[owner], layout.branch_index], 1),
             sees[:, None],
-            is_output[columns.argsort()],
+            order[:num_queries],
         )
         return made
 
@@ -243,7 +247,7 @@ def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
 
 def ranges(bounds: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Half-open ranges as index (N, L) filled up with the last column, and mask (N, L)."""
-    starts, ends = torch.tensor(bounds, device=device).split(1, dim=1)  # (N, 1)
+    starts, ends = on_device(torch.tensor(bounds), device).split(1, dim=1)  # (N, 1)
     lengths = ends - starts
     columns = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)
     return starts + columns.minimum(lengths - 1), columns < lengths
