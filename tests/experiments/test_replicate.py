@@ -178,7 +178,7 @@ def test_a_report_of_nothing_does_not_say_that_it_was_run():
     for found, told in (({}, "nothing has run yet"), ({("a", "kl"): {0: 1.0}}, "it was run with")):
         blocks = replicate.report(config, [], found, cost)
         assert told in blocks[1]
-        assert "`max_steps=3`" in blocks[1].text
+        assert "`max_steps=3`" in blocks[1]
 
 
 def test_published_values_have_sources(folder):
