@@ -561,6 +561,17 @@ def test_every_epoch_shows_every_row_once_and_ranks_share_a_step(num_rows, batch
                 assert Counter(row for part in parts for row in part) == Counter(batch)
 
 
+def test_a_run_gives_each_rank_its_own_order(tmp_path, monkeypatch):
+    config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=4)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        parts.append(BatchOrder.of_training(config, [1 + row % 5 for row in range(8)]).rows(0))
+    assert parts == [order.rows(0) for order in orders(8, 4, 2)]
+    assert not {*parts[0]} & {*parts[1]}
+
+
 def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     (order,) = orders(50, 50, 1)
     first = [order.rows(step) for step in (0, 1, 2)]

@@ -23,6 +23,7 @@ import tiny
 import torch
 from torch import nn
 
+from common import distributed
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files, resume
 from common.checkpoint import saver as checkpoint
@@ -520,6 +521,17 @@ def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks:
     other.metrics.add_values(grad_norm=6.0)
     expected = {"loss": third * num_ranks / (3 * num_ranks), "grad_norm": 6.0}
     assert other.metrics.reduce() == expected
+
+
+def test_a_rank_of_as_many_gets_its_own_sums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = tiny.checkpointer(tmp_path, *trained())
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "world_size", lambda: 2)
+        patch.setattr(distributed, "rank", lambda: 1)
+        saver._restore_sums([{"loss": [1.0, 2.0]}, {"loss": [3.0, 4.0]}])
+    assert saver.metrics.reduce() == {"loss": 0.75}
 
 
 # ---- a disk that refuses -------------------------------------------------------------------------
