@@ -73,7 +73,8 @@ def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor
 
 def on_device(tensor: Any, device: torch.device | str) -> Any:
     """A tensor, or what has its own `to`, on a device; the host of a GPU does not wait for it."""
-    if isinstance(tensor, Tensor) and tensor.device.type == "cpu" != torch.device(device).type:
+    is_here = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+    if is_here and torch.device(device).type not in ("cpu", "meta"):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
