@@ -48,7 +48,8 @@ def draw_token(logps: Tensor, uniforms: Tensor) -> Tensor:
     blocks = blocks.view(len(logps), -1, size)  # (B, V / size, size)
     block = draw(blocks.logsumexp(-1), uniforms[:, 0])  # (B,)
     inside = blocks[torch.arange(len(logps), device=logps.device), block]  # (B, size)
-    return block * size + draw(inside, uniforms[:, 1])
+    tokens = block * size + draw(inside, uniforms[:, 1])
+    return tokens.clamp(max=logps.shape[-1] - 1)  # of scores that are nan the last, for `decode`
 
 
 def restrict(logps: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -134,6 +135,9 @@ def decode(
     Returns:
         Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including
         the first stop token; their log-probabilities (B, C) in nats, 0 behind; has_stop (B,).
+
+    Raises:
+        RuntimeError: scores are nan.
     """
     device = lm.get_input_embeddings().weight.device
     num_rows, max_length = uniforms.shape[:2]
@@ -172,5 +176,10 @@ def decode(
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     ids, token_logps = ids.cpu(), token_logps.cpu()
+    if token_logps.isnan().any():
+        raise RuntimeError(
+            "the model that samples gives scores that are nan: its weights have diverged; lower "
+            "--learning_rate and go on from an earlier checkpoint."
+        )
     mask, has_stop = cut_at_stop(ids, settings.stop_ids)
     return ids, mask, token_logps.masked_fill(~mask, 0.0), has_stop

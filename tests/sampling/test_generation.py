@@ -288,6 +288,15 @@ def test_samples_of_a_prompt_are_independent():
 # ---- draw ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_that_has_diverged_is_named_and_draws_no_token_that_is_none(layout, temperature):
+    lm = tiny.causal_lm("gpt2", is_plain=layout == "padded")
+    lm.get_output_embeddings().weight.data.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="scores that are nan: its weights have diverged"):
+        run_decode(lm, [[5, 6], [7]], num_samples=2, layout=layout, temperature=temperature)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0.0, 1e-12, 0.1, 1.0, 3.0]), min_size=1, max_size=9),
