@@ -119,6 +119,15 @@ class Settings:
     top_p: float = 1.0
 
 
+def refuse_nan(logps: Tensor) -> None:
+    """Raise a RuntimeError if there is a nan."""
+    if logps.isnan().any():
+        raise RuntimeError(
+            "the model that samples gives scores that are nan: its weights have diverged; lower "
+            "--learning_rate and go on from an earlier checkpoint."
+        )
+
+
 def decode(
     lm: Any,
     prompts: Sequence[Sequence[int]],
@@ -176,10 +185,6 @@ def decode(
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     ids, token_logps = ids.cpu(), token_logps.cpu()
-    if token_logps.isnan().any():
-        raise RuntimeError(
-            "the model that samples gives scores that are nan: its weights have diverged; lower "
-            "--learning_rate and go on from an earlier checkpoint."
-        )
+    refuse_nan(token_logps)
     mask, has_stop = cut_at_stop(ids, settings.stop_ids)
     return ids, mask, token_logps.masked_fill(~mask, 0.0), has_stop
