@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted((ROOT / "common").rglob("*.py"))
 MOST_MODULES, MOST_LINES = 12, 400
+MOST_IN_FUNCTION, MOST_IN_MAIN = 60, 110
 
 
 def names_in_tree() -> list[str]:
@@ -65,6 +66,14 @@ def test_rooms_and_modules_are_small():
         assert len(modules) <= MOST_MODULES, room
     long = {path.stem for path in MODULES if len(path.read_text().splitlines()) > MOST_LINES}
     assert not long
+
+
+def test_functions_are_short():
+    for path in [*MODULES, *ROOT.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                most = MOST_IN_MAIN if node.name == "main" else MOST_IN_FUNCTION
+                assert node.end_lineno - node.lineno < most, (path.name, node.name)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
