@@ -22,7 +22,7 @@ from common.losses import aggregate
 from common.model import fsdp
 from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
-from common.padding import AnyBatch
+from common.padding import AnyBatch, on_device
 from common.scoring import Policy, ReferenceStates
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def split(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
         if totals[0] > 0:
             batches = data.batches(pieces(kept, share, config), config, pad_id)
-            own = Denominators(*totals.float().to(device))
+            own = Denominators(*on_device(totals.float(), device))
             updates.append(Update([batch.to(device) for batch in batches], own))
     return updates
 
@@ -229,10 +229,10 @@ def collate(
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every update, from what is known by place."""
     device, ref_states = distributed.device(), iter(before.ref_states)
-    of_completion = advantages.flatten(0, 1).to(device)  # (N*G,) or (N*G, C)
-    sampled_logps = kept.rollouts.token_logps.to(device)
+    of_completion = on_device(advantages.flatten(0, 1), device)  # (N*G,) or (N*G, C)
+    sampled_logps = on_device(kept.rollouts.token_logps, device)
     of_prompt = (kept.lengths * kept.counted).sum(1, keepdim=True).expand_as(kept.counted)
-    of_prompt = of_prompt.flatten().to(device)  # (N*G,) tokens
+    of_prompt = on_device(of_prompt.flatten(), device)  # (N*G,) tokens
 
     def micro_batch(batch: AnyBatch, denominators: Denominators) -> MicroBatch:
         def own(known: Tensor) -> Tensor:

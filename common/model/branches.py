@@ -182,7 +182,7 @@ class Gathers(NamedTuple):
 
         filled_up = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
         columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])
-        (*_, (_, _, num_queries)) = queries.ranges
+        num_queries = queries.ranges[-1][2]
         columns = columns.masked_fill(filled_up, num_queries)  # behind all, where it is left out
         outputs = torch.arange(len(columns), device=device)
         order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)

@@ -17,7 +17,7 @@ from common.config import CommonConfig
 from common.data import Example, Piece
 from common.errors import LARGEST, UserError
 from common.losses import wins
-from common.padding import AnyBatch
+from common.padding import AnyBatch, on_device
 
 
 def group(examples: Sequence[Example], *, by_prompt: bool) -> list[list[int]]:
@@ -82,7 +82,7 @@ class PairBatch:
 
     def to(self, device: torch.device | str) -> "PairBatch":
         """Copy to a device."""
-        return PairBatch(self.batch.to(device), self.pairs.to(device), self.rows.to(device))
+        return PairBatch(*(on_device(x, device) for x in (self.batch, self.pairs, self.rows)))
 
 
 @dataclass

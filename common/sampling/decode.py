@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from common import padding
-from common.padding import cut_at_stop
+from common.padding import cut_at_stop, on_device
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
 
@@ -76,7 +76,7 @@ class CopyingDecoder:
     ) -> None:
         """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them."""
         device = lm.get_input_embeddings().weight.device
-        ids, mask = (x.to(device) for x in padding.left_pad(prompts, pad_id))  # (N, P)
+        ids, mask = (on_device(x, device) for x in padding.left_pad(prompts, pad_id))  # (N, P)
         self.lm = lm
         self.cache = DynamicCache(config=lm.config)
         logits = self.forward(ids, mask, padding.position_ids(mask))  # (N, V)
@@ -158,7 +158,7 @@ def decode(
         decoder = SharedDecoder(lm, prompts, num_samples, max_length)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)
-    uniforms = uniforms.to(device)
+    uniforms = on_device(uniforms, device)
     stops = torch.tensor(list(settings.stop_ids), device=device)
     ids = torch.full((num_rows, max_length), settings.pad_id, device=device)  # (B, C)
     token_logps = torch.zeros(num_rows, max_length, device=device)  # (B, C)
