@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.model.projection import Head, token_statistics
+from common.model.projection import Head, exact_tf32, token_statistics
 from common.padding import AnyBatch, PaddedBatch, SharedPrefixBatch
 
 
@@ -114,7 +114,8 @@ class Policy(nn.Module):
             # In float32 again: under bf16 FSDP casts what a forward is given.
             head, bias = reference.head.weight.float(), reference.head.bias
             bias = None if bias is None else bias.float()
-            ref_logits = nn.functional.linear(reference.hidden.float(), head, bias)  # (B, C, V)
+            with exact_tf32(reference.hidden):
+                ref_logits = nn.functional.linear(reference.hidden.float(), head, bias)  # (B, C, V)
             ref_logps = torch.log_softmax(ref_logits / temperature, -1)
             kl = (logps.exp() * (logps - ref_logps)).sum(-1) * batch.completion_mask
         hidden = projected[0][:, :-1] if with_hidden else None  # (B, C, D)

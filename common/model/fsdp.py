@@ -29,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
 from common.config import CommonConfig
+from common.model.projection import exact_tf32
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,7 +44,8 @@ class Float32Head(nn.Linear):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits (..., V), float32, of hidden states (..., D)."""
         bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
+        with exact_tf32(hidden):
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:

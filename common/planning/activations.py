@@ -4,7 +4,7 @@ What a block keeps for backward is counted in `footprint.py`; what is temporary 
 here. Where a formula stands for code, its docstring says what that code holds.
 """
 
-from common.model.projection import CHUNK_NUMBERS
+from common.model.projection import CHUNK_NUMBERS, GPU_CHUNK_NUMBERS
 from common.planning.footprint import Footprint
 from common.planning.work import FLOAT32, MicroBatch, Run
 
@@ -88,7 +88,8 @@ def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool)
     cast = FLOAT32 * head if run.config.bf16 else 0  # the head in float32
     if run.is_shared:
         rows = batch.completions * own
-        chunk = min(rows, max(1, CHUNK_NUMBERS // vocabulary)) * vocabulary
+        at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
+        chunk = min(rows, max(1, at_once // vocabulary)) * vocabulary
         copies = 1 + 2 * has_exact_kl + (has_entropy and run.on_gpu)
         return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast
     copies = 3

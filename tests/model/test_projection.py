@@ -10,14 +10,19 @@ import math
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.model import projection
+from common import distributed
+from common.model import fsdp, projection
 from common.model.projection import Head, TokenStatistics, token_statistics
+from common.padding import padded_batch
+from common.scoring import Policy, ReferenceStates, RewardModel
 
 ROWS, WIDTH, VOCAB = 11, 6, 17
 OUTPUTS = ("token_logps", "entropy", "kl")
@@ -240,6 +245,80 @@ def test_logits_far_from_0_lose_nothing():
     assert found.entropy.abs().max() < 1e-3
 
 
+# ---- products on a GPU ---------------------------------------------------------------------------
+
+
+def as_tf32(values: Tensor) -> Tensor:
+    """Float32 numbers rounded to the 10 bits of mantissa that TF32 has of float32's 23."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+def test_tf32_loses_nothing_of_bfloat16_operands() -> None:
+    """But of float32 ones, such as gradients, up to 2^-11, less than the rounding to bfloat16."""
+    tensors = trainable(inputs(rows=200, vocab=300), torch.float32)
+    for name in ("hidden", "weight"):
+        whole = tensors[name].detach()
+        rounded = whole.bfloat16()
+        assert torch.equal(as_tf32(rounded.float()), rounded.float())
+        lost = ((as_tf32(whole) - whole) / whole).abs().max()
+        assert 2**-12 < lost <= 2**-11
+        assert ((rounded.float() - whole) / whole).abs().max() > 2 * lost
+
+
+class Products(TorchDispatchMode):
+    """Notes each product of float32 matrices: with a vocabulary or not, and a GPU's precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in PRODUCTS and args[-1].dtype == torch.float32:
+            shapes = {size for argument in args for size in argument.shape}
+            part = "head" if shapes & {VOCAB, tiny.model_config("llama").vocab_size} else "rest"
+            self.seen.append((part, torch.backends.cuda.matmul.fp32_precision))
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_, torch.ops.aten.bmm}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("chunk_numbers", [0, 3 * VOCAB])  # kept, and made again in backward
+def test_the_vocabulary_head_multiplies_in_tf32_under_bfloat16_alone(dtype, chunk_numbers) -> None:
+    tensors = trainable(inputs(), dtype)
+    with Products() as products:
+        found = run(tensors, chunk_numbers=chunk_numbers)
+        forward = len(products.seen)
+        sum(values.sum() for values in found).backward()
+    precision = "tf32" if dtype == torch.bfloat16 else "none"
+    chunks = 4 if chunk_numbers else 1
+    assert forward == 2 * chunks
+    # In backward the reference's logits, both gradients, and the logits where none are kept.
+    num_products = forward + (4 if chunk_numbers else 3) * chunks
+    assert products.seen == [("head", precision)] * num_products
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+@pytest.mark.usefixtures("process_group")
+def test_of_a_model_under_bfloat16_only_the_vocabulary_head_multiplies_in_tf32() -> None:
+    """The reward head has float32 operands."""
+    config, mesh = tiny.train_config(bf16=True, layout="padded"), distributed.mesh()
+    batch = padded_batch([[1, 2, 3]], [[[5, 6, 2, 9]]], 7).to(distributed.device())
+    policy = fsdp.shard(Policy(tiny.causal_lm("llama", is_plain=True)), config, mesh)
+    head = Head(policy.lm.lm_head.weight.full_tensor(), None)
+    with Products() as products, torch.no_grad():
+        states = policy(batch, with_hidden=True).hidden
+        policy(batch, reference=ReferenceStates(states, head))
+    assert products.seen == [("head", "tf32")] * 3
+    reward = RewardModel(tiny.classifier("llama", is_plain=True))
+    reward = fsdp.shard(reward, config, mesh, float32_modules=[reward.lm.score])
+    with Products() as products, torch.no_grad():
+        reward(batch)
+    assert products.seen == [("rest", "none")]
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -286,8 +365,9 @@ def test_memory_does_not_grow_with_rows_times_vocabulary(with_kl):
 
 
 def test_the_default_keeps_the_logits_of_small_batches_only():
-    """64 MiB of float32."""
+    """64 MiB of float32, on a GPU 1 GiB."""
     assert projection.CHUNK_NUMBERS * 4 == 64 * 2**20
+    assert projection.GPU_CHUNK_NUMBERS * 4 == 2**30
 
 
 def test_a_frozen_head_gets_no_gradient():

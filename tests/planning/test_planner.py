@@ -261,6 +261,20 @@ def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
             assert more == states // num_ranks + head
 
 
+def test_a_gpu_holds_more_logits_at_once(shapes: Path):
+    """Up to 1 GiB, a CPU up to 64 MiB; fewer rows than that have theirs only."""
+    found = []
+    for device in ("cpu", "cuda"):
+        run = run_of(shapes, dry_run_device=device, batch_size=2**12, micro_batch_tokens=2**16)
+        policy = replace(run.policy, vocabulary=2**16)
+        found += [
+            activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
+            for rows in (2560, 40960)
+            for batch in [workload.MicroBatch(1, 0, 0, rows / 10)]
+        ]
+    assert found == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
+
+
 # ---- sampling ------------------------------------------------------------------------------------
 
 
