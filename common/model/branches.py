@@ -29,7 +29,8 @@ def branch_attention(
         queries = Queries.of(layout, is_tail)
         output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
         return output
-    return gathered_branches(query, key, value, Gathers.of(layout, is_tail), scaling)
+    gathers = Gathers.of(layout, is_tail, query.dtype)
+    return gathered_branches(query, key, value, gathers, scaling)
 
 
 class Queries(NamedTuple):
@@ -150,35 +151,44 @@ def _runs(
 
 
 class Gathers(NamedTuple):
-    """What `gathered_branches` picks out of a row: rectangles of columns, and their masks."""
+    """What `gathered_branches` picks out of a row: rectangles of columns, filled up on the right.
 
-    trunk_queries: Tensor  # (N, L'), the columns of the trunks among the queries
-    trunk_keys: Tensor  # (N, L), those among the keys
-    trunk_mask: Tensor  # (N, 1, L', L) bool, True = seen
-    branch_queries: Tensor  # (R, C), the columns of the branches; R is 0 where there are none
-    branch_keys: Tensor  # (R, P + C), the columns of their prompts and theirs
-    branch_mask: Tensor  # (R, 1, C, P + C) bool
+    The first is of the N trunks, L' columns of L; a second of the R branches, if there are any, C
+    columns of P + C: those of their prompts and theirs.
+    """
+
+    queries: list[Tensor]  # (N, L') and (R, C), the columns among the queries
+    keys: list[Tensor]  # (N, L) and (R, P + C), the columns of what they look at
+    masks: list[Tensor | None]  # (N, 1, L', L) and (R, 1, C, P + C), see `additive`
     order: Tensor  # (queries,), the place of each among the N * L' + R * C outputs
 
     @classmethod
-    def of(cls, layout: Layout, is_tail: bool) -> "Gathers":
+    def of(cls, layout: Layout, is_tail: bool, dtype: torch.dtype) -> "Gathers":
         """Made once per batch, not in every layer; no size waits for the device."""
         known = layout.worked_out.gathers
-        if is_tail in known:
-            made: Gathers = known[is_tail]
+        if (is_tail, dtype) in known:
+            made: Gathers = known[is_tail, dtype]
             return made
         queries, device = Queries.of(layout, is_tail), layout.branch_index.device
         q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
         k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
-        num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
-        steps = torch.arange(k_index.shape[1], device=device)  # (L,)
-        visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
-
-        prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
-        owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
-        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-        sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
-        sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
+        rectangles = [(q_index, k_index)]
+        masks: list[Tensor | None] = [None]
+        are_alike = len({end - start for start, _, end, _ in layout.trunks}) == 1
+        if is_tail and not (are_alike and q_index.shape[1] == 1):
+            num_before = (k_mask.sum(-1) - q_mask.sum(-1))[:, None, None]  # keys before the queries
+            steps = torch.arange(k_index.shape[1], device=device)  # (L,)
+            visible = steps <= steps[: q_index.shape[1], None] + num_before  # (N, L', L)
+            masks = [additive(visible, dtype)]
+        if layout.branch_index.numel():
+            prompt_index, prompt_mask = ranges([(s, p) for s, p, _, _ in layout.trunks], device)
+            owner, (num_branches, length) = layout.branch_owner, layout.branch_index.shape
+            causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
+            sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
+            own_keys = torch.cat([prompt_index[owner], layout.branch_index], 1)
+            rectangles.append((queries.branch_index, own_keys))
+            masks.append(additive(sees, dtype))
 
         filled_up = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
         columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])
@@ -186,16 +196,43 @@ class Gathers(NamedTuple):
         columns = columns.masked_fill(filled_up, num_queries)  # behind all, where it is left out
         outputs = torch.arange(len(columns), device=device)
         order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)
-        known[is_tail] = made = cls(
-            q_index,
-            k_index,
-            visible[:, None],
-            queries.branch_index,
-            torch.cat([prompt_index[owner], layout.branch_index], 1),
-            sees[:, None],
-            order[:num_queries],
-        )
+        rows, seen = map(list, zip(*rectangles, strict=True))
+        known[is_tail, dtype] = made = cls(rows, seen, masks, order[:num_queries])
         return made
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask (R, L', L), True = seen, as what is added to scores (R, 1, L', L).
+
+    Its rows lie a multiple of 8 numbers apart, as a GPU's kernels want it: they would make a copy
+    like this of any other mask, in every layer.
+    """
+    scores = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    scores = nn.functional.pad(scores, (0, -scores.shape[-1] % 8))[..., : scores.shape[-1]]
+    return scores.masked_fill_(~visible, float("-inf"))[:, None]
+
+
+class Copies(torch.autograd.Function):
+    """Keys or values (1, H, T, d) at the columns (R, L) of some rectangles, (R, H, L, d) each.
+
+    A token's gradient is summed over its copies in float32, also under bfloat16: a prompt's keys
+    get one from each of its branches.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *rectangles: Tensor) -> tuple[Tensor, ...]:
+        """Copy."""
+        ctx.rectangles, ctx.length = rectangles, tensor.shape[2]
+        return tuple(to_branches(tensor, index) for index in rectangles)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradient of the tensor."""
+        _, num_heads, _, width = grads[0].shape
+        total = grads[0].new_zeros(ctx.length, num_heads, width, dtype=torch.float32)
+        for index, grad in zip(ctx.rectangles, grads, strict=True):
+            total.index_add_(0, index.flatten(), grad.transpose(1, 2).flatten(0, 1).float())
+        return total.to(grads[0].dtype).transpose(0, 1)[None], *(None for _ in grads)
 
 
 def gathered_branches(
@@ -203,21 +240,20 @@ def gathered_branches(
 ) -> Tensor:
     """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
 
-    The keys and values of a prompt are copied for each of its branches, within one layer. See
-    `branch_attention`.
+    The keys and values of a prompt are copied for each of its branches, within one layer. Whole
+    trunks are causal, and no mask keeps them from FlashAttention: tokens do not look at what fills
+    up their row behind them, and what that puts out is left out. See `branch_attention`.
     """
-
-    def attended(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-        """Outputs (R * L', H, d) for queries (R, L') that see keys (R, L)."""
-        inputs = (to_branches(query, queries), to_branches(key, keys), to_branches(value, keys))
-        sdpa = nn.functional.scaled_dot_product_attention
-        return sdpa(*inputs, attn_mask=mask, scale=scaling).transpose(1, 2).flatten(0, 1)
-
-    output = attended(gathers.trunk_queries, gathers.trunk_keys, gathers.trunk_mask)
-    if gathers.branch_queries.numel():
-        branches = (gathers.branch_queries, gathers.branch_keys, gathers.branch_mask)
-        output = torch.cat([output, attended(*branches)])
-    return output[gathers.order].transpose(0, 1)[None]
+    outputs = []
+    keys, values = (Copies.apply(x, *gathers.keys) for x in (key, value))
+    for index, seen, read, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
+        is_causal = mask is None and index.shape[1] == seen.shape[2]
+        output = nn.functional.scaled_dot_product_attention(
+            to_branches(query, index), seen, read, mask, is_causal=is_causal, scale=scaling
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # (R * L', H, d)
+    output = torch.cat(outputs).index_select(0, gathers.order)
+    return output.transpose(0, 1)[None]
 
 
 def merge(

@@ -46,7 +46,7 @@ def public_functions(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
 ) -> Tensor:
     """`branches.branch_attention` as on devices other than a CPU."""
-    gathers = branches.Gathers.of(layout, is_tail)
+    gathers = branches.Gathers.of(layout, is_tail, query.dtype)
     return branches.gathered_branches(query, key, value, gathers, scaling)
 
 
@@ -404,6 +404,61 @@ def test_a_completion_may_be_empty(groups, path):
         rewards = RewardModel(tiny.classifier("gpt2"))(shared)
     assert expected.std() > 0.1
     torch.testing.assert_close(rewards, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whole_trunks_are_causal_without_a_mask(name, monkeypatch):
+    """Whatever their lengths, so that a GPU may take FlashAttention; masks need no copy there."""
+    calls, plain = [], nn.functional.scaled_dot_product_attention
+
+    def noted(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        calls.append((query.shape[2], key.shape[2], mask, options["is_causal"]))
+        return plain(query, key, value, mask, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
+    layout = layout_of(CASES[name])
+    inputs = torch.randn(3, 1, 2, layout.trunks[-1][-1], 8, dtype=torch.bfloat16)
+    public_functions(*inputs.to(distributed.device()), layout, False, 0.4)
+    longest = max(end - start for start, _, end, _ in layout.trunks)
+    assert calls[0] == (longest, longest, None, True)
+    assert len(calls) == 1 + any(len(lengths) > 1 for _, lengths in CASES[name])
+    for _, _, mask, is_causal in calls[1:]:
+        assert mask.dtype == inputs.dtype
+        assert {stride % 8 for stride in mask.stride()[:-1]} == {0}
+        assert not is_causal
+
+
+def test_one_query_of_each_row_of_a_length_needs_no_mask():
+    """The last token of each prompt, in the last block."""
+    one, two = (layout_of(groups) for groups in ([(6, [4, 1])], [(6, [4, 1]), (5, [2, 2])]))
+    assert branches.Gathers.of(one, True, torch.float32).masks[0] is None
+    assert branches.Gathers.of(two, True, torch.float32).masks[0] is not None
+
+
+def test_gradients_of_a_prompt_s_keys_are_summed_in_float32(monkeypatch):
+    """Under bfloat16 512 equal ones, each rounded as it is, are 256 times two of them."""
+    grads, dtypes, plain = {}, set(), Tensor.index_add_
+
+    def noted(total: Tensor, *args: Any) -> Tensor:
+        dtypes.add(total.dtype)  # the CPU's kernel may sum bfloat16 in float32, a GPU's does not
+        return plain(total, *args)
+
+    monkeypatch.setattr(Tensor, "index_add_", noted)
+    for num_branches in (2, 512):
+        layout = layout_of([(5, [3] * num_branches)])
+        torch.manual_seed(0)
+        prompt, branch = torch.randn(3, 1, 2, 5, 8), torch.randn(3, 1, 2, 3, 8)
+        row = torch.cat([prompt, branch.repeat(1, 1, 1, num_branches, 1)], 3).bfloat16()
+        query, key, value = (x.requires_grad_() for x in row.to(distributed.device()).unbind())
+        output = public_functions(query, key, value, layout, False, 0.4)
+        output[:, :, 5:].float().square().sum().backward()
+        grads[num_branches] = key.grad[:, :, :5], value.grad[:, :, :5]
+    for few, many in zip(grads[2], grads[512], strict=True):
+        assert few.abs().max() > 0.1
+        torch.testing.assert_close(many / 256, few, rtol=1e-2, atol=1e-6)
+    assert dtypes == {torch.float32}
 
 
 def test_large_scores_neither_overflow_nor_vanish():
