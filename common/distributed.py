@@ -47,6 +47,7 @@ def start(timeout: float = 1800.0) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "gloo"
     if torch.cuda.is_available():
+        let_segments_grow()
         local_rank = number_in("LOCAL_RANK")
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -65,18 +66,33 @@ def start(timeout: float = 1800.0) -> None:
     dist.init_process_group(backend, store=own, rank=number, world_size=size, timeout=_limit)
 
 
+def let_segments_grow() -> None:
+    """Have memory of a GPU given out in segments that grow, unless the user has set anything.
+
+    Micro-batches differ in size: in segments of fixed sizes they leave gaps that none fits into.
+    torch reads this at the first allocation. vLLM, which turns it off for what it lets sleep, looks
+    for the older of the two names only.
+    """
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def refuse_without_gpu() -> None:
     """Raise a UserError where a GPU that is there cannot be used."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     is_there = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
-    if torch.version.cuda and is_there and not is_hidden and not torch.cuda.is_available():
-        driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
-        raise UserError(
-            f"torch is built for CUDA {torch.version.cuda} and cannot use the GPU of this machine "
-            f"with the NVIDIA driver {driver.group() if driver else 'that it has'}; update the "
-            "driver, install a torch for an older CUDA, or train on the CPU, with "
-            "CUDA_VISIBLE_DEVICES= before the command."
-        )
+    if not is_there or is_hidden or torch.cuda.is_available():
+        return
+    driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
+    what, remedy = "is built without CUDA", "install a torch for CUDA"
+    if torch.version.cuda:
+        what = f"is built for CUDA {torch.version.cuda}"
+        remedy = "update the driver, install a torch for an older CUDA"
+    raise UserError(
+        f"torch {what} and cannot use the GPU of this machine with the NVIDIA driver "
+        f"{driver.group() if driver else 'that it has'}; {remedy}, or train on the CPU, with "
+        "CUDA_VISIBLE_DEVICES= before the command."
+    )
 
 
 def meet() -> tuple[Any, int, int]:

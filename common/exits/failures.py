@@ -4,6 +4,9 @@ When a rank fails, its sockets close, and the next collective of every peer fail
 would print N tracebacks, N - 1 of them about each other. Here a rank enters its cause in the store
 of the process group before its sockets close, and only the first to do so speaks. Under torchrun
 that store lives in the first host's agent and outlives the ranks.
+
+A collective of NCCL that waits too long raises nothing: torch's watchdog thread ends the process
+(SIGABRT), and what it leaves is in docs/many_nodes.md.
 """
 
 import errno

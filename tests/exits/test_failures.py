@@ -539,8 +539,12 @@ def test_a_process_whose_torchrun_died_while_it_imported_ends(parent: str, statu
 
 
 @pytest.mark.parametrize("visible", ["0", "", None])
-def test_a_driver_that_is_too_old_is_no_reason_to_train_on_the_cpu(
-    visible: str | None, tmp_path: Path, monkeypatch: Any
+@pytest.mark.parametrize(
+    ("cuda", "said"),
+    [("13.0", "for CUDA 13.0 .* 535.129.03; update"), (None, "without CUDA .* a torch for CUDA,")],
+)
+def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
+    cuda: str | None, said: str, visible: str | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Unless the user has hidden the GPU, or there is none."""
     text = (
@@ -549,7 +553,7 @@ def test_a_driver_that_is_too_old_is_no_reason_to_train_on_the_cpu(
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(distributed, "DEVICES", tmp_path)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -559,5 +563,27 @@ def test_a_driver_that_is_too_old_is_no_reason_to_train_on_the_cpu(
     if visible == "":
         distributed.refuse_without_gpu()
         return
-    with pytest.raises(UserError, match="CUDA 13.0 .* driver 535.129.03; .* CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(UserError, match=f"built {said}.* CUDA_VISIBLE_DEVICES="):
         distributed.refuse_without_gpu()
+
+
+ALLOCATOR = """
+import torch
+from common import distributed
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = lambda rank: print(torch._C._accelerator_getAllocatorSettings())
+distributed.start()
+"""
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_memory_is_in_segments_that_grow_unless_the_user_has_set_something(
+    name: str,
+) -> None:
+    """Asked of torch's allocator, which has read the environment by the time a GPU is chosen."""
+    given = {name: "max_split_size_mb:100"} if name else {}
+    command = [sys.executable, "-c", ALLOCATOR]
+    found = subprocess.run(command, env=environment(**given), capture_output=True, text=True)
+    expected = "max_split_size_mb:100" if name else "expandable_segments:True"
+    assert found.stdout == f"{expected}\n"
