@@ -175,6 +175,14 @@ class TrainConfig(CommonConfig):
     adam_epsilon: float = flag(1e-8, "AdamW epsilon", gt=0)
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
 
+    _speed: ClassVar = CommonConfig._speed
+    shard_gradients: str = free_flag(
+        "auto",
+        "true: reduce gradients in every micro-batch, a rank holds its shard; false: once a step, "
+        "whole until then; auto: true where whole ones do not fit the GPU by the plan",
+        ["auto", "true", "false"],
+    )
+
     _logging: ClassVar = "logging, evaluation, checkpoints"
     report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
     run_name: str = free_flag("", "name of the run in wandb; empty: the name of output_dir")

@@ -44,10 +44,12 @@ class Run:
         """
         from common.checkpoint.saver import Checkpointer
         from common.model import optim
+        from common.planning import plan
         from common.record.logger import RunLogger
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
+        self.shards_gradients = plan.shards_gradients(config)
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, moving_reference)
@@ -68,7 +70,7 @@ class Run:
     def accumulate(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
         """An update's micro-batches, on the device one by one: attention keeps masks with them.
 
-        Gradients are reduced in the last one's backward. Collective.
+        Gradients are reduced in the last one's backward, or in every one. Collective.
 
         Raises Stopped where the run was asked to, and is saved: if it `may_stop`, because no update
         of this step was made yet.
@@ -76,7 +78,10 @@ class Run:
         for i, batch in enumerate(batches):
             if may_stop:
                 self.saver.stop_if_asked(self.step)
-            fsdp.reduce_gradients_in_next_backward(self.module, i == len(batches) - 1)
+            is_last = i == len(batches) - 1
+            fsdp.reduce_gradients_in_next_backward(
+                self.module, is_last, shards=self.shards_gradients
+            )
             yield batch.to(distributed.device())
 
     def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:

@@ -211,10 +211,17 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
-def reduce_gradients_in_next_backward(module: nn.Module, enabled: bool) -> None:
-    """Reduce gradients over ranks in the next backward, or keep accumulating them locally."""
+def reduce_gradients_in_next_backward(
+    module: nn.Module, is_last: bool, *, shards: bool = False
+) -> None:
+    """Reduce gradients over ranks in a step's last backward, and keep them whole until then.
+
+    With `shards` every backward reduces them inside a group of shards, and adds a rank's part to
+    what it holds; the groups of HSDP are summed in the last one only.
+    """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
+        module.set_requires_gradient_sync(is_last or shards)
+        module.set_requires_all_reduce(is_last)
 
 
 def reshard(module: nn.Module) -> None:

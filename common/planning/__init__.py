@@ -1,4 +1,4 @@
 """What a run will take, without running it.
 
-Face: plan.dry_run; footprint, work, activations and memory behind it.
+Face: plan.dry_run, plan.shards_gradients; footprint, work, activations and memory behind it.
 """

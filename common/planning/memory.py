@@ -128,19 +128,18 @@ def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> f
 def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """The loss of a micro-batch, the backward of its last block, and the end of its backward.
 
-    Gradients of several micro-batches are added up whole, and become shards in the last backward
-    only: that saves traffic, and costs the memory of all gradients. DPO's reference, where it was
-    not asked ahead, scores a micro-batch while the policy's graph of it is there.
+    DPO's reference, where it was not asked ahead, scores a micro-batch while the policy's graph of
+    it is there.
     """
     policy, batch = run.policy, micro_batch(run, ranks)
-    added_up = FLOAT32 * policy.numbers(trained=True) if batch.number > 1 else 0
+    added_up = added_gradients(run, ranks) if batch.number > 1 else 0.0
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
     kept, most = activations(run, policy, batch)
     at_loss = {
         "activations": kept,
         "logits": logits_bytes(run, policy, batch, trains=True),
-        "gradients": float(added_up + head * run.is_shared),
+        "gradients": added_up + head * run.is_shared,
     }
     at_loss = base | whole | at_loss
     if isinstance(run.config, DPOConfig):
@@ -162,30 +161,47 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 
+def added_gradients(run: Run, ranks: int) -> float:
+    """The sum over several micro-batches, until the last backward.
+
+    Whole ones become shards only then: that saves traffic. Those that are reduced in every
+    micro-batch are shards all the time.
+    """
+    if not run.shards_gradients:
+        return float(FLOAT32 * run.policy.numbers(trained=True))
+    held = 0 if run.is_offloaded else FLOAT32
+    return float(held * run.policy.numbers(run.num_shards(ranks), trained=True))
+
+
 def unit_gradients(run: Run, ranks: int, num_trained: int) -> float:
     """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
 
-    On a GPU the reduction of one unit runs beside the next one's backward.
+    On a GPU the reduction of one unit runs beside the next one's backward, and has let go of that
+    before the next one's is made (FSDP's `reduce_scatter_max_input_buffers` is 1).
     """
-    if run.is_plain(ranks):
-        return 0.0
-    return float(num_trained * (run.number_bytes + FLOAT32 * (2 if run.on_gpu else 1)))
+    return 0.0 if run.is_plain(ranks) else float(num_trained * (run.number_bytes + FLOAT32))
 
 
 def last_gradients(run: Run, ranks: int, num_micro_batches: int) -> float:
     """Gradients when the embedding gets its own: all others are there.
 
     Autograd makes the embedding's gradient whole, and adds it to that of the head if they are tied
-    and to the sum of earlier micro-batches if there are any: each is a temporary of its size.
+    and to the sum of earlier micro-batches if there are any: each is a temporary of its size. Then
+    the root's are reduced, to a shard that is added to what the rank holds of earlier ones.
     """
-    policy, is_added = run.policy, num_micro_batches > 1
+    policy, is_plain = run.policy, run.is_plain(ranks)
+    is_added = num_micro_batches > 1 and (is_plain or not run.shards_gradients)
     temporaries = 0 if policy.has_adapters else is_added + policy.is_tied
     embedding = run.number_bytes * policy.vocabulary * policy.width * temporaries
-    if run.is_plain(ranks) or is_added:  # before the last micro-batch nothing is reduced
+    if is_plain or is_added:  # before the last micro-batch nothing is reduced
         return float(FLOAT32 * policy.numbers(trained=True) + embedding)
     shards = run.num_shards(ranks)
-    reduced = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
-    return reduced + embedding + unit_gradients(run, ranks, numbers(policy.root, trained=True))
+    held = 0 if run.is_offloaded else FLOAT32 * policy.numbers(shards, trained=True)
+    root = numbers(policy.root, trained=True)
+    reducing = unit_gradients(run, ranks, root)
+    if num_micro_batches > 1:
+        reducing += FLOAT32 * numbers(policy.root, shards, trained=True)
+    return held + max(run.number_bytes * root + embedding, reducing)
 
 
 # ---- scoring and sampling ------------------------------------------------------------------------

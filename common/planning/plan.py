@@ -11,12 +11,16 @@ of the config: shorter rows take less. The models are counted in `footprint.py`;
 are in `work.py`, `activations.py` and `memory.py`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
 from common import distributed
 from common.config import TrainConfig
+from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
 from common.pairs.config import DPOConfig
@@ -25,6 +29,8 @@ from common.planning.memory import COLUMNS, HOST_COLUMNS, host_bytes, moments, p
 from common.planning.work import Run, has_reference, micro_batch, piece_tokens, step_flops
 from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
+
+SHARE_OF_GPU = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 
 
 def make_run(config: TrainConfig) -> Run:
@@ -51,7 +57,8 @@ def make_run(config: TrainConfig) -> Run:
     )
     # Counting has imported all that a run imports, and holds nothing.
     process = 0.0 if on_gpu else float(distributed.resident_bytes())
-    return Run(config, policy, reference, reward_models, on_gpu, process)
+    is_sharded = config.shard_gradients == "true"
+    return Run(config, policy, reference, reward_models, on_gpu, process, is_sharded)
 
 
 def page(run: Run, all_ranks: Sequence[int]) -> str:
@@ -101,11 +108,15 @@ def tables(run: Run, all_ranks: Sequence[int]) -> list[str]:
     def at_peak(ranks: int) -> list[str]:
         most, batch = peak(run, ranks), micro_batch(run, ranks)
         parts = [gigabytes(most.parts.get(column, 0.0)) for column in COLUMNS]
-        return [f"{batch.number}", *parts, gigabytes(most.total), most.name]
+        return [f"{batch.number}", *parts, gigabytes(most.total), most.name, other_peak(ranks)]
 
+    def other_peak(ranks: int) -> str:
+        return gigabytes(peak(replace(run, shards_gradients=not run.shards_gradients), ranks).total)
+
+    other = "whole" if run.shards_gradients else "sharded"
     names = [moment.name for moment in moments(run, all_ranks[0])]
     found = [
-        table(["micro-batches", *COLUMNS, "peak", "when"], at_peak),
+        table(["micro-batches", *COLUMNS, "peak", "when", f"peak, {other} gradients"], at_peak),
         "GB at each moment:",
         table(names, lambda ranks: [gigabytes(moment.total) for moment in moments(run, ranks)]),
     ]
@@ -122,6 +133,27 @@ def gigabytes(number: float) -> str:
     """Bytes for people, three digits behind the point below ten."""
     value = number / 1e9
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def shards_gradients(config: TrainConfig) -> bool:
+    """Whether every micro-batch's gradients are reduced, as `shard_gradients` has it. Collective.
+
+    `auto` plans the run with whole ones, on a GPU; what cannot be planned is taken not to fit.
+    """
+    if config.shard_gradients != "auto" or distributed.device().type != "cuda":
+        return config.shard_gradients == "true"
+    memory = SHARE_OF_GPU * float(torch.cuda.get_device_properties().total_memory)
+    planned = math.inf
+    if distributed.is_rank0():
+        with suppress(UserError):
+            planned = peak(make_run(config), distributed.world_size()).total
+    planned = float(distributed.from_rank0(planned))
+    how = "once a step" if planned <= memory else "in every micro-batch"
+    distributed.print_rank0(
+        f"gradients are reduced {how}: with whole ones until then a rank is planned to take "
+        f"{gigabytes(planned)} of {gigabytes(memory)} GB (--shard_gradients)"
+    )
+    return planned > memory
 
 
 def dry_run(config: TrainConfig) -> None:

@@ -27,6 +27,7 @@ class Run:
     reward_models: tuple[Footprint, ...]
     on_gpu: bool
     process_bytes: float  # of Python and its libraries, where they share the memory
+    shards_gradients: bool = False  # reduced in every micro-batch
 
     @property
     def num_completions(self) -> int:

@@ -29,10 +29,14 @@ GOAL = 0.2  # of what was measured
 STEPS = 2  # in the second the optimiser's state is there
 # Of GPT-2 small a step takes minutes on a core: two rows a step will do.
 SMALL = {"batch_size": 2, "micro_batch_tokens": 2048}
+# Two micro-batches of a row for each of two ranks; of whole gradients the first ones' are kept.
+SEVERAL = {"batch_size": 4, "micro_batch_tokens": 440}
+SHARDED = SEVERAL | {"shard_gradients": "true"}
 # The first is written while the second step is made; a run of before is not gone on with.
 SAVING = {"save_steps": 1, "resume_from_checkpoint": "none"}
 # Blocks above this many bytes are mapped, and unmapped when they are freed.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+GPT2 = "GPT2LMHeadModel"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
 
 
@@ -44,6 +48,7 @@ class Case:
     model: str  # of the fixture
     flags: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    shape: tuple[int, int] | None = None  # layers and width of random weights in its place
 
 
 CASES = {
@@ -56,6 +61,13 @@ CASES = {
     "sft-saving": Case("sft", "gpt2-small", SMALL | SAVING),
     "sft-saving-at-once": Case("sft", "gpt2-small", SMALL | SAVING | {"async_save": "false"}),
     "sft-saving-two-ranks": Case("sft", "gpt2-small", SMALL | SAVING, ranks=2),
+    **{
+        f"sft-{width}-wide-{name}-gradients": Case(
+            "sft", "gpt2-small", flags, ranks=2, shape=(layers, width)
+        )
+        for layers, width in ((8, 512), (12, 768), (24, 1024))  # 51 M, 124 M, 355 M parameters
+        for name, flags in (("whole", SEVERAL), ("sharded", SHARDED))
+    },
     "reward": Case("reward", "gpt2-small", SMALL),
     "dpo": Case("dpo-precomputed", "gpt2-small", SMALL),
     "dpo-padded": Case("dpo", "gpt2-small", SMALL | {"layout": "padded"}),
@@ -68,6 +80,13 @@ CASES = {
 def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
     """The script of a case with its flags."""
     arguments = our_stages.command(ROWS[case.row], fixture, STEPS, output_dir)
+    if case.shape:
+        file = output_dir.with_suffix(".json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shape = {"n_layer": case.shape[0], "n_embd": case.shape[1], "n_head": case.shape[1] // 64}
+        file.write_text(json.dumps({"model_type": "gpt2", "architectures": [GPT2], **shape}))
+        arguments += flag("model_name_or_path", file)
+        arguments += flag("tokenizer_name_or_path", fixture / "policy")
     return arguments + [text for name, value in case.flags.items() for text in flag(name, value)]
 
 

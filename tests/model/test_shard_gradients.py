@@ -1,0 +1,189 @@
+"""Gradients that are reduced in every micro-batch are those that are reduced once a step.
+
+- Losses and gradient norms of a run agree to 1e-6 relative, on 2 ranks and on 2 replicas of 2
+  shards: with several micro-batches, LoRA, recomputed activations, offload, and ranks that have
+  fewer rows, or none, and run micro-batches of weight 0.
+- Between its micro-batches a rank holds its shard of them, not all: 4 bytes a parameter / ranks.
+- A group of shards reduces in each micro-batch, replicas sum in the last one only.
+- `auto` does so where whole gradients do not fit a GPU by the plan, and says it; never on a CPU.
+"""
+
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from ranks import launch, local, run_stages, untimed_lines
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common import distributed
+from common.config import SFTConfig
+from common.model import fsdp
+from common.padding import padded_batch
+from common.planning import plan
+from common.planning.memory import peak
+from common.run import Run
+from common.scoring import Policy
+
+FLAGS: dict[str, Any] = {
+    "dataset_name": "synthetic",
+    "dataset_test_split": "",
+    "num_train_rows": 19,  # of the last of three steps 3 rows are there: of 4 ranks one has none
+    "num_sample_prompts": 0,
+    "max_prompt_length": 128,
+    "max_completion_length": 24,
+    "batch_size": 8,
+    "micro_batch_size": 1,
+    "max_steps": 3,
+    "learning_rate": 3e-3,
+    "logging_steps": 1,
+}
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "lora": {"lora_r": 4},
+    "recomputed": {"gradient_checkpointing": True},
+    "offload": {"cpu_offload": True},
+    "zero2": {"reshard_after_forward": False},
+}
+LAYOUTS = {2: 1, 4: 2}  # ranks -> replicas
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> Path:
+    """A model's folder, which adapters need."""
+    folder = tmp_path_factory.mktemp("base")
+    flags = FLAGS | {"max_steps": 1, "output_dir": str(folder)}
+    flags |= {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
+    launch(run_stages, 1, folder, jobs=[{"stage": "sft", "flags": flags}])
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
+    """Every setup both ways, on both layouts."""
+    folder = tmp_path_factory.mktemp("runs")
+    for num_ranks, num_replicas in LAYOUTS.items():
+        jobs = [
+            {
+                "stage": "sft",
+                "flags": FLAGS
+                | {"model_name_or_path": str(base), "num_replicas": num_replicas}
+                | SETUPS[name]
+                | {"shard_gradients": how, "output_dir": str(folder / f"{num_ranks}/{name}/{how}")},
+            }
+            for name in SETUPS
+            for how in ("true", "false")
+        ]
+        launch(run_stages, num_ranks, folder, jobs=jobs)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks", LAYOUTS)
+@pytest.mark.parametrize("name", SETUPS)
+def test_losses_are_the_same(runs: Path, num_ranks: int, name: str) -> None:
+    both = [untimed_lines(runs / f"{num_ranks}/{name}/{how}") for how in ("true", "false")]
+    assert len(both[0]) == FLAGS["max_steps"]
+    for sharded, whole in zip(*both, strict=True):
+        assert sharded["grad_norm"] > 0.1
+        for metric in ("loss", "grad_norm"):
+            assert sharded[metric] == pytest.approx(whole[metric], rel=1e-6)
+
+
+# --- what a rank holds and sends ------------------------------------------------------------------
+
+
+COLLECTIVES = ("reduce_scatter", "allreduce_")
+NUM_UNITS = 3  # two blocks and the root
+
+
+def held_bytes() -> int:
+    """Of every tensor that is alive, each storage once. Collective."""
+    distributed.barrier()
+    time.sleep(0.2)  # until gloo's threads have let go of what they sent
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter, DTensor)]
+    storages = [local(x).untyped_storage() for x in found]
+    return sum({x._cdata: x.nbytes() for x in storages}.values())
+
+
+def accumulate_both_ways(num_replicas: int, fake_world: int) -> dict[str, Any]:
+    """A step's micro-batches on this rank, which may be one of a fake group."""
+    if fake_world:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=fake_world)
+    return {how: accumulate(how, num_replicas) for how in ("true", "false")}
+
+
+def accumulate(how: str, num_replicas: int) -> dict[str, Any]:
+    """Bytes held after each micro-batch, and collectives in it."""
+    config = tiny.train_config(shard_gradients=how, num_replicas=num_replicas)
+    policy = fsdp.shard(Policy(tiny.causal_lm("llama")), config, distributed.mesh(num_replicas))
+    batch = padded_batch([[3, 4, 5]], [[[6, 7]]], 0)
+    policy(batch).token_logps.sum().backward()  # makes what stays
+    policy.zero_grad()
+    run = Run.__new__(Run)  # without a folder
+    run.module, run.shards_gradients = policy, plan.shards_gradients(config)
+    before, held, counts = held_bytes(), [], []
+    for part in run.accumulate([batch] * 3, may_stop=False):
+        with CommDebugMode() as communication:
+            policy(part).token_logps.sum().backward()
+        held.append(held_bytes() - before)
+        found = communication.get_comm_counts().items()
+        counts.append([sum(n for op, n in found if name in str(op)) for name in COLLECTIVES])
+    return {"held": held, "counts": counts, "all": 4 * sum(p.numel() for p in policy.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "fake_world", "num_replicas"), [(2, 0, 1), (4, 0, 2), (1, 8, 1), (1, 64, 8)]
+)
+def test_a_rank_holds_its_shard(
+    tmp_path: Path, num_ranks: int, fake_world: int, num_replicas: int
+) -> None:
+    group = {"num_replicas": num_replicas, "fake_world": fake_world}
+    seen = launch(accumulate_both_ways, num_ranks, tmp_path, **group)[0]
+    sharded, whole = seen["true"], seen["false"]
+    num_shards = (fake_world or num_ranks) // num_replicas
+    assert whole["held"][:-1] == pytest.approx([whole["all"]] * 2, rel=0.02)
+    for held in (*sharded["held"], whole["held"][-1]):
+        assert held == pytest.approx(whole["all"] / num_shards, rel=0.03)  # rows are filled up
+    once, last = [NUM_UNITS, 0], [NUM_UNITS, NUM_UNITS * (num_replicas > 1)]
+    assert whole["counts"] == [[0, 0], [0, 0], last]
+    assert sharded["counts"] == [once, once, last]
+
+
+# --- what `auto` does -----------------------------------------------------------------------------
+
+
+def sft_config(path: Path, **flags: Any) -> SFTConfig:
+    """Of several micro-batches on every rank."""
+    lengths = {"max_prompt_length": 64, "max_completion_length": 32, "num_sample_prompts": 0}
+    flags = lengths | {"batch_size": 64, "micro_batch_tokens": 96} | flags
+    return SFTConfig(output_dir="unused", model_name_or_path=str(path), **flags)
+
+
+def test_auto_shards_what_does_not_fit(
+    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = plan.make_run(sft_config(tiny_gpt2, dry_run=True, dry_run_device="cuda"))
+    whole, sharded = (peak(replace(run, shards_gradients=is_on), 4).total for is_on in (0, 1))
+    assert sharded < whole
+    monkeypatch.setattr(distributed, "world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "from_rank0", lambda value: value)
+    assert not plan.shards_gradients(sft_config(tiny_gpt2))  # on a CPU
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for memory, expected in ((whole * 1.01, False), (whole * 0.99, True)):
+        gpu = SimpleNamespace(total_memory=memory / plan.SHARE_OF_GPU)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu=gpu: gpu)
+        assert plan.shards_gradients(sft_config(tiny_gpt2)) == expected
+        assert ("every micro-batch" if expected else "once a step") in capsys.readouterr().out
+    assert plan.shards_gradients(sft_config("/nowhere"))  # that cannot be planned
+    assert not plan.shards_gradients(sft_config(tiny_gpt2, shard_gradients="false"))
