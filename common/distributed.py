@@ -258,7 +258,8 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def count_all(counts: Iterable[torch.Tensor]) -> torch.Tensor:
     """Sum of this rank's counts over all ranks, a float32 scalar on the device. Collective."""
-    return all_reduce_sum(torch.stack(list(counts)).sum().to(device()).float())
+    total = torch.stack(list(counts)).sum().float()
+    return all_reduce_sum(total.to(device(), non_blocking=True))
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:

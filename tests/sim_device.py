@@ -1,34 +1,56 @@
 """A device that is not the CPU, in Python alone: for what only a GPU would show, without one.
 
 A `SimTensor` holds its data on the CPU and reports `sim:0`. It refuses to meet the CPU's tensors
-where CUDA would, and what would make a GPU's host wait is counted with the line that asks for it.
-Numbers are those of the CPU. Processes are one: nothing is sharded.
+where CUDA would. Counted are what would make a GPU's host wait, by the line that asks for it, and
+what would launch a kernel, by operator; apart for each micro-batch, update and so on. Numbers are
+those of the CPU. Processes are one: nothing is sharded.
 """
 
+import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import tiny
 import torch
 from ranks import run_stages
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from common import distributed
+from common.evaluation import score
+from common.model import fsdp
+from common.run import Run
+from common.sampling import decode, sampler
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
 MOVES = {"_to_copy", "copy_"}
 # The host needs the values, or a result's size.
 WAITS = {"_local_scalar_dense", "_unique2", "equal", "masked_select", "nonzero", "unique_dim"}
+# Make a tensor without a kernel, as every view does.
+ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+ALLOCATES |= {"_unsafe_view", "lift_fresh"}
 
-waits: "Counter[str]" = Counter()  # by the line that asks for them
+
+@dataclass
+class Counts:
+    """What was counted in a part of a run."""
+
+    waits: "Counter[str]" = field(default_factory=Counter)  # by the line that asks for them
+    kernels: "Counter[str]" = field(default_factory=Counter)  # by operator
+
+
+parts: dict[str, list[Counts]] = {}  # that ended, by what they are
+inside = [Counts()]  # parts that one is inside of, the innermost last
 
 
 class SimTensor(Tensor):
@@ -79,7 +101,9 @@ class Operators(TorchDispatchMode):
             refuse_to_meet(name, args, here)
         crosses = (bool(there) and goal == "cpu") or (bool(here) and (goal == "sim" or bool(there)))
         if host_waits(name, args, kwargs, crosses=crosses):
-            waits[line_of_ours()] += 1
+            inside[-1].waits[line_of_ours()] += 1
+        if launches(function):
+            inside[-1].kernels[name] += 1
         found = function(*tree_map(data_of, args), **tree_map(data_of, kwargs))
         if name == "_to_copy" and goal == "cpu":
             return found
@@ -88,7 +112,7 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """What reaches no operator: a tensor made of numbers, and numbers of a tensor."""
+    """What reaches no operator, or other ones than on a GPU."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -97,12 +121,56 @@ class Functions(TorchFunctionMode):
             return function(*args, **kwargs).to(device)
         if function is Tensor.pin_memory:
             return args[0]
-        if function is Tensor.tolist and isinstance(args[0], SimTensor):
-            waits[line_of_ours()] += 1
+        is_there = bool(args) and isinstance(args[0], SimTensor)
+        if function is Tensor.tolist and is_there:
+            inside[-1].waits[line_of_ours()] += 1
             return args[0].data_here.tolist()
-        if function is Tensor.numpy and isinstance(args[0], SimTensor):
+        if function is Tensor.numpy and is_there:
             raise TypeError(f"a tensor of the device as an array, at {line_of_ours()}")
+        if function is nn.functional.scaled_dot_product_attention and is_there:
+            return fused_attention(*args, **kwargs)
         return function(*args, **kwargs)
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Any:
+    """`scaled_dot_product_attention` there."""
+    options |= {"dropout_p": dropout_p, "is_causal": is_causal}
+    return FusedAttention.apply(query, key, value, attn_mask, options)
+
+
+class FusedAttention(torch.autograd.Function):
+    """One kernel forward and one backward, as on a GPU, with a mask or without."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Any
+    ) -> Tensor:
+        """See `scaled_dot_product_attention`."""
+        tensors = [query, key, value, *([] if mask is None else [mask])]
+        if here := [tensor for tensor in tensors if not isinstance(tensor, SimTensor)]:
+            refuse_to_meet("attention", tensors, here)
+        ctx.kernel = "attention" if mask is None else "attention with a mask"
+        inside[-1].kernels[ctx.kernel] += 1
+        ctx.inputs = [data_of(x).detach().requires_grad_() for x in (query, key, value)]
+        with torch.enable_grad():
+            attend = nn.functional.scaled_dot_product_attention
+            ctx.output = attend(*ctx.inputs, attn_mask=data_of(mask), **options)
+        return SimTensor(ctx.output.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value."""
+        inside[-1].kernels[f"{ctx.kernel}, backward"] += 1
+        grads = torch.autograd.grad(ctx.output, ctx.inputs, data_of(grad))
+        return *map(SimTensor, grads), None, None
 
 
 def data_of(value: Any) -> Any:
@@ -115,6 +183,13 @@ def moved(value: Any, known: dict[int, Tensor]) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, SimTensor):
         return value
     return known[id(value)] if id(value) in known else SimTensor(value)
+
+
+def launches(function: Any) -> bool:
+    """Whether an operator computes something on the device, and is no view."""
+    known = [value.alias_info for value in function._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in known)
+    return not is_view and function.overloadpacket.__name__ not in ALLOCATES | WAITS
 
 
 def host_waits(name: str, args: Any, kwargs: Any, *, crosses: bool) -> bool:
@@ -144,8 +219,66 @@ def line_of_ours() -> str:
     return "elsewhere"
 
 
-def run_simulated(jobs: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
-    """`run_stages` there; returns each job's waits by line."""
+# ---- parts of a run ------------------------------------------------------------------------------
+
+
+@contextmanager
+def part(kind: str) -> Iterator[Counts]:
+    """Count what happens inside, but for other parts in it, apart from the rest."""
+    inside.append(Counts())
+    try:
+        yield inside[-1]
+    finally:
+        parts.setdefault(kind, []).append(inside.pop())
+
+
+def a_call(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, each of whose calls is a part."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with part(kind):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def a_round(kind: str, values: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The iterator, of which a part is what makes a value and what is done with it."""
+
+    def iterated(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        given, end = values(*args, **kwargs), object()
+        while True:
+            with part(kind):
+                value = next(given, end)
+                if value is end:
+                    return
+                yield value
+
+    return iterated
+
+
+@contextmanager
+def on_sim() -> Iterator[None]:
+    """Inside, the device of this process is the simulated one."""
+    device = torch.device("sim", 0)
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(distributed, "device", return_value=device),
+            mock.patch.object(Run, "steps", a_round("step", Run.steps)),
+            mock.patch.object(Run, "accumulate", a_round("micro-batch", Run.accumulate)),
+            mock.patch.object(Run, "update", a_call("update", Run.update)),
+            mock.patch.object(score, "score_examples", a_call("scoring", score.score_examples)),
+            mock.patch.object(sampler, "decode", a_call("decode", decode.decode)),
+            torch.autograd.set_multithreading_enabled(False),  # backward is seen by the modes
+            Functions(),
+            Operators(),
+        ):
+            stack.enter_context(patch)
+        yield
+
+
+def set_up() -> None:
+    """Register the device in this process."""
 
     class Backend(backend_registration._DummyBackendModule):
         def get_rng_state(self, _: Any = None) -> Tensor:
@@ -156,15 +289,37 @@ def run_simulated(jobs: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
 
     backend_registration._setup_privateuseone_for_python_backend("sim", Backend())
     torch.__future__.set_swap_module_params_on_conversion(True)  # tied parameters stay tied
-    found, device = [], torch.device("sim", 0)
+
+
+def run_simulated(jobs: Sequence[dict[str, Any]]) -> list[dict[str, list[dict[str, Any]]]]:
+    """`run_stages` there; returns the counts of each job's parts, by what they are."""
+    set_up()
+    found = []
     for job in jobs:
-        waits.clear()
-        with (
-            mock.patch.object(distributed, "device", return_value=device),
-            torch.autograd.set_multithreading_enabled(False),  # backward is seen by the modes
-            Functions(),
-            Operators(),
-        ):
+        parts.clear()
+        with on_sim():
             run_stages([job])
-        found.append(dict(waits))
+        found.append({kind: [vars(own) for own in all_of] for kind, all_of in parts.items()})
+    return found
+
+
+def decode_simulated(
+    layout: str, depths: Sequence[int], lengths: Sequence[int]
+) -> list[dict[str, Any]]:
+    """What is counted where completions of some lengths are drawn, none of which stops.
+
+    Two prompts of different lengths get two samples each, from tiny GPT-2 of some depths.
+    """
+    set_up()
+    settings = decode.Settings(stop_ids=[-1], pad_id=0, layout=layout)
+    found = []
+    for depth in depths:
+        lm = tiny.causal_lm("gpt2", n_layer=depth, is_plain=True)
+        with on_sim(), torch.no_grad():
+            fsdp.shard(lm, tiny.train_config(layout=layout), distributed.mesh())
+            for length in lengths:
+                uniforms = torch.rand(4, length, 2, dtype=torch.float64)
+                with part("decode") as counts:
+                    decode.decode(lm, [[5, 6, 7], [8, 9]], uniforms, settings)
+                found.append(vars(counts))
     return found

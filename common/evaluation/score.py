@@ -49,19 +49,20 @@ def score_examples(
     rows = range(len(examples)) if rows is None else rows
     packs = data.pack(share(examples, rows, config), config)  # at least one
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
-    places, found = [], []
+    places, real, found = [], [], []
     for pieces in packs:
         bar.update()
-        batch = data.collate(pieces, config.layout, pad_id).to(distributed.device())
-        found.append(score(model, batch)[batch.is_real])
-        places.append(batch.places[batch.is_real])
+        batch = data.collate(pieces, config.layout, pad_id)
+        found.append(score(model, batch.to(distributed.device())))
+        places.append(batch.places)
+        real.append(batch.is_real)
     bar.close()
     fsdp.reshard(model)
-    num_completions = len(examples[0].completions)
-    values = torch.cat(found).double()
+    num_completions, is_real = len(examples[0].completions), torch.cat(real)
+    values = torch.cat(found).double().cpu()  # the host waits once
     scores: Tensor = values.new_zeros(len(examples) * num_completions, *values.shape[1:])
-    scores[torch.cat(places)] = values
-    scores = distributed.all_reduce_sum(scores).cpu().unflatten(0, (-1, num_completions))
+    scores[torch.cat(places)[is_real]] = values[is_real]
+    scores = distributed.all_reduce_sum(scores).unflatten(0, (-1, num_completions))
     left_out = torch.ones(len(examples), dtype=torch.bool)
     left_out[list(rows)] = False
     scores[left_out] = float("nan")

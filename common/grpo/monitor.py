@@ -97,20 +97,20 @@ def add_metrics(
         metrics.add(name, in_batch.sum(), in_batch.numel())
 
 
-def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
+def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Effective sample size of a step's sampler weights over the number of tokens. Collective.
 
     Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks, from the weights (B, C) and the
     mask of each micro-batch: 1 where all weights are equal. With it, how often it counts in a mean:
     0 where there is no token, else 1.
     """
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     for values, mask in weights:
-        own = values[mask].double().cpu()
-        sums += torch.stack([own.sum(), own.square().sum(), torch.ones_like(own).sum()])
+        own = (values * mask).double()
+        sums += torch.stack([own.sum(), own.square().sum(), mask.sum()])
     total, squares, number = distributed.all_reduce_sum(sums).unbind()
     share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
-    return share, int(number > 0)
+    return share, number > 0
 
 
 def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:

@@ -52,10 +52,11 @@ class ModelFunction:
                 f"a prompt with its completion is {longest} tokens of the {self.kind} "
                 f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
             )
-        rewards = torch.zeros(len(texts))
-        for batch in data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0):
-            values = self.model(batch.to(distributed.device())).cpu()  # (B,)
-            rewards[batch.places[batch.is_real]] = values[batch.is_real]
+        rewards, device = torch.zeros(len(texts)), distributed.device()
+        batches = data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0)
+        values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
+        real = torch.cat([batch.is_real for batch in batches])
+        rewards[torch.cat([batch.places for batch in batches])[real]] = values[real]
         first: dict[tuple[int, ...], float] = {}
         return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 
