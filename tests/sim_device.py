@@ -281,6 +281,8 @@ def set_up() -> None:
     """Register the device in this process."""
 
     class Backend(backend_registration._DummyBackendModule):
+        current_stream = Stream = stream = mock.MagicMock()  # one after the other
+
         def get_rng_state(self, _: Any = None) -> Tensor:
             return torch.get_rng_state()
 
