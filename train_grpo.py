@@ -166,7 +166,7 @@ def load_reference(
 
         return AdapterReference(policy)
     frozen = Policy(load.load_policy(paths[1], ref_config, config)).requires_grad_(False)
-    reference = fsdp.shard(frozen, config, mesh)
+    reference = fsdp.shard(frozen, config, mesh, moves=config.ref_update_steps > 0)
     self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)
     return reference
 

@@ -1,10 +1,10 @@
 """Sharding with FSDP2: which modules become units, in which precision, and where they lie.
 
 Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP gathers bfloat16
-copies of the parameters and computes with them.
+copies of the parameters and computes with them; a frozen model is held in bfloat16.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +73,8 @@ def shard(
     config: CommonConfig,
     mesh: DeviceMesh,  # 1-D, or (replicate, shard) for HSDP
     *,
-    float32_modules: Iterable[nn.Module] = (),  # also under bf16, as a reward head: else scores tie
+    float32_modules: Sequence[nn.Module] = (),  # also under bf16, as a reward head: else scores tie
+    moves: bool = False,  # though frozen: a mean in bfloat16 would lose what is added to it
 ) -> M:
     """Shard `module` in place and give every rank its part of rank 0's weights. Collective.
 
@@ -92,6 +93,8 @@ def shard(
         block.compile(dynamic=True)
     if distributed.world_size() == 1 and not config.bf16 and not config.cpu_offload:
         return module.to(device)  # nothing to shard, to cast or to offload
+    if config.bf16 and not moves:
+        hold_in_bfloat16(module, float32_modules)
 
     full_state = module.state_dict() if distributed.is_rank0() else {}
     make_units(module, config, mesh, float32_modules)
@@ -112,11 +115,29 @@ def shard(
     return module
 
 
+def hold_in_bfloat16(module: nn.Module, float32_modules: Sequence[nn.Module]) -> None:
+    """Round frozen parameters once, and not whenever they are gathered. Collective.
+
+    That halves them, and no product changes. But adapters are merged into the weights that a base
+    is held in: one that bfloat16 would take bits from, as if it is float32 on disk, stays float32.
+    """
+    kept = {p for part in float32_modules for p in part.parameters()}
+    named = [(name, p) for name, p in module.named_parameters() if p not in kept]
+    frozen = [p for name, p in named if not p.requires_grad and ".lora_" not in name]
+    is_base = any(p.requires_grad for p in module.parameters())
+    if frozen and is_base:
+        loses = distributed.is_rank0() and any((p != p.bfloat16()).any() for p in frozen)
+        if distributed.from_rank0(loses):
+            return
+    for parameter in frozen:
+        parameter.data = parameter.data.bfloat16()
+
+
 def make_units(
     module: nn.Module,
     config: CommonConfig,
     mesh: DeviceMesh,
-    float32_modules: Iterable[nn.Module],
+    float32_modules: Sequence[nn.Module],
 ) -> None:
     """Turn every block, every float32 module and the rest into FSDP units."""
     offload = OffloadPolicy()

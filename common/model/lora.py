@@ -370,7 +370,8 @@ def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def merged_state(lm: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state of the plain model that computes what a model with adapters and this one does."""
-    merged = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    base = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+    merged = {name: x.float() if x.is_floating_point() else x for name, x in base.items()}
     for name, layer in adapted_layers(lm).items():
         a, b = (state[f"{name}.lora_{matrix}.{TRAINED}.weight"] for matrix in "AB")
         merged[f"{name}.weight"] = merged_weight(layer, merged[f"{name}.weight"], a, b)

@@ -6,7 +6,7 @@ computes nothing, and the storages that autograd saves are added up.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ class Footprint(Decoder):
     keys_bytes: float  # of these, by what is before the attention
     outer_bytes: float  # kept for backward outside of the blocks
     kept_keys_bytes: float  # of the storages in which a forward leaves keys and values
+    is_bfloat16: bool = False  # on disk, as its configuration says
 
     def numbers(self, ranks: int = 1, *, trained: bool = False) -> int:
         """Numbers on one of the ranks that share the model."""
@@ -104,6 +105,7 @@ def of_model(
         tokenizer = load.load_tokenizer(config.tokenizer_name_or_path, config)
     if path.endswith(".json") and kind == "reward_model":
         kind = "trunk"  # it may have the shape of a reward model without saying that it is one
+    is_bfloat16 = load.find_config(path, tokenizer, config).dtype == torch.bfloat16
     model_config = load.read_model_config(path, kind, tokenizer, config)
     auto_class = AutoModelForCausalLM
     if kind != "policy":
@@ -121,7 +123,7 @@ def of_model(
         lm.requires_grad_(False)
     elif config.lora_r:
         lora.add_adapters(lm, path, config)
-    return measure(lm, config, copies=copies)
+    return replace(measure(lm, config, copies=copies), is_bfloat16=is_bfloat16)
 
 
 def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:

@@ -1,7 +1,8 @@
 """What a rank holds in memory at each moment of a step, by arithmetic.
 
-Bytes of a number: parameters, gradients and both moments of AdamW 4 (float32), what computes 2 with
-bf16, else 4. Where a formula stands for code, its docstring says what that code holds.
+Bytes of a number: parameters, gradients and both moments of AdamW 4 (float32), what computes and
+what is frozen 2 with bf16, else 4. Where a formula stands for code, its docstring says what that
+code holds.
 """
 
 from collections.abc import Sequence
@@ -83,15 +84,24 @@ def peak(run: Run, ranks: int) -> Moment:
 
 
 def resident(run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
-    """Shards that stay: float32 parameters of these models, two moments of what is trained."""
+    """Shards that stay: parameters of these models, two moments of what is trained."""
     held = 0 if run.is_offloaded else FLOAT32
     shards = run.num_shards(ranks)
-    parameters = held * sum(model.numbers(shards) for model in models)
-    parts = {"parameters": float(parameters), "process": run.process_bytes}
+    parameters = sum(parameter_bytes(run, model, shards, trains=trains) for model in models)
+    parts = {"parameters": parameters * (held > 0), "process": run.process_bytes}
     if trains:
         optimiser = MOMENTS_OF_ADAM * held * run.policy.numbers(shards, trained=True)
         parts["optimiser"] = float(optimiser)
     return parts
+
+
+def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = True) -> float:
+    """A shard of a model: of what is frozen as `fsdp.hold_in_bfloat16` leaves it, else float32."""
+    trained = model.numbers(shards, trained=True) if trains else 0
+    frozen = model.numbers(shards) - trained
+    moves = model is run.reference and getattr(run.config, "ref_update_steps", 0) > 0
+    stays_float32 = moves or (trained > 0 and not model.is_bfloat16)
+    return float(FLOAT32 * trained + (FLOAT32 if stays_float32 else run.number_bytes) * frozen)
 
 
 def models_of(run: Run) -> list[Footprint]:
@@ -342,9 +352,9 @@ def host_bytes(run: Run, ranks: int) -> list[float]:
     At once there is what is offloaded (shards of all models, of moments and of gradients), and a
     save or, once that has ended, the export.
     """
-    held, shards = 0, run.num_shards(ranks)
+    held, shards = 0.0, run.num_shards(ranks)
     if run.is_offloaded:
-        held = FLOAT32 * sum(model.numbers(shards) for model in models_of(run))
+        held = sum(parameter_bytes(run, model, shards) for model in models_of(run))
         held += FLOAT32 * (MOMENTS_OF_ADAM + 1) * run.policy.numbers(shards, trained=True)
     saved, export = saved_bytes(run, ranks), export_bytes(run, ranks)
-    return [float(held), *saved, export, held + max(sum(saved), export)]
+    return [held, *saved, export, held + max(sum(saved), export)]

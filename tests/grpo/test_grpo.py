@@ -587,7 +587,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k1 with its ratio": OFF_POLICY | {"kl_estimator": "k1", "kl_correction": True},
     "exact KL": {"kl_estimator": "full", "entropy_coef": 0.05},
     "exact KL, bfloat16": {"kl_estimator": "full", "entropy_coef": 0.05, "bf16": True}
-    | {"layout": "padded"},
+    | {"layout": "padded", "ref_update_steps": 2, "ref_mixup_alpha": 0.5},
     "exact KL, padded": {"kl_estimator": "full", "entropy_coef": 0.05, "layout": "padded"},
     "KL in the reward": {"kl_estimator": "k1", "kl_in": "reward", "overlong_buffer": 6},
     "drop": {"zero_variance": "drop", "mask_truncated_completions": True}

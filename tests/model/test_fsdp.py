@@ -5,7 +5,8 @@
   vocabulary that was extended or not.
 - A gradient is the sum over micro-batches and ranks of what autograd gives on one process, and is
   reduced once per step.
-- Under bfloat16 blocks compute in bfloat16 and the reward head in float32.
+- Under bfloat16 blocks compute in bfloat16 and the reward head in float32; a frozen model is held
+  in bfloat16 and computes the same.
 - Parts that are swapped for quicker ones compute the same and leave no trace in an exported model.
 - The replica that samples has the policy's weights, needs no other rank, and is freed afterwards.
 """
@@ -296,6 +297,7 @@ def inspect_all(models_folder: str) -> dict[str, Any]:
     seen = {name: inspect_model(models_folder, name) for name in MODELS}
     seen["bfloat16 replica"] = inspect_bfloat16_replica(models_folder)
     seen["reward model"] = inspect_reward_model(models_folder)
+    seen["frozen"] = inspect_frozen(models_folder)
     return seen
 
 
@@ -334,6 +336,27 @@ def inspect_reward_model(folder: str) -> dict[str, Any]:
     seen["rewards"] = str(rewards.dtype)
     seen["gradients"] = sorted({str(p.grad.dtype) for p in model.parameters()})
     seen["head_std"] = float(whole(lm.score.weight.detach()).std())
+    return seen
+
+
+def inspect_frozen(folder: str) -> dict[str, Any]:
+    """Frozen models under bfloat16: dtypes of their shards, and what policies say of a batch."""
+    config, mesh = tiny.train_config(bf16=True), distributed.mesh()
+    path = weights_folder(Path(folder), "gpt2")
+    model_config = AutoConfig.from_pretrained(path)
+    batch = padded_batch([[3, 4 + distributed.rank(), 60]], [[[5, 7], [6]]], PAD_ID)
+    seen: dict[str, Any] = {}
+    for name, moves in (("stays", False), ("moves", True)):
+        policy = Policy(load.load_policy(path, model_config, config)).requires_grad_(False)
+        policy = fsdp.shard(policy, config, mesh, moves=moves)
+        seen[name] = sorted({str(local(p).dtype) for p in policy.parameters()})
+        with torch.no_grad():
+            seen[f"{name}, logps"] = policy(batch).token_logps.tolist()
+    lm = load.load_reward_model(path, model_config, TokenizerOfLength(62), config)
+    model = RewardModel(lm).requires_grad_(False)
+    model = fsdp.shard(model, config, mesh, float32_modules=[lm.score])
+    seen["head"] = str(local(lm.score.weight).dtype)
+    seen["trunk"] = sorted({str(local(p).dtype) for p in lm.base_model.parameters()})
     return seen
 
 
@@ -471,3 +494,12 @@ def test_bfloat16_reward_model_has_a_float32_head_and_float32_sums(
     # The sum of two ranks' bfloat16 gradients has more bits, if it is made in float32.
     assert first["share_rounded"] < 0.9
     assert first["head_std"] == pytest.approx(33**-0.5, rel=0.4)  # of 32 draws
+
+
+def test_frozen_models_are_held_in_bfloat16_unless_they_move(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        found = rank["frozen"]
+        assert found["stays"] == found["trunk"] == ["torch.bfloat16"]
+        assert found["moves"] == ["torch.float32"]
+        assert found["head"] == "torch.float32"
+        assert found["stays, logps"] == found["moves, logps"]

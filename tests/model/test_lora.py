@@ -10,13 +10,14 @@
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from ranks import Job, launch, run_stages, untimed_lines
+from ranks import Job, launch, run_stages, untimed_lines, whole
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -342,6 +343,32 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert len(weights) == 2 * len(lora.adapted_layers(policy.lm))
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapter"}
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
+    bases, stored, tmp_path
+):
+    path = str(tmp_path / "base")
+    shutil.copytree(bases["llama"], path)
+    AutoModelForCausalLM.from_pretrained(path, dtype=stored).save_pretrained(path)
+    moves = {"ref_update_steps": 1, "reward_funcs": ["gold"], "config": GRPOConfig}
+    policy = train(new_policy(path, bf16=True, **moves))
+    held = {"base": set(), "adapters": set()}
+    for name, p in policy.named_parameters():
+        held["adapters" if ".lora_" in name else "base"].add(p.dtype)
+    assert held == {"base": {stored}, "adapters": {torch.float32}}
+    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
+    found, base = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "base"))
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    adapted = {f"{name}.weight" for name in lora.adapted_layers(policy.lm)}
+    assert found.keys() == base.keys() > adapted
+    for name, layer in lora.adapted_layers(policy.lm).items():
+        a, b = (whole(m.default.weight.detach()) for m in (layer.lora_A, layer.lora_B))
+        merged = lora.merged_weight(layer, base[f"{name}.weight"], a, b)
+        assert torch.equal(found[f"{name}.weight"], merged)
+    for name in base.keys() - adapted:
+        assert torch.equal(found[name], base[name].float())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

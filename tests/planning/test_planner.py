@@ -113,6 +113,25 @@ def test_frozen_copies_have_parameters_only(shapes: Path):
     assert parts(without, 1, "loss")["parameters"] == 4 * NUMBERS
 
 
+def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
+    """But a reference that moves, and a base that is float32 on disk."""
+    grpo: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
+    assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (4 + 2) * NUMBERS
+    moving = run_of(shapes, **grpo, ref_update_steps=2)
+    assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
+    offloaded = {"cpu_offload": True, "dry_run_device": "cuda"}
+    on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded), 1)
+    assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
+    pairs = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"], "bf16": True}
+    assert parts(run_of(shapes, **pairs), 1, "rollout")["parameters"] == 2 * NUMBERS
+    fields = json.loads((shapes / "gpt2.json").read_text())
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
+        run = run_of(shapes, f"gpt2-{dtype}", lora_r=4, bf16=True)
+        trained = run.policy.numbers(trained=True)
+        assert parts(run, 1, "loss")["parameters"] == size * NUMBERS + 4 * trained
+
+
 def test_a_reference_that_scores_ahead_is_gone_when_the_policy_trains(shapes: Path):
     ahead = run_of(shapes, config=DPOConfig)
     beside = run_of(shapes, config=DPOConfig, precompute_ref_log_probs=False)
