@@ -19,14 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files, resume
-from common.checkpoint.state import State, reference_state, restore_state, trained_state
+from common.checkpoint.state import (
+    ShardWriter,
+    State,
+    reference_state,
+    restore_state,
+    trained_state,
+)
 from common.config import TrainConfig
 from common.errors import UserError, gist
 from common.exits import signals
@@ -141,7 +146,7 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)  # of a run with more ranks
         dist.barrier(group=self._group)
         try:
-            writer = HuggingFaceStorageWriter(str(partial), save_distributed=True)
+            writer = ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
             mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
             parts = self._all_of(lambda: {file.name: files.describe(file) for file in mine})

@@ -1,12 +1,17 @@
 """What a checkpoint holds of a run: shards, taken from the sharded modules and put back there."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -15,12 +20,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from common import distributed
 from common.checkpoint import files
 from common.errors import UserError, gist
 from common.model import lora
 
 State = dict[str, Any]
+SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"  # of the rank with that number, from 1 on
 PARTLY = StateDictOptions(strict=False)  # what is not in the state stays: frozen parameters
 
 
@@ -103,6 +112,37 @@ def read_shards(folder: Path, state: State) -> None:
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise UserError(f"the checkpoint {folder} does not fit the model: {gist(first)}.") from None
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """torch's, but for the data: torch makes the whole file in memory, and a copy of it as bytes.
+
+    Here a tensor is written straight from where it is, one after the other; of a GPU by way of the
+    host's memory.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what is this rank's, all float32: safetensors, with the place of each shard."""
+        items: list[Any] = plan.items
+        header, places, end = {}, {}, 0
+        for item in items:
+            name, chunk = item.index.fqn, item.tensor_data.chunk
+            begin, end = end, end + 4 * chunk.sizes.numel()
+            about = {"dtype": "F32", "shape": [*chunk.sizes], "data_offsets": [begin, end]}
+            header[name], places[name] = about, {"saved_offsets": [*chunk.offsets]}
+        text = json.dumps({**header, "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}})
+        text += " " * (-len(text) % 8)  # numbers start at a multiple of their size
+        path = Path(self.path, SHARD.format(distributed.rank() + 1))
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text.encode())
+            for item in items:
+                tensor: Any = planner.resolve_data(item)
+                assert tensor.dtype == torch.float32, item.index.fqn
+                file.write(tensor.detach().cpu().flatten().numpy())
+        files.flush(path)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([])  # a manifest is made of what is on the disk
+        return written
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -29,10 +29,7 @@ COLUMNS = (
     "checkpoint",
     "process",
 )
-HOST_COLUMNS = ("offloaded", "checkpoint's copy", "writing it", "export on rank 0", "most")
-# Of a shard, while it is written: safetensors makes a buffer of the whole file (`serialize`), of
-# which torch's writer is handed a copy, as Python's bytes (`safetensors.torch.save`).
-WRITER_COPIES = 2
+HOST_COLUMNS = ("offloaded", "checkpoint's copy", "export on rank 0", "most")
 Parts = dict[str, float]  # bytes by column
 
 
@@ -70,7 +67,7 @@ def moments(run: Run, ranks: int) -> list[Moment]:
         at_once = in_step if is_dpo else found  # DPO's others are ahead of training
         most = max(at_once, key=lambda moment: moment.total).parts
         beside = most if run.config.async_save else base | {"activations": of_kl}
-        saved = {"checkpoint": sum(saved_bytes(run, ranks))}
+        saved = {"checkpoint": saved_bytes(run, ranks)}
         found.append(Moment("save", beside | saved))
     return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
 
@@ -317,24 +314,24 @@ def cache_bytes(run: Run, num_prompts: int, num_samples: int) -> float:
 # the checkpoints of `save_steps`; a run that is asked to stop writes one without it, too.
 
 
-def saved_bytes(run: Run, ranks: int) -> tuple[float, float]:
-    """The copy of its state that a rank writes from, and what the writing takes beside.
+def saved_bytes(run: Run, ranks: int) -> float:
+    """The copy of its state that a rank writes from, while training goes on.
 
     The state (`state.trained_state`) is float32 shards of what is trained, of both its moments, and
     of a reference that is updated: inside a policy with adapters that is a frozen copy of them.
-    There is a copy of it if training goes on, and of what a GPU holds. It stays for a while after
-    it was written, until Python collects what refers to itself.
+    The copy stays for a while after it was written, until Python collects what refers to itself.
+    Without `async_save` there is none: a tensor at a time leaves a GPU (`state.ShardWriter`).
     """
-    if not run.config.save_steps:
-        return 0.0, 0.0
     shards = run.num_shards(ranks)
     trained = run.policy.numbers(shards, trained=True)
     kept = (1 + MOMENTS_OF_ADAM) * trained
     if getattr(run.config, "ref_update_steps", 0) > 0:
         kept += run.reference.numbers(shards) if run.reference else trained
-    state = float(FLOAT32 * kept)
-    is_elsewhere = run.on_gpu and not run.is_offloaded
-    return state * (run.config.async_save or is_elsewhere), WRITER_COPIES * state
+    if not run.config.async_save:
+        units = (*run.policy.blocks, run.policy.root)
+        largest = max(numbers([p], shards, trained=True) for unit in units for p in unit)
+        kept = largest if run.on_gpu and not run.is_offloaded else 0
+    return float(FLOAT32 * kept * (run.config.save_steps > 0))
 
 
 def export_bytes(run: Run, ranks: int) -> float:
@@ -357,4 +354,4 @@ def host_bytes(run: Run, ranks: int) -> list[float]:
         held = sum(parameter_bytes(run, model, shards) for model in models_of(run))
         held += FLOAT32 * (MOMENTS_OF_ADAM + 1) * run.policy.numbers(shards, trained=True)
     saved, export = saved_bytes(run, ranks), export_bytes(run, ranks)
-    return [held, *saved, export, held + max(sum(saved), export)]
+    return [held, saved, export, held + max(saved, export)]

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.saving
 
 A GPT-2 of 12 layers, 768 wide (random weights) makes SFT steps of 8 x 128 tokens on one process and
-saves before each but the first. Printed are medians over the steps.
+saves before each but the first. Printed are medians over the steps; and the memory that a save
+takes beside what is there, while nothing else goes on, in units of what is written (Linux).
 """
 
 import argparse
@@ -43,19 +44,30 @@ def main() -> None:
     }
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **shape))
     shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
-    print("| saving | save() returns after | step that follows | step alone | size |")
-    print("|---|---|---|---|---|")
+    print("| saving | save() returns after | step that follows | step alone | size | memory |")
+    print("|---|---|---|---|---|---|")
     for is_async in (False, True):
         with tempfile.TemporaryDirectory() as folder:
-            held, after, alone, size = measure(lm, Path(folder), is_async, arguments.steps)
+            found = measure(lm, Path(folder), is_async, arguments.steps)
+        held, after, alone, size, more = found
         name = "while training goes on" if is_async else "at once"
-        print(f"| {name} | {held:.2f} s | {after:.2f} s | {alone:.2f} s | {size / 1e9:.2f} GB |")
+        times = f"{held:.2f} s | {after:.2f} s | {alone:.2f} s"
+        print(f"| {name} | {times} | {size / 1e9:.2f} GB | {more / size:.2f} |")
+
+
+def resident(name: str) -> int:
+    """Bytes of this process that are in memory (`VmRSS`), or the most that were (`VmHWM`)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def measure(
     lm: torch.nn.Module, folder: Path, is_async: bool, num_steps: int
-) -> tuple[float, float, float, int]:
-    """Medians in seconds: of `save`, of the step after it, of a step without; bytes written."""
+) -> tuple[float, float, float, int, int]:
+    """Medians in seconds: of `save`, of the step after it, of a step without.
+
+    Then bytes: written, and of memory beside what is there.
+    """
     config = TrainConfig(
         output_dir=str(folder), model_name_or_path="unused", async_save=is_async, keep_last=1
     )
@@ -83,8 +95,13 @@ def measure(
         saver.wait()
     written = files.folder_of(folder, num_steps)
     size = sum(file.stat().st_size for file in written.iterdir())
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    saver.save(num_steps + 1)
+    saver.wait()
+    more = resident("VmHWM") - before
     saver.close()
-    return median(held), median(after), median(alone), size
+    return median(held), median(after), median(alone), size, more
 
 
 if __name__ == "__main__":
