@@ -39,6 +39,8 @@ WAITS = {"_local_scalar_dense", "_unique2", "equal", "masked_select", "nonzero",
 # Make a tensor without a kernel, as every view does.
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 ALLOCATES |= {"_unsafe_view", "lift_fresh"}
+# What the CPU has no kernel for: products of bfloat16 in float32, which `_bmm_dtype_cuda` gives.
+ELSEWHERE = {torch.ops.aten.bmm.dtype: lambda a, b, dtype: torch.bmm(a.to(dtype), b.to(dtype))}
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Operators(TorchDispatchMode):
             inside[-1].waits[line_of_ours()] += 1
         if launches(function):
             inside[-1].kernels[name] += 1
+        function = ELSEWHERE.get(function, function)
         found = function(*tree_map(data_of, args), **tree_map(data_of, kwargs))
         if name == "_to_copy" and goal == "cpu":
             return found

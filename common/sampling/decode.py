@@ -18,6 +18,7 @@ from common import padding
 from common.padding import cut_at_stop, on_device
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
+CHECK_EVERY = 8  # tokens on a GPU: the host waits for it to see which rows have finished
 
 
 def draw(logps: Tensor, uniforms: Tensor) -> Tensor:
@@ -77,18 +78,21 @@ class CopyingDecoder:
         """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them."""
         device = lm.get_input_embeddings().weight.device
         ids, mask = (on_device(x, device) for x in padding.left_pad(prompts, pad_id))  # (N, P)
+        positions = padding.position_ids(mask)  # (N, P)
         self.lm = lm
+        self.is_padded = len(set(map(len, prompts))) > 1
         self.cache = DynamicCache(config=lm.config)
-        logits = self.forward(ids, mask, padding.position_ids(mask))  # (N, V)
+        logits = self.forward(ids, mask, positions)  # (N, V)
         self.cache.batch_repeat_interleave(num_samples)
         self.logits = logits.repeat_interleave(num_samples, 0)
         self.mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
+        self.positions = positions[:, -1:].repeat_interleave(num_samples, 0)  # (B, 1)
 
     def forward(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits (B, V) that follow the last token."""
         logits: Tensor = self.lm(
             input_ids=input_ids,
-            attention_mask=mask.long(),
+            attention_mask=mask.long() if self.is_padded else None,
             position_ids=position_ids,
             past_key_values=self.cache,
             use_cache=True,
@@ -99,12 +103,15 @@ class CopyingDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next."""
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], -1)
-        return self.forward(tokens[:, None], self.mask, padding.position_ids(self.mask)[:, -1:])
+        self.positions = self.positions + 1
+        return self.forward(tokens[:, None], self.mask, self.positions)
 
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows."""
-        self.mask = self.mask[kept]
+    def keep(self, kept: Tensor) -> Tensor:
+        """Go on with some rows, by their indices on the host, which it returns on the device."""
+        kept = on_device(kept, self.mask.device)
+        self.mask, self.positions = self.mask[kept], self.positions[kept]
         self.cache.batch_select_indices(kept)
+        return kept
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,25 @@ def refuse_nan(logps: Tensor) -> None:
             "the model that samples gives scores that are nan: its weights have diverged; lower "
             "--learning_rate and go on from an earlier checkpoint."
         )
+
+
+def rows_to_keep(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
+    """Indices on the host of the rows to go on with, of those (B',) left of `num_rows`; None: all.
+
+    On a CPU those that have not finished. Elsewhere this is looked at now and then, and some that
+    have finished stay, so that a half, a quarter ... of `num_rows` (rounded up) are few shapes.
+    """
+    is_on_cpu = finished.device.type == "cpu"
+    if not is_on_cpu and (position + 1) % CHECK_EVERY:
+        return None
+    finished = finished.cpu()
+    live = int((~finished).sum())
+    size = live if is_on_cpu or live == 0 else num_rows
+    while size > 1 and (size + 1) // 2 >= live:
+        size = (size + 1) // 2
+    if size > (1 - DROP_FRACTION) * len(finished):
+        return None
+    return finished.int().argsort(stable=True)[:size].sort().values
 
 
 def decode(
@@ -159,7 +185,7 @@ def decode(
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)
     uniforms = on_device(uniforms, device)
-    stops = torch.tensor(list(settings.stop_ids), device=device)
+    stops = on_device(torch.tensor(list(settings.stop_ids)), device)
     ids = torch.full((num_rows, max_length), settings.pad_id, device=device)  # (B, C)
     token_logps = torch.zeros(num_rows, max_length, device=device)  # (B, C)
     rows = torch.arange(num_rows, device=device)  # which output row each decoded row writes
@@ -176,12 +202,11 @@ def decode(
         ids[rows, position] = torch.where(finished, settings.pad_id, tokens)
         token_logps[rows, position] = logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         finished = finished | torch.isin(tokens, stops)
-        live = int((~finished).sum())
-        if live == 0 or position + 1 == max_length:
+        kept = rows_to_keep(finished, num_rows, position)
+        if position + 1 == max_length or (kept is not None and len(kept) == 0):
             break
-        if live <= (1 - DROP_FRACTION) * len(rows):
-            kept = (~finished).nonzero().squeeze(-1)
-            decoder.keep(kept)
+        if kept is not None:
+            kept = decoder.keep(kept)
             rows, finished, tokens = rows[kept], finished[kept], tokens[kept]
         logits = decoder.step(tokens)
     ids, token_logps = ids.cpu(), token_logps.cpu()

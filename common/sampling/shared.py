@@ -9,7 +9,7 @@ from transformers import GPT2LMHeadModel
 
 from common.model import shared_prefix
 from common.model.branches import ranges, to_branches
-from common.padding import Layout, shared_prefix_batch
+from common.padding import Layout, on_device, shared_prefix_batch
 from common.scoring import shared_prefix_hidden
 
 
@@ -25,14 +25,16 @@ class SharedDecoder:
         """
         device = lm.get_input_embeddings().weight.device
         packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)  # (N,)
+        lengths = torch.tensor([len(prompt) for prompt in prompts])  # (N,)
         self.lm = lm
-        self.positions = lengths.repeat_interleave(num_samples)  # (B',) of the next token
+        positions = lengths.repeat_interleave(num_samples)
+        self.positions = on_device(positions, device)  # (B',) of the next token
         self.cache = DecodingCache(packed.layout, num_samples, max_length, device)
         packed.layout.kept = {}
         hidden = shared_prefix_hidden(lm, packed)  # (T, D)
         self.cache.take_prompts(packed.layout.kept)
-        logits = lm.get_output_embeddings()(hidden[lengths.cumsum(0) - 1])  # (N, V)
+        last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
+        logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -47,10 +49,11 @@ class SharedDecoder:
         logits: Tensor = self.lm.get_output_embeddings()(hidden)
         return logits
 
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows."""
+    def keep(self, kept: Tensor) -> Tensor:
+        """Go on with some rows, by their indices on the host, which it returns on the device."""
+        kept = self.cache.keep(kept)
         self.positions = self.positions[kept]
-        self.cache.keep(kept)
+        return kept
 
 
 def gpt2_hidden_states(
@@ -82,7 +85,7 @@ class DecodingCache:
 
     Attributes:
         length: Tokens of each sample that the samples' keys hold, with the one of this forward.
-        rows: (B',) int64, the samples that are still decoded, out of N * K, prompt-major.
+        rows: (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major.
     """
 
     def __init__(
@@ -93,38 +96,45 @@ class DecodingCache:
         self.length = 0
         self.longest = prompts.longest + max_length
         self.index, self.mask = ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
-        self.rows = torch.arange(len(prompts.trunks) * num_samples, device=device)
+        self.is_padded = len({e - s for s, e, _, _ in prompts.trunks}) > 1
+        self.rows = torch.arange(len(prompts.trunks) * num_samples)
         self.num_samples = num_samples
         self.bias: Tensor | None = None  # (N, 1, 1, P), -inf where there is no prompt
         self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
         self.own_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
         self._place_rows()
 
-    def keep(self, kept: Tensor) -> None:
-        """Go on with some of the rows, given by their indices into the present ones."""
+    def keep(self, kept: Tensor) -> Tensor:
+        """Go on with some of the rows; see `SharedDecoder`."""
         self.rows = self.rows[kept]
+        kept = on_device(kept, self.index.device)
         for layer, (keys, values) in self.own_keys.items():
             self.own_keys[layer] = keys[kept], values[kept]
         self._place_rows()
+        return kept
 
     def _place_rows(self) -> None:
         """Give every row a place (n, g) in a rectangle, in which rows of a prompt are neighbours.
 
-        `places` (B',) are flat indices into (N, G), None where the rows fill it in order.
+        `places` (B',) are flat indices into (N, G), None where the rows fill it in order. `fillers`
+        (N * G,) are the rows at those places, any row where there is none.
         """
         num_prompts = len(self.index)
         owners = self.rows // self.num_samples  # (B',), ascending
         counts = torch.bincount(owners, minlength=num_prompts)
         self.group = int(counts.max())
         first = counts.cumsum(0) - counts  # (N,)
-        places = owners * self.group + torch.arange(len(owners), device=first.device)
-        places = places - first[owners]
-        self.places = None if len(owners) == num_prompts * self.group else places
+        places = owners * self.group + torch.arange(len(owners)) - first[owners]
+        self.places = self.fillers = None
+        if len(owners) < num_prompts * self.group:
+            fillers = torch.zeros(num_prompts * self.group, dtype=torch.long)
+            fillers[places] = torch.arange(len(owners))
+            self.places, self.fillers = (on_device(x, self.index.device) for x in (places, fillers))
 
     def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
         for layer, (key, value) in kept.items():
-            if self.bias is None and not self.mask.all():
+            if self.bias is None and self.is_padded:
                 bias = torch.zeros_like(self.mask, dtype=key.dtype)
                 self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
             # Contiguous: a batched product would copy them all for every token that is drawn.
@@ -143,38 +153,51 @@ class DecodingCache:
         keys, values = (stored[:, :, : self.length] for stored in self.own_keys[layer])
         keys[:, :, -1:], values[:, :, -1:] = key, value
         grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', H / H', d)
-        output, lse = _with_lse(grouped, keys, values, scaling)
-        prompt_output, prompt_lse = self._attend_prompts(layer, grouped, scaling)
-        share = (lse - prompt_lse).sigmoid().unsqueeze(-1)  # of its own tokens; see `merge`
-        merged = prompt_output.float().lerp(output.float(), share).to(query.dtype)
-        return merged.reshape(query.shape)
+        attend = self._attend_apart if query.device.type == "cpu" else self._attend_at_once
+        output = attend(layer, grouped, keys, values, scaling)  # (B', H', H / H', d)
+        return output.to(query.dtype).reshape(query.shape)
 
-    def _attend_prompts(self, layer: int, grouped: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """All samples of a prompt as queries of its keys: output and log-sum-exp by row."""
-        num_prompts, (num_heads, repeats, width) = len(self.index), grouped.shape[1:]
-        rectangle = grouped
-        if self.places is not None:
-            rectangle = grouped.new_zeros(num_prompts * self.group, *grouped.shape[1:])
-            rectangle[self.places] = grouped
-        shape = (num_prompts, self.group, num_heads, repeats)
-        queries = rectangle.reshape(*shape, width).transpose(1, 2).flatten(2, 3)  # (N, H', G r, d)
-        output, lse = _with_lse(queries, *self.prompt_keys[layer], scaling, self.bias)
-        output = output.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
-        lse = lse.unflatten(2, (self.group, repeats)).transpose(1, 2).flatten(0, 1)
-        if self.places is not None:
-            output, lse = output[self.places], lse[self.places]
-        return output, lse
-
-
-def _with_lse(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention without a causal mask, (B, H, T, d), and its log-sum-exp (B, H, T)."""
-    if query.device.type == "cpu":
+    def _attend_apart(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """By the CPU's kernel, to a row's own tokens and to its prompt; see `merge`."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = flash(query, key, value, attn_mask=bias, scale=scaling)
-        return output, lse
-    scores = (query @ key.transpose(-1, -2)).float() * scaling
-    scores = scores if bias is None else scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(value.dtype) @ value, lse
+        output, lse = flash(query, key, value, scale=scaling)
+        inputs = (self._by_prompt(query), *self.prompt_keys[layer])
+        answers = flash(*inputs, attn_mask=self.bias, scale=scaling)
+        prompt_output, prompt_lse = map(self._by_row, answers)
+        share = (lse - prompt_lse).sigmoid().unsqueeze(-1)  # of its own tokens
+        merged: Tensor = prompt_output.float().lerp(output.float(), share)
+        return merged
+
+    def _attend_at_once(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """By products that read the keys where they lie, with scores and sums in float32."""
+        query = query.contiguous()  # once for both products
+        prompt_key, prompt_value = self.prompt_keys[layer]  # (N, H', P, d)
+        prompt_scores = product(self._by_prompt(query), prompt_key.mT)  # (N, H', G r, P)
+        if self.bias is not None:
+            prompt_scores = prompt_scores + self.bias
+        scores = torch.cat([self._by_row(prompt_scores), product(query, key.mT)], -1)
+        shares = (scores * scaling).softmax(-1).to(value.dtype)  # (B', H', r, P + L)
+        prompt_shares, own_shares = shares.split([prompt_key.shape[2], key.shape[2]], -1)
+        output = self._by_row(product(self._by_prompt(prompt_shares), prompt_value))
+        return output.add_(product(own_shares, value))
+
+    def _by_prompt(self, values: Tensor) -> Tensor:
+        """What rows (B', H', r, n) ask of their prompts, side by side: (N, H', G r, n)."""
+        values = values if self.fillers is None else values[self.fillers]
+        asked: Tensor = values.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(2, 3)
+        return asked
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """What the prompts answer, (N, H', G r, ...), by row: (B', H', r, ...)."""
+        values = values.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
+        return values if self.places is None else values[self.places]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix products of (B, H, T, m) and (B, H, m, n) on a GPU, in float32 under bfloat16 too."""
+    flat = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return flat.view(*a.shape[:3], -1)

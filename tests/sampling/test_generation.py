@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from common import distributed, noise
 from common.data import Example
@@ -578,35 +578,127 @@ def test_gpt2_written_out_computes_what_its_modules_do(fields):
             tokens = logits.argmax(-1)
 
 
-def test_a_token_copies_no_prompt_on_a_gpu():
-    """Its products read the prompts' keys and values where they lie."""
-    lm = tiny.causal_lm("llama")
-    prompts = [list(range(2, 42)), list(range(3, 20))]
+@pytest.fixture
+def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only a GPU has: `torch.bmm` of bfloat16 numbers that puts out float32."""
+    plain = torch.bmm
+
+    def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        with _disable_current_modes():
+            return plain(a.as_subclass(Tensor).to(out_dtype), b.to(out_dtype))
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+
+
+def one_token(
+    dtype: torch.dtype, prompts: list[list[int]], scale: float, kept: list[int]
+) -> tuple[Tensor, Tensor, "Operators", int]:
+    """Attention of one layer for the next token of some of 3 samples of each prompt.
+
+    Returns:
+        It as on a GPU; it in float64, from the same keys; what was run; numbers of all prompts.
+    """
+    lm = tiny.causal_lm("llama").to(dtype)
     with torch.no_grad():
-        on_cpu, on_gpu = (shared.SharedDecoder(lm, prompts, 3, 8).cache for _ in range(2))
+        cache = shared.SharedDecoder(lm, prompts, 3, 8).cache
+    cache.keep(torch.tensor(kept))
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(6, 4, 1, 8, generator=generator)
-    key, value = torch.randn(2, 6, 2, 1, 8, generator=generator)
-    on_cpu.length = on_gpu.length = 1
-    expected = on_cpu.attend(0, query, key, value, 0.4)
-    with CopiedNumbers() as copied:
-        found = on_gpu.attend(0, tiny.on_gpu(query), key, value, 0.4)
-    torch.testing.assert_close(found.as_subclass(Tensor), expected, rtol=0, atol=1e-5)
-    assert max(copied.numbers, default=0) < on_gpu.prompt_keys[0][0].numel()
+    query = scale * torch.randn(len(kept), 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, len(kept), 2, 1, 8, generator=generator).to(dtype)
+    query, cache.length = query.to(dtype), 1
+    with Operators() as ran:
+        found = cache.attend(0, tiny.on_gpu(query), key, value, 0.4)
+    expected = []
+    for row, i in enumerate(kept):
+        n = i // 3
+        seen = [part[n][:, : len(prompts[n])] for part in cache.prompt_keys[0]]  # (H', P, d)
+        seen = [torch.cat([a, b[row]], 1) for a, b in zip(seen, (key, value), strict=True)]
+        keys, values = (x.double().repeat_interleave(2, 0) for x in seen)  # (H, P + 1, d)
+        shares = (query[row].double() @ keys.mT * 0.4).softmax(-1)
+        expected.append(shares @ values)
+    numbers = cache.prompt_keys[0][0].numel()
+    return found.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers
 
 
-class CopiedNumbers(TorchDispatchMode):
-    """How many numbers each copy of a tensor has."""
+@pytest.mark.usefixtures("products_in_float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [[*range(6)], [0, 1, 5]])
+def test_a_token_copies_no_prompt_on_a_gpu(dtype, kept):
+    """Its products read the prompts' keys and values where they lie, and they are few."""
+    prompts = [list(range(2, 42)), list(range(3, 20))]
+    found, expected, ran, num_numbers = one_token(dtype, prompts, 1.0, kept)
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    assert max(ran.copied, default=0) < num_numbers
+    assert ran.count <= 21
 
-    def __enter__(self) -> "CopiedNumbers":
-        self.numbers: list[int] = []
+
+@pytest.mark.usefixtures("products_in_float32")
+def test_scores_are_float32_under_bfloat16_too():
+    """Scores about 100 would be 0.25 off as bfloat16, and the attention 0.25 of itself."""
+    prompts = [list(range(2, 42)), list(range(3, 20))]
+    found, expected, _, _ = one_token(torch.bfloat16, prompts, 60.0, [*range(6)])
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+class Operators(TorchDispatchMode):
+    """How many operators compute something, and how many numbers each copy of a tensor has."""
+
+    def __enter__(self) -> "Operators":
+        self.count = 0
+        self.copied: list[int] = []
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view and func.overloadpacket is not torch.ops.aten._unsafe_view
         if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
-            self.numbers.append(result.numel())
+            self.copied.append(result.numel())
         return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_few_numbers_of_rows_go_on_on_a_gpu(data):
+    """All that have not finished, in order: on a CPU no others; elsewhere a half, a quarter ..."""
+    num_rows = data.draw(st.integers(1, 70))
+    sizes = [num_rows]
+    while sizes[-1] > 1:
+        sizes.append((sizes[-1] + 1) // 2)
+    num_left = data.draw(st.sampled_from(sizes))
+    finished = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=num_left, max_size=num_left))
+    )
+    finished[data.draw(st.integers(0, num_left - 1))] = False
+    live = (~finished).nonzero().squeeze(1).tolist()
+    on_cpu = decoding.rows_to_keep(finished, num_rows, 0)
+    on_gpu = decoding.rows_to_keep(tiny.on_gpu(finished), num_rows, decoding.CHECK_EVERY - 1)
+    assert (on_cpu is None) == (len(live) > 0.75 * num_left)
+    assert on_cpu is None or on_cpu.tolist() == live
+    smallest = min(size for size in sizes if size >= len(live))
+    kept = list(range(num_left)) if on_gpu is None else on_gpu.tolist()
+    assert len(kept) == smallest or num_left == smallest
+    assert kept == sorted(set(kept))
+    assert set(live) <= set(kept)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_rows_that_stay_though_they_have_finished_change_nothing(family, layout, monkeypatch):
+    lm, prompts = tiny.causal_lm(family), [example.prompt_ids for example in EXAMPLES]
+    options = {"stop_ids": MANY_STOPS, "max_completion_length": 30, "layout": layout}
+    expected = run_decode(lm, prompts, 4, **options)
+    plain, sizes = decoding.rows_to_keep, set()
+
+    def as_on_a_gpu(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
+        sizes.add(len(finished))
+        return plain(tiny.on_gpu(finished), num_rows, position)
+
+    monkeypatch.setattr(decoding, "rows_to_keep", as_on_a_gpu)
+    found = run_decode(lm, prompts, 4, **options)
+    assert found.completion_ids == expected.completion_ids
+    torch.testing.assert_close(found.token_logps, expected.token_logps, rtol=0, atol=1e-5)
+    assert {28} < sizes <= {28, 14, 7, 4, 2, 1}
 
 
 def test_rows_that_leave_keep_their_neighbours_apart(monkeypatch):
