@@ -174,10 +174,12 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
     """Swap parts of a Hugging Face model for ones that compute the same, better or faster."""
     project_in_float32(lm)
     fuse_gelu(lm)
-    if config.layout == "shared_prefix":
-        from common.model import shared_prefix
+    from common.model import shared_prefix
 
+    if config.layout == "shared_prefix":
         shared_prefix.use_shared_prefix(lm, (blocks(lm) or [lm])[-1])
+    elif lm.config._attn_implementation == "sdpa":
+        shared_prefix.replace_attention(lm)
 
 
 def set_mode(module: nn.Module, config: CommonConfig) -> None:

@@ -36,20 +36,34 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     Raises:
         UserError: the model brings an attention of its own that cannot be replaced.
     """
-    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name;
     # Llama 4, whose layers see chunks, does not even name its decoder.
-    is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
-    if not is_plain or lm.base_model is lm:
+    if lm.base_model is lm or not replace_attention(lm):
         raise UserError(
             f"{type(lm).__name__} has an attention of its own, which cannot be planned (--dry_run) "
             "and cannot share a prompt; to train it use --layout padded."
         )
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    lm.set_attn_implementation(NAME)
     if any(hasattr(last_block, n) and hasattr(last_block, a) for n, a in PRE_ATTENTION):
         kind: Any = type(last_block)
         last_block.__class__ = shortened(kind, type(lm).__name__)
+
+
+def replace_attention(lm: PreTrainedModel) -> bool:
+    """Let a model call `attend` and `mask`; False if its own attention cannot be replaced."""
+    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name.
+    is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
+    if is_plain:
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, mask)
+        lm.set_attn_implementation(NAME)
+    return bool(is_plain)
+
+
+def mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
+    """What `sdpa_mask` makes, also without padding: it would ask a GPU for that, and wait."""
+    if attention_mask is not None and attention_mask.device.type != "cpu":
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    made: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **options)
+    return made
 
 
 def last_hidden_states(

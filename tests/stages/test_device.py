@@ -74,25 +74,23 @@ class Token(NamedTuple):
 
 MICRO_BATCHES = {
     "sft": MicroBatch(56, 151, 2, 0),
-    "sft padded": MicroBatch(41, 74, 4, 2),
+    "sft padded": MicroBatch(41, 70, 4, 0),
     "reward": MicroBatch(67, 228, 6, 0),
     "dpo": MicroBatch(67, 280, 6, 0),
     "dpo lora": MicroBatch(95, 277, 6, 0),
     "grpo": MicroBatch(67, 180, 4, 0),
     "grpo exact": MicroBatch(67, 187, 4, 0),
     "grpo lora": MicroBatch(95, 174, 4, 0),
-    "grpo padded": MicroBatch(41, 174, 4, 2),
+    "grpo padded": MicroBatch(41, 170, 4, 0),
 }
-TOKENS = {"shared_prefix": Token(25, 36, 1 / 8, 2), "padded": Token(12, 53, 9 / 8, 7)}
+TOKENS = {"shared_prefix": Token(25, 36, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
 # Of the host: for whether an update's norm is finite, for the scores of a whole split, and for the
 # metrics of a step that is logged.
 WAITS = {"update": 1, "scoring": 1, "step": 1}
-# And for rewards, for a KL in the reward, and in each forward of the padded layout.
+# And for rewards, and for a KL in the reward.
 MORE_WAITS = {
     ("grpo", "step"): 1,
     ("grpo lora", "step"): 1,
-    ("grpo padded", "step"): 9,
-    ("sft padded", "scoring"): 4,
 }
 
 
