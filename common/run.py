@@ -79,9 +79,7 @@ class Run:
             if may_stop:
                 self.saver.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
-            fsdp.reduce_gradients_in_next_backward(
-                self.module, is_last, shards=self.shards_gradients
-            )
+            fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             yield batch.to(distributed.device())
 
     def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:

@@ -29,7 +29,6 @@ from common.errors import UserError, gist
 from common.model import lora
 
 State = dict[str, Any]
-SHARD = "shard-{:05d}-model-00001-of-00001.safetensors"  # of the rank with that number, from 1 on
 PARTLY = StateDictOptions(strict=False)  # what is not in the state stays: frozen parameters
 
 
@@ -115,11 +114,7 @@ def read_shards(folder: Path, state: State) -> None:
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """torch's, but for the data: torch makes the whole file in memory, and a copy of it as bytes.
-
-    Here a tensor is written straight from where it is, one after the other; of a GPU by way of the
-    host's memory.
-    """
+    """torch's, but for the file, which torch makes in memory, twice; here tensor by tensor."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write what is this rank's, all float32: safetensors, with the place of each shard."""
@@ -132,7 +127,8 @@ class ShardWriter(HuggingFaceStorageWriter):
             header[name], places[name] = about, {"saved_offsets": [*chunk.offsets]}
         text = json.dumps({**header, "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}})
         text += " " * (-len(text) % 8)  # numbers start at a multiple of their size
-        path = Path(self.path, SHARD.format(distributed.rank() + 1))
+        rank = distributed.rank() + 1
+        path = Path(self.path, f"shard-{rank:05d}-model-00001-of-00001.safetensors")
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text.encode())
             for item in items:

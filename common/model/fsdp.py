@@ -235,7 +235,7 @@ def fsdp_units(module: nn.Module) -> list[FSDPModule]:
 
 
 def reduce_gradients_in_next_backward(
-    module: nn.Module, is_last: bool, *, shards: bool = False
+    module: nn.Module, is_last: bool, shards: bool = False
 ) -> None:
     """Reduce gradients over ranks in a step's last backward, and keep them whole until then.
 

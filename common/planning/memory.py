@@ -139,7 +139,10 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     it is there.
     """
     policy, batch = run.policy, micro_batch(run, ranks)
-    added_up = added_gradients(run, ranks) if batch.number > 1 else 0.0
+    # Whole until the last backward, which saves traffic; or shards all the time.
+    shards = run.num_shards(ranks) if run.shards_gradients else 1
+    are_here = batch.number > 1 and not (run.shards_gradients and run.is_offloaded)
+    added_up = float(FLOAT32 * policy.numbers(shards, trained=True) * are_here)
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
     kept, most = activations(run, policy, batch)
@@ -168,23 +171,10 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 
-def added_gradients(run: Run, ranks: int) -> float:
-    """The sum over several micro-batches, until the last backward.
-
-    Whole ones become shards only then: that saves traffic. Those that are reduced in every
-    micro-batch are shards all the time.
-    """
-    if not run.shards_gradients:
-        return float(FLOAT32 * run.policy.numbers(trained=True))
-    held = 0 if run.is_offloaded else FLOAT32
-    return float(held * run.policy.numbers(run.num_shards(ranks), trained=True))
-
-
 def unit_gradients(run: Run, ranks: int, num_trained: int) -> float:
     """A unit's whole gradients in the compute dtype, and what they are reduced from, in float32.
 
-    On a GPU the reduction of one unit runs beside the next one's backward, and has let go of that
-    before the next one's is made (FSDP's `reduce_scatter_max_input_buffers` is 1).
+    FSDP lets go of one unit's before it makes the next one's.
     """
     return 0.0 if run.is_plain(ranks) else float(num_trained * (run.number_bytes + FLOAT32))
 
