@@ -1,5 +1,6 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
+# make test-vllm   sampling through vLLM, on a CPU (an environment of its own: 4 GB)
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 20 minutes)
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
@@ -25,13 +26,14 @@ SWEEP ?= assets/recipes/ablations/demo.yaml
 FLAGS ?=
 # TRL is in an environment of its own: the project does not need it.
 BENCH_VENV := .venv-bench
+VLLM_VENV := .venv-vllm
 BENCH_MODEL ?= tiny
 BENCH_FLAGS ?=
 DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.
 LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate sweep test bench setup clean
+.PHONY: demo overoptimization replicate sweep test test-vllm bench setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -49,6 +51,9 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-vllm: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
 
 replicate: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.replicate \
@@ -74,5 +79,13 @@ $(BENCH_VENV)/.installed: requirements.txt tests/benchmarks/requirements.txt
 		-r tests/benchmarks/requirements.txt
 	touch $@
 
+# torchvision and its like come with vLLM for other builds of torch; nothing here needs them.
+$(VLLM_VENV)/.installed: requirements.txt tests/requirements.txt tests/requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	for file in requirements requirements-vllm; do $(VLLM_VENV)/bin/python -m pip install --quiet \
+		--disable-pip-version-check -r tests/$$file.txt || exit; done
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) output
+	rm -rf $(VENV) $(BENCH_VENV) $(VLLM_VENV) output

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common import data, distributed, launch, self_checks
-from common.config import CommonConfig, flag, free_flag, path_flag
+from common.config import flag, free_flag, path_flag
 from common.data import Example
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import completions, judges, pair_scores, score
@@ -41,11 +41,12 @@ from common.evaluation.completions import REFERENCE, Answers, Generation, collec
 from common.evaluation.pair_scores import PairScores
 from common.model import fsdp, load
 from common.record.folder import save_run_files
+from common.sampling.engine_config import EngineConfig
 from common.scoring import Policy
 
 
 @dataclass
-class EvaluateConfig(CommonConfig):
+class EvaluateConfig(EngineConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
     unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
@@ -103,6 +104,8 @@ class EvaluateConfig(CommonConfig):
         if self.max_new_tokens > self.max_completion_length:
             most = f"at most --max_completion_length, {self.max_completion_length}"
             raise self.refused("max_new_tokens", most)
+        if self.rollout_engine != "own" and not (self.policies and self.num_prompts):
+            raise self.refused("rollout_engine", "own without --policies that generate")
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
@@ -118,7 +121,7 @@ def main(config: EvaluateConfig) -> None:
     from common.evaluation.win_rates import all_win_rates
     from common.rewards.functions import load_from_file
     from common.rewards.scorer import RewardScorer
-    from common.sampling.sampler import Sampler
+    from common.sampling.engine import new_sampler
 
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
@@ -181,10 +184,11 @@ def main(config: EvaluateConfig) -> None:
         if reference is None:
             reference, ref_logps = policy, logps
         if prompts:
-            sampler = Sampler(policy, tokenizer, stop_ids, sampling)
+            sampler = new_sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
                 prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
             )
+            sampler.close()
             generations[names[path]] = completions.measure(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature
             )

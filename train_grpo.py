@@ -69,6 +69,7 @@ def main(config: GRPOConfig) -> None:
     """Train, export, show samples."""
     from common.model import lora
     from common.rewards.scorer import RewardScorer
+    from common.sampling.engine import new_sampler
 
     distributed.seed_everything(config.seed)
 
@@ -90,7 +91,7 @@ def main(config: GRPOConfig) -> None:
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference = load_reference(policy, paths, configs[1], config, mesh)
     scorer.load(mesh)
-    sampler = Sampler(policy, tokenizer, stop_ids, config)
+    sampler = new_sampler(policy, tokenizer, stop_ids, config)
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config, is_projected=config.has_exact_kl)
@@ -150,6 +151,7 @@ def main(config: GRPOConfig) -> None:
 
     # Export, last samples
     run.finish(tokenizer, stop_ids, looks=[show_samples])
+    sampler.close()
 
 
 def load_reference(
@@ -182,7 +184,7 @@ def sample_and_reward(
     """K candidates for each of N prompts, some of which are `real`, with rewards. Collective."""
     from common.record.glossary import LOGGED_PREFIX
 
-    with run.metrics.timed("sample_seconds"):
+    with run.metrics.timed("sample_seconds"), run.kept_if_engine_fails():
         drawn = sampler.sample(
             examples,
             num_samples=config.num_candidates,

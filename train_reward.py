@@ -41,7 +41,7 @@ from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.pairs import groups
-from common.pairs.config import RewardConfig
+from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
 

@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from common.errors import UserError, gist
 
+OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
 _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 
@@ -126,6 +127,26 @@ def die_with_launcher() -> None:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
         if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process, just forked, with the one that forked it."""
+    set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
+    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGTERM)
+
+
+def child_environment(num_devices: int, **variables: str) -> dict[str, str]:
+    """The variables of a program that this process starts, without what torchrun set.
+
+    Of several GPUs it sees this process's and the next ones, so many in all.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
+    if torch.cuda.is_available():
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = listed.split(",") if listed else list(map(str, range(torch.cuda.device_count())))
+        first = torch.cuda.current_device()
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + num_devices])
+    return own | variables
 
 
 def part_of_this_start(shared: Any, number: int, size: int) -> Any:
@@ -230,6 +251,13 @@ def refuse_uneven(batch_size: int, num_ranks: int) -> None:
             f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
             f"make it a multiple of {num_ranks}."
         )
+
+
+def refuse_uneven_host(flag: str, size: int) -> None:
+    """Raise a UserError for groups of `size` that the processes of this machine do not fill."""
+    here = number_in("LOCAL_WORLD_SIZE", 1)
+    if here % size != 0:
+        raise UserError(f"--{flag} is {size}; it must divide the {here} processes of a machine.")
 
 
 def mesh(num_replicas: int = 1) -> DeviceMesh:

@@ -41,6 +41,10 @@ class UserError(ValueError):
         super().__init__(text)
 
 
+class EngineError(UserError):
+    """An engine that samples is not there, or what it answers cannot be used."""
+
+
 def shown(value: object) -> str:
     """A value as Python writes it, without the middle of what is long or deep."""
     try:

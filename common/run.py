@@ -4,6 +4,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from common import distributed
 from common.config import TrainConfig
 from common.data import BatchOrder
+from common.errors import EngineError, UserError
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.metrics import Accumulator
@@ -66,6 +68,21 @@ class Run:
         for step in range(self.step, self.total_steps):
             self.step = step
             yield step
+
+    @contextmanager
+    def kept_if_engine_fails(self) -> Iterator[None]:
+        """Around sampling for a step: what was trained before it is saved. Collective.
+
+        Raises:
+            UserError: the engine failed; says how to go on.
+        """
+        try:
+            yield
+        except EngineError as error:
+            if not self.step:
+                raise
+            how_to_go_on = self.saver.keep(self.step)
+            raise UserError(f"{str(error).removesuffix('.')}; {how_to_go_on}.") from None
 
     def accumulate(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
         """An update's micro-batches, on the device one by one: attention keeps masks with them.

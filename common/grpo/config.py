@@ -13,10 +13,11 @@ from common.losses import (
     RATIO_LEVELS,
     SAMPLER_CORRECTIONS,
 )
+from common.sampling.engine_config import EngineConfig
 
 
 @dataclass
-class GRPOConfig(TrainConfig):
+class GRPOConfig(TrainConfig, EngineConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"

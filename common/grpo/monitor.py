@@ -14,6 +14,7 @@ from common.advantages import (
     num_candidates_seen,
 )
 from common.data import Example
+from common.errors import EngineError
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept, of_rejection, reward
 from common.record.metrics import Accumulator
@@ -46,13 +47,17 @@ def sample_table(
 
     if not examples:
         return []
-    rollouts = sampler.sample(
-        examples,
-        num_samples=config.num_generations,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-    )
+    try:
+        rollouts = sampler.sample(
+            examples,
+            num_samples=config.num_generations,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+        )
+    except EngineError as error:  # which ends the run when it samples to train, and is saved there
+        distributed.print_rank0(f"warning: there is no table of samples: {error}")
+        return []
     scored = reward(scorer, examples, rollouts, config, step, total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)

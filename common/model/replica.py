@@ -37,21 +37,9 @@ class RolloutCopy:
     @contextmanager
     def gathered(self, policy: nn.Module) -> Iterator[nn.Module]:
         """Fill the replica from `policy`, whose submodule the source is. Collective on entry."""
-        from common.model import lora
-
         fsdp.reshard(policy)
-        weights = {lora.plain_name(name): p for name, p in self.source.named_parameters()}
-        adapted = lora.adapted_layers(self.source)
-
-        def filled(name: str, target: nn.Parameter) -> torch.Tensor:
-            layer = adapted.get(name.removesuffix(".weight"))
-            if layer is None:
-                return gather(weights[name], target.dtype)
-            matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
-            parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
-            return lora.merged_weight(layer, *parts).to(target.dtype)
-
-        set_parameters(self.replica, filled)
+        whole = whole_weights(self.source)
+        set_parameters(self.replica, lambda name, target: whole(name, target.dtype))
         head = self.replica.get_output_embeddings()
         shared = head.weight
         head.weight = nn.Parameter(shared.float(), requires_grad=False)  # cast once, not per token
@@ -60,6 +48,27 @@ class RolloutCopy:
         finally:
             head.weight = shared
             set_parameters(self.replica, lambda _, p: torch.empty_like(p, device="meta"))
+
+
+def whole_weights(lm: nn.Module) -> Callable[[str, torch.dtype], torch.Tensor]:
+    """What gathers one parameter, by its name in the plain model, with its adapters merged.
+
+    Each call is collective. `lm` is the Hugging Face model inside a sharded policy.
+    """
+    from common.model import lora
+
+    weights = {lora.plain_name(name): p for name, p in lm.named_parameters()}
+    adapted = lora.adapted_layers(lm)
+
+    def whole(name: str, dtype: torch.dtype) -> torch.Tensor:
+        layer = adapted.get(name.removesuffix(".weight"))
+        if layer is None:
+            return gather(weights[name], dtype)
+        matrices = (layer.lora_A[lora.TRAINED].weight, layer.lora_B[lora.TRAINED].weight)
+        parts = [gather(part, torch.float32) for part in (weights[name], *matrices)]
+        return lora.merged_weight(layer, *parts).to(dtype)
+
+    return whole
 
 
 def gather(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

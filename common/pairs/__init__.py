@@ -1,4 +1,5 @@
 """Pairs of completions: where they come from, and what the reference says of them.
 
-Face: config.DPOConfig, groups (comparisons of a prompt), reference (and its cache), from_rollouts.
+Face: config.DPOConfig, reward_config.RewardConfig, groups (comparisons of a prompt), reference (and
+its cache), from_rollouts.
 """

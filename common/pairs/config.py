@@ -1,4 +1,4 @@
-"""The configurations of what learns from pairs: reward models and DPO."""
+"""The configuration of DPO: one flag per variant, and which of them exclude each other."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,42 +11,13 @@ from common.losses import (
     REFERENCE_FREE_LOSSES,
     SMOOTHED_LOSSES,
 )
-from common.model.load import HEAD_INITS
+from common.sampling.engine_config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
 @dataclass
-class RewardConfig(TrainConfig):
-    """Rows have the columns `prompt`, `chosen` and `rejected`."""
-
-    stage: ClassVar = "reward model"
-    unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
-
-    _reward: ClassVar = "reward model"
-    head_init: str = flag(
-        "stiennon",
-        "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
-        "a std of 0.02; zeros",
-        HEAD_INITS,
-    )
-    center_rewards_coefficient: float = flag(
-        0.0, "weight of the square of a pair's summed rewards, which keeps them near 0", ge=0
-    )
-    margin_column: str = flag(
-        "", "column by which the chosen reward should be the higher (empty: no margin)"
-    )
-    group_comparisons: bool = flag(
-        False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
-    )
-    sft_dataset_name: str = path_flag(
-        "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
-    )
-    num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)
-
-
-@dataclass
-class DPOConfig(TrainConfig):
+class DPOConfig(TrainConfig, EngineConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
 
     stage: ClassVar = "DPO"
@@ -115,6 +86,8 @@ class DPOConfig(TrainConfig):
             refuse_rollouts(self)
         elif self.reward_funcs:
             raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
+        elif self.rollout_engine != "own":
+            raise self.refused("rollout_engine", "own without --pairs_from rollouts")
 
     @property
     def needs_reference(self) -> bool:

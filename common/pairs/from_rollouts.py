@@ -28,7 +28,8 @@ from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, write_atomically
 from common.record.terminal import progress_bar, show_status
 from common.rewards.scorer import RewardScorer
-from common.sampling.sampler import Rollouts, Sampler
+from common.sampling.engine import new_sampler
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy
 
 
@@ -43,10 +44,8 @@ def pairs_from_rollouts(
 
     A function of the seed, the prompts and the weights: a resumed run makes the same pairs again.
     """
-    name, split = config.dataset_name, config.dataset_train_split
-    prompts = data.load_examples(
-        config, name, split, "prompts", tokenizer, stop_ids, config.num_train_rows
-    )
+    rows = (config.dataset_name, config.dataset_train_split, "prompts")
+    prompts = data.load_examples(config, *rows, tokenizer, stop_ids, config.num_train_rows)
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
     scorer.check_rows(prompts)
     order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
@@ -54,7 +53,7 @@ def pairs_from_rollouts(
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
     self_checks.only_tokens_matter(policy, config)
     scorer.load(mesh)
-    sampler = Sampler(policy, tokenizer, stop_ids, config)
+    sampler = new_sampler(policy, tokenizer, stop_ids, config)
     pairs: list[SampledPair] = []
     all_rewards: list[float] = []
     bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
@@ -86,6 +85,7 @@ def pairs_from_rollouts(
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
     bar.close()
+    sampler.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
     pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
     train_set = as_examples(pairs)

@@ -216,7 +216,10 @@ def scoring_moment(run: Run, ranks: int, name: str, model: Footprint, base: Part
 
 
 def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
-    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples."""
+    """Rollouts and their rewards; of DPO before the policy trains; else the printed samples.
+
+    What another engine takes is not counted.
+    """
     config = run.config
     if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
         base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
@@ -224,9 +227,9 @@ def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
         if config.stage == "reward model" or not config.num_sample_prompts:
             return []
         return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
-    rows = config.batch_size // ranks
+    rows, is_here = config.batch_size // ranks, config.rollout_engine == "own"
     return [
-        rollout_moment(run, ranks, base, rows, config.num_candidates),
+        *([rollout_moment(run, ranks, base, rows, config.num_candidates)] * is_here),
         *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),
     ]
 

@@ -150,6 +150,17 @@ class Sampler:
         pad_id, layout = self.tokenizer.pad_token_id, self.config.layout
         settings = Settings(self.stop_ids, pad_id, layout, temperature, top_k, top_p)
         seed = noise.derive_seed(self.config.seed, "sampling", step)
+        return self.draw(examples, num_samples, settings, seed, report)
+
+    def draw(
+        self,
+        examples: Sequence[Example],
+        num_samples: int,
+        settings: Settings,
+        seed: int,  # of the step
+        report: Callable[[str], object],
+    ) -> Rollouts:
+        """What `sample` returns. Collective at its start only."""
         max_length = self.config.max_completion_length
         longest = max((len(example.prompt_ids) for example in examples), default=0)
         num_prompts, count = decoded_at_once(longest, num_samples, self.config)
@@ -227,3 +238,6 @@ class Sampler:
             }
             for i, text in enumerate(texts)
         ]
+
+    def close(self) -> None:
+        """End what was started for it: nothing."""

@@ -402,7 +402,11 @@ def test_remote_code_is_a_matter_of_one_flag():
 
 
 @pytest.mark.parametrize(
-    "name", ["requirements.txt", "tests/requirements.txt", "tests/benchmarks/requirements.txt"]
+    "name",
+    [
+        *("requirements.txt", "assets/requirements-vllm.txt", "tests/requirements-vllm.txt"),
+        *("tests/requirements.txt", "tests/benchmarks/requirements.txt"),
+    ],
 )
 def test_every_requirement_is_one_version(name):
     """What is installed does not change from one day to the next; how to change it is said once."""

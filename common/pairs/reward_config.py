@@ -1,0 +1,36 @@
+"""The configuration of reward models."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.config import TrainConfig, flag, path_flag
+from common.model.load import HEAD_INITS
+
+
+@dataclass
+class RewardConfig(TrainConfig):
+    """Rows have the columns `prompt`, `chosen` and `rejected`."""
+
+    stage: ClassVar = "reward model"
+    unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
+
+    _reward: ClassVar = "reward model"
+    head_init: str = flag(
+        "stiennon",
+        "weights of the new head: a variance of 1/(d+1); openrlhf: a std of 1/(d+1); transformers: "
+        "a std of 0.02; zeros",
+        HEAD_INITS,
+    )
+    center_rewards_coefficient: float = flag(
+        0.0, "weight of the square of a pair's summed rewards, which keeps them near 0", ge=0
+    )
+    margin_column: str = flag(
+        "", "column by which the chosen reward should be the higher (empty: no margin)"
+    )
+    group_comparisons: bool = flag(
+        False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
+    )
+    sft_dataset_name: str = path_flag(
+        "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
+    )
+    num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)

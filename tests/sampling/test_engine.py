@@ -1,0 +1,388 @@
+"""Claim: what is sampled through a vLLM server is what the policy gives, or the run says why not.
+
+Here the server is a stand-in with transformers' own models; `test_vllm.py` asks vLLM itself. Every
+weight reaches the server before it samples, adapters merged; completions, stop rule and
+log-probabilities come back in our sampler's shape; a server that is gone or answers nonsense ends
+the run in a sentence, and the run goes on from the step before.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import tiny
+import torch
+from stand_in import StandIn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import evaluate
+from common.config import parse
+from common.errors import EngineError, UserError
+from common.grpo.config import GRPOConfig
+from common.model import lora
+from common.pairs.config import DPOConfig
+from common.record.jsonl import read_jsonl
+from common.sampling import server, token_records
+from common.sampling.engine import EngineSampler, new_sampler
+from common.sampling.sampler import Sampler
+from common.scoring import Policy
+
+pytestmark = pytest.mark.usefixtures("process_group")
+STOP = 0
+EXAMPLES = tiny.ragged_examples([(5,), (9,), (13,)])
+REQUIRED = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["gold"]}
+VLLM = {"rollout_engine": "vllm"}
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    started = StandIn(tiny.causal_lm("gpt2", is_plain=True))
+    yield started
+    started.close()
+
+
+def config(stand_in: StandIn | None, **fields: Any) -> GRPOConfig:
+    lengths = {"max_prompt_length": 24, "max_completion_length": 12}
+    url = stand_in.url if stand_in else ""
+    return GRPOConfig(**(REQUIRED | VLLM | lengths | {"rollout_server": url} | fields))
+
+
+def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
+    made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], config(stand_in, **fields))
+    assert isinstance(made, EngineSampler)
+    return made
+
+
+# ---- what comes back -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
+def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabilities(
+    stand_in, temperature, monkeypatch
+):
+    monkeypatch.setattr(token_records, "NUM_DECIMALS", 9)
+    lm = tiny.causal_lm("gpt2")
+    through = sampler(stand_in, lm)
+    number = 12 if temperature else 1
+    drawn = through.sample(EXAMPLES, num_samples=number, temperature=temperature)
+    own = Sampler(Policy(lm), tiny.tokenizer(), [STOP], through.config).sample(
+        EXAMPLES, num_samples=number, temperature=temperature
+    )
+    for ours, theirs in zip(own.tensors, drawn.tensors, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    if temperature == 0:
+        assert drawn.completion_ids == own.completion_ids
+    else:
+        assert 0 < drawn.has_stop.sum() < len(drawn.has_stop)
+    for ids, stopped in zip(drawn.completion_ids, drawn.has_stop.tolist(), strict=True):
+        assert (STOP in ids) == stopped
+        assert ids.index(STOP) == len(ids) - 1 if stopped else len(ids) == 12
+    scores = token_records.token_logps(
+        through.policy, drawn.completed(EXAMPLES), through.config, 1, temperature or 1.0
+    )
+    for one, other in zip(scores, drawn.as_lists(drawn.token_logps), strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert (drawn.token_logps[~drawn.mask] == 0).all()
+
+
+def test_a_completion_depends_on_seed_step_row_and_sample_and_on_nothing_else(stand_in):
+    through = sampler(stand_in, tiny.causal_lm("gpt2"))
+    drawn = through.sample(EXAMPLES, num_samples=5).completion_ids
+    assert len({tuple(ids) for ids in drawn}) > 12  # not one seed for all
+    assert through.sample(EXAMPLES, num_samples=5, step=1).completion_ids != drawn
+    assert through.sample(EXAMPLES[1:2], num_samples=5).completion_ids == drawn[5:10]
+    for other in ({"generation_batch_size": 2}, {"generation_batch_size": 1}):
+        again = sampler(stand_in, through.policy.lm, **other)
+        assert again.sample(EXAMPLES, num_samples=5).completion_ids == drawn
+    other_seed = sampler(stand_in, through.policy.lm, seed=1)
+    assert other_seed.sample(EXAMPLES, num_samples=5).completion_ids != drawn
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_server_has_the_weights_of_the_moment(family):
+    stand_in = StandIn(tiny.causal_lm(family, is_plain=True))
+    lm = tiny.causal_lm(family)
+    through = sampler(stand_in, lm)
+    for factor in (1.0, 1.25):
+        with torch.no_grad():
+            for parameter in lm.parameters():
+                parameter *= factor
+        stand_in.calls.clear()
+        through.sample(EXAMPLES)
+        for name, parameter in lm.named_parameters():
+            assert torch.equal(parameter, stand_in.lm.get_parameter(name)), name
+        before = ["/start_weight_update", "load_parts", "/finish_weight_update", "pack_heads"]
+        assert stand_in.calls[:5] == [*before, "/reset_prefix_cache"]
+    stand_in.close()
+
+
+def test_adapters_are_merged_into_what_the_server_gets(stand_in):
+    lm = tiny.causal_lm("gpt2")
+    base = copy.deepcopy(lm.state_dict())
+    lora.add_adapters(lm, "a model", tiny.train_config(lora_r=2))
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.3
+    sampler(stand_in, lm, lora_r=2).sample(EXAMPLES)
+    merged = lora.merged_state(lm, dict(lm.named_parameters()))
+    assert all(torch.equal(w, stand_in.lm.get_parameter(name)) for name, w in merged.items())
+    name = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.equal(stand_in.lm.get_parameter(name), base[name])
+
+
+def test_a_policy_that_does_not_train_is_sent_once(stand_in):
+    lm = tiny.causal_lm("gpt2").requires_grad_(False)
+    through = sampler(stand_in, lm)
+    for _ in range(3):
+        through.sample(EXAMPLES)
+    assert stand_in.calls.count("/start_weight_update") == 1
+
+
+def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
+    monkeypatch.setattr("common.sampling.weights.PART_BYTES", 4096)
+    lm = tiny.causal_lm("gpt2")
+    sampler(stand_in, lm).sample(EXAMPLES)
+    assert stand_in.calls.count("load_parts") > 5
+    assert all(torch.equal(p, stand_in.lm.get_parameter(n)) for n, p in lm.named_parameters())
+
+
+# ---- servers that cannot be used -----------------------------------------------------------------
+
+
+def choice(answer: Any, **changes: Any) -> Any:
+    """An answer whose first completion is another."""
+    answer["choices"][0].update(changes)
+    return answer
+
+
+def content(*logps: Any) -> dict[str, Any]:
+    return {"content": [{"logprob": logp} for logp in logps]}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda answer: b"<html>", "b'<html>', which is no JSON"),
+        (lambda answer: {"error": "?"}, "what are no completions"),
+        (lambda answer: {"choices": answer["choices"][1:]}, "1 completions, not 2"),
+        (lambda answer: choice(answer, token_ids=[]), "of 0 tokens and"),
+        (lambda answer: choice(answer, token_ids=[5, 0]), "of 2 tokens and"),
+        (lambda a: choice(a, token_ids=[61, 0], logprobs=content(-1, -1)), "beyond the vocabulary"),
+        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, 0.5)), "that are none"),
+        (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, None)), "no completions"),
+        (lambda a: choice(a, token_ids=[5, 6], logprobs=content(-1, -1)), "nor by its length"),
+        (lambda a: choice(a, token_ids=[0, 6], logprobs=content(-1, -1)), "its first stop token"),
+    ],
+)
+def test_nonsense_is_named(stand_in, change, reason):
+    stand_in.answers["/inference/v1/generate"] = change
+    with pytest.raises(EngineError, match=reason):
+        sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES, num_samples=2)
+
+
+def setting(**changes: Any) -> Any:
+    def changed(usual: Any) -> Any:
+        usual = copy.deepcopy(usual)
+        for part, values in changes.items():
+            usual["vllm_config"][part] = values and usual["vllm_config"][part] | values
+        return usual
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "reason"),
+    [
+        ("/version", lambda usual: {"version": "0.29.4"}, "needs vLLM 0.30 or newer, and .*0.29.4"),
+        ("/version", lambda usual: [], "answers /version without version"),
+        ("/server_info", lambda usual: {}, "answers /server_info.* without vllm_config"),
+        (
+            "/server_info",
+            setting(model_config={"logprobs_mode": "raw_logprobs"}),
+            "has --logprobs-mode raw_logprobs; it must be processed_logprobs",
+        ),
+        ("/server_info", setting(model_config={"max_model_len": 35}), "len 35; it must be 36"),
+        ("/server_info", setting(weight_transfer_config=None), "without backend"),
+        (
+            "/server_info",
+            setting(parallel_config={"worker_extension_cls": ""}),
+            "from a CPU the server needs --worker-extension-cls common.sampling.vllm_worker",
+        ),
+        ("/reset_prefix_cache", lambda usual: {"success": False}, "does not forget"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused(stand_in, path, change, reason):
+    stand_in.answers[path] = change
+    with pytest.raises(EngineError, match=reason):
+        sampler(stand_in, tiny.causal_lm("gpt2")).sample(EXAMPLES)
+
+
+def test_a_server_that_is_not_there_is_named(stand_in):
+    stand_in.close()
+    url = stand_in.url
+    with pytest.raises(EngineError, match=f"{url} does not answer /version: .*refused"):
+        sampler(stand_in, tiny.causal_lm("gpt2"))
+
+
+def test_a_server_without_the_calls_is_told_from_its_status(stand_in, monkeypatch):
+    def not_found(self: Any) -> None:
+        self.send_error(404)
+
+    monkeypatch.setattr(stand_in.server.RequestHandlerClass, "do_GET", not_found)
+    with pytest.raises(EngineError, match="answers /version with status 404"):
+        sampler(stand_in, tiny.causal_lm("gpt2"))
+
+
+def test_without_vllm_it_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(server, "distributions", lambda name: [])
+    with pytest.raises(UserError, match="pip install -r assets/requirements-vllm.txt"):
+        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], config(None))
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"rollout_server": "http://a:1"}, "--rollout_server is http://a:1; it must be empty with"),
+        ({"rollout_memory": 0.5}, "--rollout_memory is 0.5; it must be 0.3 without"),
+        ({"rollout_tensor_parallel": 2}, "must be 1 without --rollout_engine vllm"),
+        (VLLM | {"rollout_server": "http://a", "rollout_memory": 0.5}, "0.3 with --rollout_server"),
+        (VLLM | {"rollout_server": "node7:8000"}, "it must be a URL, as http://node7:8000"),
+        (VLLM | {"generation_cache_tokens": 7}, "must be 65536 with --rollout_engine vllm"),
+        (VLLM | {"temperature": 0.001}, "--temperature is 0.001; it must be at least 0.01"),
+        (VLLM | {"temperature": 0.7, "top_p": 0.9}, "must be 1 with .* and --top_k or --top_p"),
+    ],
+)
+def test_flags_that_contradict_are_refused(fields, sentence):
+    with pytest.raises(UserError, match=sentence):
+        GRPOConfig(**REQUIRED, **fields)
+
+
+def test_a_stage_that_samples_nothing_refuses_the_engine():
+    with pytest.raises(UserError, match="--rollout_engine is vllm; it must be own without --pairs"):
+        DPOConfig(output_dir="unused", model_name_or_path="unused", **VLLM)
+    needed = ["--output_dir", "a", "--dataset_name", "b", "--policies", "c", "--num_prompts", "0"]
+    with pytest.raises(UserError, match="must be own without --policies that generate"):
+        parse(evaluate.EvaluateConfig, [*needed, "--rollout_engine", "vllm"])
+    assert server.logprobs_mode(config(None, top_k=3)) == "raw_logprobs"
+
+
+def test_processes_that_do_not_fill_a_server_are_refused():
+    settings = config(None, rollout_tensor_parallel=2)
+    with pytest.raises(UserError, match="--rollout_tensor_parallel is 2; it must divide the 1 "):
+        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], settings)
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+TASK = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 12,
+    "num_eval_rows": 4,
+    "num_sample_prompts": 1,
+    "max_prompt_length": 128,
+    "max_completion_length": 6,
+    "reward_funcs": "count:e",
+    "rollout_engine": "vllm",
+}
+GRPO = TASK | {
+    "batch_size": 4,
+    "num_generations": 3,
+    "penalize_missing_eos": "false",
+    "learning_rate": 1e-2,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "sample_steps": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> str:
+    """The folder of a model with the embedded task's tokenizer."""
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    torch.manual_seed(0)
+    shape = AutoConfig.from_pretrained(tiny_gpt2, vocab_size=len(tokenizer))
+    tiny.random_weights(AutoModelForCausalLM.from_config(shape), 0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def served(model: str) -> Iterator[StandIn]:
+    """A server for models of the same shape."""
+    started = StandIn(AutoModelForCausalLM.from_pretrained(model))
+    yield started
+    started.close()
+
+
+def ended(jobs: list[ranks.Job]) -> str:
+    """How stages end on this rank: the sentence of a refusal, "" without one."""
+    try:
+        ranks.run_stages(jobs)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def grpo(folder: Path, served: StandIn, num_ranks: int, model: str, **flags: Any) -> list[str]:
+    paths = {"output_dir": str(folder), "model_name_or_path": model, "rollout_server": served.url}
+    jobs = [{"stage": "grpo", "flags": GRPO | paths | flags}]
+    return ranks.launch(ended, num_ranks, folder.parent, jobs=jobs)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_server_that_dies_costs_no_step(served, model, tmp_path, num_ranks):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert grpo(whole, served, num_ranks, model) == [""] * num_ranks
+    lines = ranks.untimed_lines(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(abs(line["sampler_kl"]) for line in lines) < 1e-5  # each step with its own weights
+    served.calls.clear()
+    requests_of_two_steps = 2 * (4 + num_ranks)  # each rank asks for the table
+    served.breaks_at = requests_of_two_steps + 2  # amid the third
+    sentences = grpo(broken, served, num_ranks, model)
+    assert len(set(sentences)) == 1
+    saved = broken / "checkpoints" / "step_00000002"
+    assert sentences[0].startswith(f"the vLLM server {served.url} does not answer /inference/v1")
+    assert sentences[0].endswith(f"; the same command goes on from {saved}.")
+    served.breaks_at = 0
+    assert grpo(broken, served, num_ranks, model) == [""] * num_ranks
+    assert ranks.untimed_lines(broken) == lines
+
+
+def test_a_table_that_cannot_be_sampled_is_left_out(served, model, tmp_path, capsys):
+    served.breaks_at = 5  # after the four prompts of the only step
+    flags = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "model_name_or_path": model}
+    assert ended([{"stage": "grpo", "flags": GRPO | flags | {"rollout_server": served.url}}]) == ""
+    assert "warning: there is no table of samples: the vLLM server" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_pairs_come_from_the_server(served, model, tmp_path):
+    flags = {"max_steps": 1, "output_dir": str(tmp_path / "run"), "model_name_or_path": model}
+    flags |= {"pairs_from": "rollouts", "num_candidates": 4, "batch_size": 4}
+    flags |= {"penalize_missing_eos": "false", "require_stop_token": "false"}
+    flags |= {"rollout_server": served.url}
+    assert ended([{"stage": "dpo", "flags": TASK | flags}]) == ""
+    assert served.calls.count("/inference/v1/generate") == 12
+    assert served.calls.count("/start_weight_update") == 1  # the starting policy's
+    assert read_jsonl(tmp_path / "run" / "pairs.jsonl")
+
+
+def test_an_evaluation_samples_from_every_policy_by_the_server(served, model, tmp_path):
+    flags = {k: v for k, v in TASK.items() if k != "num_train_rows"}
+    flags |= {"output_dir": str(tmp_path / "run"), "policies": model, "num_prompts": 4}
+    argv = [word for name, value in flags.items() for word in ranks.flag(name, value)]
+    evaluate.main(parse(evaluate.EvaluateConfig, [*argv, "--rollout_server", served.url]))
+    assert served.calls.count("/inference/v1/generate") == 4
+    assert len(read_jsonl(tmp_path / "run" / "completions.jsonl")) == 4

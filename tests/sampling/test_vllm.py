@@ -1,0 +1,294 @@
+"""Claim: what vLLM samples is what the policy gives, with the weights of the moment.
+
+For real, on a CPU: `make test-vllm`. Log-probabilities are within 1e-5 nats of ours in float32.
+"""
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ranks
+import tiny
+import torch
+from stand_in import StandIn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.errors import EngineError
+from common.grpo.config import GRPOConfig
+from common.sampling import token_records
+from common.sampling.engine import EngineSampler, new_sampler
+from common.sampling.sampler import Rollouts, Sampler
+from common.sampling.server import Server
+from common.sampling.weights import Weights, gpu_sender, send_in_requests
+from common.scoring import Policy
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: `make test-vllm` does that", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("process_group")
+STOP = 0
+EXAMPLES = tiny.ragged_examples([(5,), (9,), (13,)])
+ROOT = Path(__file__).resolve().parents[2]
+# Scores as far from each other as a trained model's are; vLLM's attention has heads of 32.
+SHAPE: dict[str, Any] = {"width": 128, "initializer_range": 0.05}
+
+
+def config(folder: Path, **fields: Any) -> GRPOConfig:
+    needed = {"output_dir": str(folder), "model_name_or_path": "unused", "reward_funcs": ["gold"]}
+    lengths = {"max_prompt_length": 24, "max_completion_length": 12, "generation_batch_size": 8}
+    engine = {"rollout_engine": "vllm", "rollout_memory": 0.1}
+    return GRPOConfig(**(needed | lengths | engine | fields))
+
+
+def started(folder: Path, family: str, **fields: Any) -> EngineSampler:
+    policy = Policy(tiny.causal_lm(family, **SHAPE))
+    made = new_sampler(policy, tiny.tokenizer(), [STOP], config(folder, **fields))
+    assert isinstance(made, EngineSampler)
+    return made
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
+    """Its head is tied to the embedding."""
+    with tiny.process_group():
+        made = started(tmp_path_factory.mktemp("gpt2"), "gpt2")
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
+    """Draws among 5 tokens only."""
+    with tiny.process_group():
+        made = started(tmp_path_factory.mktemp("llama"), "llama", top_k=5)
+        yield made
+        made.close()
+
+
+def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
+    """The most nats between a token's log-probability there and here."""
+    completed = drawn.completed(EXAMPLES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_records, "NUM_DECIMALS", 9)
+        given = (sampler.policy, completed, sampler.config, 1, temperature)
+        ours = token_records.token_logps(*given)
+    theirs = drawn.as_lists(drawn.token_logps)
+    pairs = zip(chain(*ours), chain(*theirs), strict=True)
+    return max(abs(one - other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_ours(gpt2, temperature):
+    drawn = gpt2.sample(EXAMPLES, num_samples=40, temperature=temperature)
+    assert gap(gpt2, drawn, temperature) < 1e-5
+    assert 0 < drawn.has_stop.sum() < len(drawn.has_stop)
+    for ids, stopped in zip(drawn.completion_ids, drawn.has_stop.tolist(), strict=True):
+        assert ids.index(STOP) == len(ids) - 1 if stopped else len(ids) == 12 and STOP not in ids
+
+
+def test_log_probabilities_of_a_restricted_distribution_are_those_before(llama):
+    drawn = llama.sample(EXAMPLES, num_samples=12, top_k=5)
+    assert gap(llama, drawn, 1.0) < 1e-5
+    free = llama.sample(EXAMPLES, num_samples=12)
+    assert gap(llama, free, 1.0) < 1e-5
+    assert drawn.token_logps.min() > free.token_logps.min()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_most_likely_tokens_are_ours(family, request):
+    sampler = request.getfixturevalue(family)
+    own = Sampler(sampler.policy, tiny.tokenizer(), [STOP], sampler.config)
+    drawn = sampler.sample(EXAMPLES, temperature=0)
+    assert drawn.completion_ids == own.sample(EXAMPLES, temperature=0).completion_ids
+    assert gap(sampler, drawn, 1.0) < 1e-5
+
+
+def test_the_same_engine_draws_the_same_completions(gpt2):
+    drawn = gpt2.sample(EXAMPLES, num_samples=5).completion_ids
+    assert len({tuple(ids) for ids in drawn}) > 10
+    assert gpt2.sample(EXAMPLES, num_samples=5).completion_ids == drawn
+    assert gpt2.sample(EXAMPLES[1:2], num_samples=5).completion_ids == drawn[5:10]
+    assert gpt2.sample(EXAMPLES, num_samples=5, step=1).completion_ids != drawn
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_weights_that_change_are_seen_at_the_next_step(family, request):
+    sampler = request.getfixturevalue(family)
+    before = sampler.sample(EXAMPLES, num_samples=4)
+    state = {name: p.detach().clone() for name, p in sampler.policy.named_parameters()}
+    with torch.no_grad():
+        for parameter in sampler.policy.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+        after = sampler.sample(EXAMPLES, num_samples=4)
+        assert gap(sampler, after, 1.0) < 1e-5
+        assert gap(sampler, before, 1.0) > 1e-2
+        for name, parameter in sampler.policy.named_parameters():
+            parameter.copy_(state[name])
+    again = sampler.sample(EXAMPLES, num_samples=4)
+    assert torch.equal(again.ids, before.ids)
+
+
+def test_a_server_takes_weights_after_a_run_that_ended_amid_sending_some(gpt2):
+    gpt2.server.call("/start_weight_update")
+    drawn = gpt2.sample(EXAMPLES, num_samples=4)
+    assert gap(gpt2, drawn, 1.0) < 1e-5
+
+
+def test_weights_of_another_model_are_refused_by_name(gpt2):
+    other = Weights(Policy(tiny.causal_lm("llama", **SHAPE)), torch.float32)
+    other.start()
+    with pytest.raises(EngineError, match="no module or parameter named 'model"):
+        send_in_requests(gpt2.server, other)
+    assert gap(gpt2, gpt2.sample(EXAMPLES, num_samples=4), 1.0) < 1e-5
+
+
+# ---- the transports of GPUs, as far as a CPU goes ------------------------------------------------
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_transports_of_vllm_are_asked_for_by_their_arguments(is_own, monkeypatch):
+    from vllm.distributed.weight_transfer import factory, nccl_engine
+
+    weights = Weights(Policy(tiny.causal_lm("gpt2")), torch.bfloat16)
+    stand_in = StandIn(tiny.causal_lm("gpt2"))
+    stand_in.answers["/get_world_size"] = lambda usual: {"world_size": 4}
+    asked: dict[str, Any] = {}
+
+    def note(info: Any, **others: Any) -> Any:
+        asked.update(others, info=info)
+        return SimpleNamespace(send_weights=lambda: None)
+
+    monkeypatch.setattr(factory.WeightTransferTrainerFactory, "trainer_init", note)
+    gpu_sender(Server(stand_in.url, 10), weights, is_own, leads=True)()
+    info, client = asked["info"], asked["client"]
+    assert (info.backend, info.rank, info.packed) == ("ipc" if is_own else "nccl", 0, True)
+    assert is_own or (info.world_size, info.master_address) == (5, "127.0.0.1")
+    weights.start()
+    checked = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(weights, weights.metadata())
+    assert len(dict(checked)) == len(weights.metadata()) > 20
+    handles = {"names": ["a"], "ipc_handles": [{"GPU-1": (b"handle",)}]} if is_own else {}
+    client.start_weight_update()
+    client.update_weights(handles)
+    client.finish_weight_update()
+    assert stand_in.calls[-3:] == [
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    ]
+    stand_in.close()
+
+
+# ---- stages on two processes ---------------------------------------------------------------------
+
+STEPS = {"max_steps": 3, "logging_steps": 1, "learning_rate": 3e-3}
+TASK = {
+    "dataset_name": "synthetic",
+    "num_train_rows": 12,
+    "num_sample_prompts": 1,
+    "max_prompt_length": 128,
+    "max_completion_length": 8,
+    "reward_funcs": "count:e",
+    "penalize_missing_eos": "false",
+    "batch_size": 4,
+    "num_generations": 3,
+    "rollout_engine": "vllm",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("engine") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    shape = tiny.model_config("gpt2", vocab_size=len(tokenizer), n_positions=192, **SHAPE)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def grpo(model: Path, output_dir: Path, **flags: Any) -> list[dict[str, Any]]:
+    """The metrics of a run on two processes."""
+    paths = {"model_name_or_path": model, "output_dir": output_dir}
+    values = TASK | STEPS | paths | flags
+    words = [word for name, value in values.items() for word in (f"--{name}", value)]
+    ranks.run_script(["train_grpo.py", *map(str, words)], 2, timeout=400)
+    lines = ranks.untimed_lines(output_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert max(abs(line["sampler_kl"]) for line in lines) < 1e-5
+    return lines
+
+
+def test_two_processes_train_with_servers_of_their_own(model, tmp_path):
+    lines = grpo(model, tmp_path / "apart", rollout_memory=0.1)
+    assert len(list((tmp_path / "apart").glob("vllm_rank_*.log"))) == 2
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) != lines[2]["kl"]
+
+
+def test_two_processes_train_with_a_server_that_they_share(model, tmp_path):
+    grpo(model, tmp_path / "shared", rollout_memory=0.1, rollout_tensor_parallel=2, lora_r=4)
+    assert len(list((tmp_path / "shared").glob("vllm_rank_*.log"))) == 1
+
+
+def test_two_processes_train_with_the_server_of_the_page(model, tmp_path):
+    """The server is started by the lines in `docs/rollout_engine.md`."""
+    page = (ROOT / "docs" / "rollout_engine.md").read_text()
+    (block,) = (part for part in page.split("```") if "VLLM_TARGET_DEVICE=cpu" in part)
+    lines = block.removeprefix("sh\n").replace("PORT=8000", f"PORT={free_port()}")
+    lines = lines.replace("MODEL=output/demo/sft/model", f"MODEL={model}")
+    lines = lines.replace("--max-model-len 176", "--max-model-len 136 --gpu-memory-utilization 0.1")
+    (port,) = re.findall(r"PORT=(\d+)", lines)
+    environment = ranks.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            ["bash", "-c", lines],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(url, server)
+        grpo(model, tmp_path / "run", rollout_server=url)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
+    while True:
+        try:
+            Server(url, 10).call("/health", method="GET")
+            return
+        except EngineError:
+            assert process.poll() is None
+            time.sleep(0.5)
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_killed_is_named(gpt2):
+    os.killpg(gpt2.server.process.pid, signal.SIGKILL)
+    gpt2.server.process.wait()
+    log = Path(gpt2.config.output_dir, "vllm_rank_0.log")
+    with pytest.raises(
+        EngineError, match=f"server of this run has ended with status -9; see {log}"
+    ):
+        gpt2.sample(EXAMPLES)
