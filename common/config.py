@@ -76,6 +76,7 @@ class CommonConfig:
     """
 
     unused: ClassVar[Sequence[str]] = ()
+    given = frozenset[str]()  # names of the flags in the command line and its recipe
 
     _what: ClassVar = "what"
     output_dir: str = free_flag("", "folder this run writes to", required=True, is_path=True)
@@ -113,7 +114,9 @@ class CommonConfig:
         "one row per completion",
         ["shared_prefix", "padded"],
     )
-    micro_batch_tokens: int = free_flag(4096, "tokens in one forward pass on one process", gt=0)
+    micro_batch_tokens: int = free_flag(
+        4096, "tokens in a forward pass on a process; not given, training on a GPU: what fits", gt=0
+    )
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
     generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
@@ -285,7 +288,10 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
-    return cls(**{name: value for name, value in vars(arguments).items() if name != "config"})
+    values = {name: value for name, value in vars(arguments).items() if name != "config"}
+    config = cls(**values)
+    config.given = frozenset(values)  # type: ignore[attr-defined]
+    return config
 
 
 def underscored(word: str) -> str:

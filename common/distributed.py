@@ -360,6 +360,12 @@ def peak_resident_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
+def free_gpu_bytes() -> float:
+    """Bytes that are free on the GPU of every process: the least. Collective."""
+    free, _ = torch.cuda.mem_get_info()
+    return -float(all_reduce_max(torch.tensor(-free, dtype=torch.float64)))
+
+
 def peak_memory_gb() -> float:
     """Largest memory of any process so far, in GB: of the GPU if there is one. Collective."""
     has_gpu = torch.cuda.is_available()

@@ -28,6 +28,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """
     from common.checkpoint import best
     from common.exits import failures, signals
+    from common.planning.plan import fit_to_gpu
     from common.record import folder, terminal
 
     def has_failed() -> bool:  # another rank
@@ -47,7 +48,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             folder.refuse_unwritable(config.output_dir)
-        main(config)
+        main(fit_to_gpu(config))
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)

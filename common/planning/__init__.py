@@ -1,4 +1,5 @@
 """What a run will take, without running it.
 
-Face: plan.dry_run, plan.shards_gradients; footprint, work, activations and memory behind it.
+Face: plan.dry_run, plan.fit_to_gpu, plan.shards_gradients; footprint, work, activations and memory
+behind it.
 """

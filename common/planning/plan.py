@@ -15,11 +15,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from common import distributed
-from common.config import TrainConfig
+from common.checkpoint import files
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
@@ -30,6 +33,8 @@ from common.planning.work import Run, has_reference, micro_batch, piece_tokens, 
 from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
 
+Config = TypeVar("Config", bound=CommonConfig)
+SIZES = {"micro_batch_tokens", "generation_batch_size", "generation_cache_tokens"}
 SHARE_OF_GPU = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 
 
@@ -154,6 +159,79 @@ def shards_gradients(config: TrainConfig) -> bool:
         f"{gigabytes(planned)} of {gigabytes(memory)} GB (--shard_gradients)"
     )
     return planned > memory
+
+
+def fit_to_gpu(config: Config) -> Config:
+    """A training run's config, with the sizes of `fitting` where none are given. Collective.
+
+    Only on a GPU. A run that is resumed keeps its checkpoint's: rounding depends on them.
+    """
+    on_gpu = distributed.device().type == "cuda"
+    if not isinstance(config, TrainConfig) or not on_gpu or config.given >= SIZES:
+        return config
+    free, ranks = distributed.free_gpu_bytes(), distributed.world_size()
+    sizes, why = {name: getattr(config, name) for name in SIZES}, "the run cannot be planned"
+    if distributed.is_rank0():
+        with suppress(UserError):
+            if saved := of_checkpoint(config):
+                sizes, why = {name: saved[name] for name in SIZES}, "as in the checkpoint"
+            else:
+                distributed.refuse_replicas(config.num_replicas, ranks)
+                sizes = fitting(make_run(config), ranks, SHARE_OF_GPU * free)
+                why = f"planned for {SHARE_OF_GPU:.0%} of the {gigabytes(free)} GB free on each GPU"
+    sizes, why = distributed.from_rank0((sizes, why))
+    sizes = {name: size for name, size in sorted(sizes.items()) if name not in config.given}
+    said = ", ".join(f"--{name} {size}" for name, size in sizes.items())
+    distributed.print_rank0(f"{said}: {why}")
+    return replace(config, **sizes)
+
+
+def of_checkpoint(config: TrainConfig) -> dict[str, Any]:
+    """The config in the checkpoint that the run would go on from; empty if there is none."""
+    wanted = config.resume_from_checkpoint
+    newest = files.newest_first(Path(config.output_dir)) if wanted in ("auto", "latest") else []
+    for folder in newest or [Path(wanted)]:
+        with suppress(ValueError):
+            saved: dict[str, Any] = files.read_manifest(folder)["config"]
+            return saved
+    return {}
+
+
+def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
+    """The largest sizes, powers of 2, with which a rank is planned to fit.
+
+    Of a micro-batch up to 65,536 tokens (1,024 where none fits); if the stage trains on samples, up
+    to 4,096 of them (16) at once, with room for their keys and values. And no more than a rank has
+    in a step. They take memory at different moments, so each is chosen beside the other's least.
+    """
+    config, num_rows = run.config, run.config.batch_size // ranks
+
+    def powers(least: int, most: int, need: int) -> list[int]:
+        most = max(least, min(most, (need - 1).bit_length()))
+        return [2**n for n in range(most, least - 1, -1)]
+
+    own, samples = config.max_completion_length, getattr(config, "num_candidates", 1)
+    tokens = powers(10, 16, num_rows * piece_tokens(run, run.num_completions))
+    options: list[list[dict[str, Any]]] = [[{"micro_batch_tokens": n} for n in tokens]]
+    if config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts":
+        rows = powers(4, 12, num_rows * samples)
+        room = [-(-n // samples) * config.max_prompt_length + n * own for n in rows]
+        options.append(
+            [
+                {"generation_batch_size": n, "generation_cache_tokens": cached}
+                for n, cached in zip(rows, room, strict=True)
+            ]
+        )
+    sizes = {name: size for values in options for name, size in values[-1].items()}
+
+    def fits(more: dict[str, Any]) -> bool:
+        tried = replace(run, config=replace(config, **sizes | more))
+        return peak(tried, ranks).total <= num_bytes
+
+    if config.shard_gradients == "auto" and not fits({}):
+        run = replace(run, shards_gradients=True)
+    chosen = [next(filter(fits, values), values[-1]) for values in options]
+    return {name: size for values in chosen for name, size in values.items()}
 
 
 def dry_run(config: TrainConfig) -> None:

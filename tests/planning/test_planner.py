@@ -6,16 +6,21 @@ Whether the sum is what a run takes is measured by `tests/benchmarks/plan_agains
 """
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
 import tiny
 import torch
 
-from common.config import TrainConfig
+from common import distributed
+from common.checkpoint import files
+from common.config import TrainConfig, parse
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
@@ -371,6 +376,133 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
     assert "rollout" not in names
+
+
+# ---- sizes by free memory ------------------------------------------------------------------------
+
+
+def peak_with(run: workload.Run, num_ranks: int, sizes: dict[str, int]) -> float:
+    return memory.peak(replace(run, config=replace(run.config, **sizes)), num_ranks).total
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_sizes_are_the_largest_that_are_planned_to_fit(shapes: Path, layout: str):
+    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "dry_run_device": "cuda"}
+    flags |= {"batch_size": 4096, "num_candidates": 8, "num_generations": 8, "layout": layout}
+    run = run_of(shapes, **flags)
+    found = []
+    for num_bytes in (0, 2e7, 5e7, 1e8, 1e12):
+        sizes = plan.fitting(run, 2, num_bytes)
+        rows = sizes["generation_batch_size"]
+        assert sizes["generation_cache_tokens"] == rows // 8 * (40 + 8 * 10)
+        found.append((sizes["micro_batch_tokens"], rows))
+        least = {"micro_batch_tokens": 1024, "generation_batch_size": 16}
+        least |= {"generation_cache_tokens": 240}
+        if num_bytes and num_bytes < 1e12:
+            assert peak_with(run, 2, sizes) <= num_bytes
+            for name in ("micro_batch_tokens", "generation_batch_size"):
+                more = {name: 2 * sizes[name], "generation_cache_tokens": 10**9}
+                assert peak_with(run, 2, least | more) > num_bytes
+    assert found[0] == (1024, 16)
+    assert found[-1] == (65536, 4096)
+    for values in zip(*found, strict=True):
+        assert list(values) == sorted(values)
+        assert len(set(values)) > 3
+    few = plan.fitting(run_of(shapes, **flags | {"batch_size": 64}), 2, 1e12)
+    assert few["generation_batch_size"] == 32 * 8  # and no more, as a step has no more
+    assert plan.fitting(run_of(shapes, dry_run_device="cuda", batch_size=10**5), 1, 1e12) == {
+        "micro_batch_tokens": 65536
+    }
+
+
+def test_gradients_that_do_not_fit_whole_are_counted_as_shards(shapes: Path, tmp_path: Path):
+    fields = json.loads((shapes / "gpt2.json").read_text()) | {"n_embd": 2048}
+    (tmp_path / "wide.json").write_text(json.dumps(fields))
+    flags = {"model_name_or_path": str(tmp_path / "wide.json"), "gradient_checkpointing": True}
+    run = run_of(shapes, **flags, dry_run_device="cuda", batch_size=2**16)
+    num_bytes = peak_with(run, 64, {"micro_batch_tokens": 1024}) - 1  # too little for whole ones
+    tokens = plan.fitting(run, 64, num_bytes)
+    assert tokens["micro_batch_tokens"] > 1024
+    sharded = replace(run, shards_gradients=True)
+    assert peak_with(sharded, 64, tokens) <= num_bytes
+    whole = replace(run, config=replace(run.config, shard_gradients="false"))
+    assert plan.fitting(whole, 64, num_bytes) == {"micro_batch_tokens": 1024}
+
+
+def sized(config: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> Any:
+    """What a launch on a GPU with so much free memory makes of a config."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(distributed, "free_gpu_bytes", lambda: num_bytes / plan.SHARE_OF_GPU)
+    return plan.fit_to_gpu(config)
+
+
+def test_on_a_gpu_flags_that_are_not_given_follow_its_free_memory(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    (tmp_path / "recipe.yaml").write_text("generation_batch_size: 48\n")
+    flags = f"--config {tmp_path}/recipe.yaml --output_dir {tmp_path} --reward_funcs gold"
+    flags += f" --model_name_or_path {shapes}/gpt2.json --batch_size 4096"
+    flags += " --max_prompt_length 40 --max_completion_length 10"
+    config = parse(GRPOConfig, flags.split())
+    assert plan.fit_to_gpu(config) is config  # on a CPU
+    found = sized(config, monkeypatch, 1e12)
+    assert (found.micro_batch_tokens, found.generation_batch_size) == (65536, 48)
+    assert found.generation_cache_tokens == 4096 // 8 * 40 + 4096 * 10
+    assert capsys.readouterr().out == (
+        f"--generation_cache_tokens {found.generation_cache_tokens}, --micro_batch_tokens 65536: "
+        "planned for 90% of the 1111.1 GB free on each GPU\n"
+    )
+    assert sized(config, monkeypatch, 1e7).micro_batch_tokens < 65536
+    given = parse(GRPOConfig, [*flags.split(), "--micro_batch_tokens", "100"])
+    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
+
+    # What a checkpoint was made with stays, unless it is given.
+    folder = files.folder_of(tmp_path, 3)
+    folder.mkdir(parents=True)
+    saved = {"micro_batch_tokens": 2048, "generation_batch_size": 9, "generation_cache_tokens": 7}
+    files.write_manifest(folder, {"config": saved})
+    resumed = sized(config, monkeypatch, 1e12)
+    assert (resumed.micro_batch_tokens, resumed.generation_batch_size) == (2048, 48)
+    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
+    anew = parse(GRPOConfig, [*flags.split(), "--resume_from_checkpoint", "none"])
+    assert sized(anew, monkeypatch, 1e12).micro_batch_tokens == 65536
+
+    capsys.readouterr()
+    unknown = parse(GRPOConfig, flags.replace("gpt2.json", "nothing").split())
+    unknown.output_dir = str(tmp_path / "other")
+    assert sized(unknown, monkeypatch, 1e12).micro_batch_tokens == 4096
+    assert capsys.readouterr().out.endswith(
+        "--micro_batch_tokens 4096: the run cannot be planned\n"
+    )
+
+
+LAUNCH = """
+import sys
+from common import launch
+from common.planning import plan
+from train_sft import SFTConfig
+plan.fit_to_gpu = lambda config: 7
+launch.run(print, SFTConfig)
+"""
+
+
+def test_a_launched_stage_gets_these_sizes(shapes: Path, tmp_path: Path):
+    flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(shapes / "gpt2.json")]
+    command = [sys.executable, "-c", LAUNCH, *flags]
+    found = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("7\n", "")
+
+
+def free_bytes_of_rank() -> float:
+    """Runs on every rank, where less is free on the second."""
+    free = (2e9 - distributed.rank() * 5e8, 4e9)
+    with mock.patch("torch.cuda.mem_get_info", return_value=free):
+        return distributed.free_gpu_bytes()
+
+
+def test_the_gpu_with_least_free_memory_counts(tmp_path: Path):
+    assert ranks.launch(free_bytes_of_rank, 2, tmp_path) == [1.5e9, 1.5e9]
 
 
 # ---- saving --------------------------------------------------------------------------------------
