@@ -3,7 +3,7 @@
 A `SimTensor` holds its data on the CPU and reports `sim:0`. It refuses to meet the CPU's tensors
 where CUDA would. Counted are what would make a GPU's host wait, by the line that asks for it, and
 what would launch a kernel, by operator; apart for each micro-batch, update and so on. Numbers are
-those of the CPU. Processes are one: nothing is sharded.
+those of the CPU. Processes are one: FSDP's units have the only shard, and gather it.
 """
 
 import contextlib
@@ -18,12 +18,14 @@ from unittest import mock
 
 import tiny
 import torch
-from ranks import run_stages
+from ranks import local, run_stages
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from common import distributed
 from common.evaluation import score
@@ -95,8 +97,8 @@ class Operators(TorchDispatchMode):
 
         tree_map(look, (args, kwargs))
         goal = torch.device(kwargs["device"]).type if kwargs.get("device") else None
-        if not there and goal != "sim":
-            return function(*args, **kwargs)
+        if not there and (goal != "sim" or has_shards(args)):
+            return function(*args, **kwargs)  # of shards it comes back with what they hold
         if goal:
             kwargs["device"] = "cpu"
         if there and here and name not in MOVES:
@@ -174,6 +176,11 @@ class FusedAttention(torch.autograd.Function):
         inside[-1].kernels[f"{ctx.kernel}, backward"] += 1
         grads = torch.autograd.grad(ctx.output, ctx.inputs, data_of(grad))
         return *map(SimTensor, grads), None, None
+
+
+def has_shards(args: Any) -> bool:
+    """Whether one of the arguments is sharded."""
+    return any(isinstance(value, DTensor) for value in tree_leaves(args))
 
 
 def data_of(value: Any) -> Any:
@@ -272,6 +279,10 @@ def on_sim() -> Iterator[None]:
             mock.patch.object(Run, "update", a_call("update", Run.update)),
             mock.patch.object(score, "score_examples", a_call("scoring", score.score_examples)),
             mock.patch.object(sampler, "decode", a_call("decode", decode.decode)),
+            mock.patch.object(_fsdp_init, "_move_states_to_device", move_early),
+            mock.patch.object(_fsdp_param, "alloc_storage"),  # weights stay gathered, and are
+            mock.patch.object(_fsdp_param, "free_storage"),  # written anew in each gathering
+            mock.patch.object(fsdp, "set_model_state_dict", take_shards),
             torch.autograd.set_multithreading_enabled(False),  # backward is seen by the modes
             Functions(),
             Operators(),
@@ -280,11 +291,28 @@ def on_sim() -> Iterator[None]:
         yield
 
 
+def move_early(parameters: Sequence[Tensor], buffers: Sequence[Tensor], device: Any) -> None:
+    """What FSDP does before it shards, by exchanging objects: data of another type is refused."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device.type == "cpu":
+            there = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                there = nn.Parameter(there, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, there)
+
+
+@torch.no_grad()
+def take_shards(module: nn.Module, state: dict[str, Tensor], **_: Any) -> None:
+    """`set_model_state_dict` of one process, which has all shards."""
+    for name, parameter in module.named_parameters():
+        local(parameter).copy_(state[name])
+
+
 def set_up() -> None:
     """Register the device in this process."""
 
     class Backend(backend_registration._DummyBackendModule):
-        current_stream = Stream = stream = mock.MagicMock()  # one after the other
+        Event = Stream = current_stream = stream = mock.MagicMock()  # one after the other
 
         def get_rng_state(self, _: Any = None) -> Tensor:
             return torch.get_rng_state()

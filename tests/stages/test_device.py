@@ -43,6 +43,7 @@ LORA = {"lora_r": 2, "kl_in": "reward", "baseline": "kept", "kl_estimator": "k1"
 VARIANTS: dict[str, dict[str, Any]] = {
     "sft": {},
     "sft padded": {"layout": "padded"},
+    "sft bf16": {"bf16": True},
     "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
     "dpo": {},
     "dpo lora": {"lora_r": 2, "eval_steps": 0},
@@ -50,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo exact": GRPO | EXACT,
     "grpo resample": GRPO | {"zero_variance": "resample", "aggregation": "prompt"},
     "grpo lora": GRPO | LORA | {"sampler_correction": "token_truncate"},
+    "grpo bf16": GRPO | {"bf16": True},
     "grpo padded": GRPO | {"layout": "padded", "entropy_coef": 0.01, "top_p": 0.9},
 }
 
@@ -75,6 +77,7 @@ class Token(NamedTuple):
 MICRO_BATCHES = {
     "sft": MicroBatch(56, 151, 2, 0),
     "sft padded": MicroBatch(41, 70, 4, 0),
+    "sft bf16": MicroBatch(111, 168, 2, 0),
     "reward": MicroBatch(67, 228, 6, 0),
     "dpo": MicroBatch(67, 280, 6, 0),
     "dpo lora": MicroBatch(95, 277, 6, 0),
@@ -134,7 +137,8 @@ def test_the_device_computes_what_the_cpu_does(runs: Any, name: str) -> None:
     assert [line["step"] for line in lines] == [line["step"] for line in expected]
     for line, own in zip(lines, expected, strict=True):
         for metric in {"loss", "grad_norm", "eval_loss", "reward"} & own.keys():
-            assert line[metric] == pytest.approx(own[metric], rel=1e-4, abs=1e-6), metric
+            rel = 2**-8 if "bf16" in name else 1e-4  # of bfloat16 neighbours: a rounding
+            assert line[metric] == pytest.approx(own[metric], rel=rel, abs=1e-6), metric
 
 
 @pytest.mark.parametrize("name", MICRO_BATCHES)
@@ -143,7 +147,8 @@ def test_a_micro_batch_costs_no_more_than_this(runs: Any, name: str) -> None:
     per_block = deeper["kernels"] - costs["kernels"]
     beside = costs["kernels"] - 2 * per_block
     cost = MicroBatch(per_block, beside, costs["masked"], costs["waits"])
-    assert above(cost, MICRO_BATCHES[name]) == {}
+    over = above(cost, MICRO_BATCHES[name])
+    assert not over, over
 
 
 @pytest.mark.parametrize("kind", WAITS)
@@ -168,7 +173,8 @@ def test_a_token_costs_no_more_than_this(tmp_path: Path, layout: str) -> None:
     kernels, waits = (per_token(what, short, long) for what in ("kernels", "waits"))
     per_block = per_token("kernels", short_deeper, long_deeper) - kernels
     cost = Token(per_block, kernels - 2 * per_block, waits, short["waits"] - 4 * waits)
-    assert above(cost, TOKENS[layout]) == {}
+    over = above(cost, TOKENS[layout])
+    assert not over, over
 
 
 def most(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
