@@ -178,7 +178,7 @@ def content(*logps: Any) -> dict[str, Any]:
         (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, 0.5)), "that are none"),
         (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, None)), "no completions"),
         (lambda a: choice(a, token_ids=[5, 6], logprobs=content(-1, -1)), "nor by its length"),
-        (lambda a: choice(a, token_ids=[0, 6], logprobs=content(-1, -1)), "its first stop token"),
+        (lambda a: choice(a, token_ids=[0, 0], logprobs=content(-1, -1)), "its first stop token"),
     ],
 )
 def test_nonsense_is_named(stand_in, change, reason):
