@@ -176,7 +176,8 @@ class OwnServer(Server):
         }
         switches = ["--tokens-only", *["--trust-remote-code"] * config.trust_remote_code]
         if distributed.device().type == "cpu":
-            switches.append("--enforce-eager")
+            # A prompt in parts sets a seeded generator back, which a CPU's cannot (vLLM 0.30).
+            switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
             options["worker-extension-cls"] = EXTENSION
         else:
             switches.append("--enable-sleep-mode")

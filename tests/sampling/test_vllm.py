@@ -122,6 +122,13 @@ def test_the_same_engine_draws_the_same_completions(gpt2):
     assert gpt2.sample(EXAMPLES, num_samples=5, step=1).completion_ids != drawn
 
 
+def test_more_prompts_than_a_step_of_vllm_holds(gpt2, monkeypatch):
+    """With prompts in parts vLLM 0.30 ends on a CPU: seeded generators are set back there."""
+    monkeypatch.setattr(gpt2.config, "generation_batch_size", 256)
+    drawn = gpt2.sample(tiny.ragged_examples([(24,)] * 200))
+    assert len(drawn.ids) == 200
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_weights_that_change_are_seen_at_the_next_step(family, request):
     sampler = request.getfixturevalue(family)

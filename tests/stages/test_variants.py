@@ -17,6 +17,7 @@ import train_grpo
 import train_reward
 import train_sft
 from common.config import TrainConfig
+from common.sampling.engine_config import EngineConfig
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row
 
 CONFIGS: dict[str, Any] = {
@@ -25,7 +26,7 @@ CONFIGS: dict[str, Any] = {
     "dpo": train_dpo.DPOConfig,
     "grpo": train_grpo.GRPOConfig,
 }
-SHARED = {f.name for f in fields(TrainConfig)}
+SHARED = {f.name for config in (TrainConfig, EngineConfig) for f in fields(config)}
 OWN = [(stage, f) for stage, config in CONFIGS.items() for f in fields(config)]
 OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
 
