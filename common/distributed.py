@@ -360,10 +360,10 @@ def peak_resident_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
-def free_gpu_bytes() -> float:
-    """Bytes that are free on the GPU of every process: the least. Collective."""
-    free, _ = torch.cuda.mem_get_info()
-    return -float(all_reduce_max(torch.tensor(-free, dtype=torch.float64)))
+def free_gpu_bytes(kept: float = 0.0) -> float:
+    """Bytes free on each process's GPU, the least, without a share `kept` of it. Collective."""
+    free, total = torch.cuda.mem_get_info()
+    return -float(all_reduce_max(torch.tensor(kept * total - free, dtype=torch.float64)))
 
 
 def peak_memory_gb() -> float:

@@ -46,12 +46,11 @@ class Run:
         """
         from common.checkpoint.saver import Checkpointer
         from common.model import optim
-        from common.planning import plan
         from common.record.logger import RunLogger
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
-        self.shards_gradients = plan.shards_gradients(config)
+        self.shards_gradients = config.shard_gradients == "true"
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.saver = Checkpointer(config, module, self.optimizer, self.metrics, moving_reference)

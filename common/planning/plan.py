@@ -11,7 +11,6 @@ of the config: shorter rows take less. The models are counted in `footprint.py`;
 are in `work.py`, `activations.py` and `memory.py`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +33,12 @@ from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
 
 Config = TypeVar("Config", bound=CommonConfig)
-SIZES = {"micro_batch_tokens", "generation_batch_size", "generation_cache_tokens"}
+CHOSEN = {
+    "micro_batch_tokens",
+    "generation_batch_size",
+    "generation_cache_tokens",
+    "shard_gradients",
+}
 SHARE_OF_GPU = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 
 
@@ -140,50 +144,39 @@ def gigabytes(number: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
-def shards_gradients(config: TrainConfig) -> bool:
-    """Whether every micro-batch's gradients are reduced, as `shard_gradients` has it. Collective.
-
-    `auto` plans the run with whole ones, on a GPU; what cannot be planned is taken not to fit.
-    """
-    if config.shard_gradients != "auto" or distributed.device().type != "cuda":
-        return config.shard_gradients == "true"
-    memory = SHARE_OF_GPU * float(torch.cuda.get_device_properties().total_memory)
-    planned = math.inf
-    if distributed.is_rank0():
-        with suppress(UserError):
-            planned = peak(make_run(config), distributed.world_size()).total
-    planned = float(distributed.from_rank0(planned))
-    how = "once a step" if planned <= memory else "in every micro-batch"
-    distributed.print_rank0(
-        f"gradients are reduced {how}: with whole ones until then a rank is planned to take "
-        f"{gigabytes(planned)} of {gigabytes(memory)} GB (--shard_gradients)"
-    )
-    return planned > memory
-
-
 def fit_to_gpu(config: Config) -> Config:
-    """A training run's config, with the sizes of `fitting` where none are given. Collective.
+    """A training run's config, with what `fitting` chooses where no flag says. Collective.
 
-    Only on a GPU. A run that is resumed keeps its checkpoint's: rounding depends on them.
+    Only on a GPU. A run that is resumed keeps its checkpoint's: rounding depends on them. A vLLM
+    server that the run starts has its share apart. Of a run that cannot be planned gradients are
+    sharded: they may not fit.
     """
-    on_gpu = distributed.device().type == "cuda"
-    if not isinstance(config, TrainConfig) or not on_gpu or config.given >= SIZES:
+    if not isinstance(config, TrainConfig) or distributed.device().type != "cuda":
         return config
-    free, ranks = distributed.free_gpu_bytes(), distributed.world_size()
-    sizes, why = {name: getattr(config, name) for name in SIZES}, "the run cannot be planned"
+    given = {name for name in config.given if getattr(config, name) != "auto"}
+    if given >= CHOSEN:
+        return config
+    is_vllm = getattr(config, "rollout_engine", "") == "vllm"
+    has_server = is_vllm and not getattr(config, "rollout_server", "")
+    free = distributed.free_gpu_bytes(getattr(config, "rollout_memory", 0.0) * has_server)
+    chosen, why = {name: getattr(config, name) for name in CHOSEN}, "the run cannot be planned"
+    ranks = distributed.world_size()
     if distributed.is_rank0():
         with suppress(UserError):
             if saved := of_checkpoint(config):
-                sizes, why = {name: saved[name] for name in SIZES}, "as in the checkpoint"
+                chosen |= {name: saved[name] for name in CHOSEN & saved.keys()}
+                why = "as in the checkpoint"
             else:
                 distributed.refuse_replicas(config.num_replicas, ranks)
-                sizes = fitting(make_run(config), ranks, SHARE_OF_GPU * free)
+                chosen |= fitting(make_run(config), ranks, SHARE_OF_GPU * free)
                 why = f"planned for {SHARE_OF_GPU:.0%} of the {gigabytes(free)} GB free on each GPU"
-    sizes, why = distributed.from_rank0((sizes, why))
-    sizes = {name: size for name, size in sorted(sizes.items()) if name not in config.given}
-    said = ", ".join(f"--{name} {size}" for name, size in sizes.items())
+    chosen, why = distributed.from_rank0((chosen, why))
+    chosen = {name: value for name, value in sorted(chosen.items()) if name not in given}
+    if chosen.get("shard_gradients") == "auto":
+        chosen["shard_gradients"] = "true"
+    said = ", ".join(f"--{name} {value}" for name, value in chosen.items())
     distributed.print_rank0(f"{said}: {why}")
-    return replace(config, **sizes)
+    return replace(config, **chosen)
 
 
 def of_checkpoint(config: TrainConfig) -> dict[str, Any]:
@@ -198,11 +191,13 @@ def of_checkpoint(config: TrainConfig) -> dict[str, Any]:
 
 
 def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
-    """The largest sizes, powers of 2, with which a rank is planned to fit.
+    """What is not given, so that a rank is planned to fit.
 
-    Of a micro-batch up to 65,536 tokens (1,024 where none fits); if the stage trains on samples, up
-    to 4,096 of them (16) at once, with room for their keys and values. And no more than a rank has
-    in a step. They take memory at different moments, so each is chosen beside the other's least.
+    Gradients are whole if they fit beside the least sizes, else sharded. Sizes are the largest that
+    then fit, powers of 2: of a micro-batch up to 65,536 tokens (1,024 where none fits); if the
+    stage samples what it trains on itself, up to 4,096 completions (16) at once, with room for
+    their keys and values. And no more than a rank has in a step. They take memory at different
+    moments, so each is chosen beside the other's least.
     """
     config, num_rows = run.config, run.config.batch_size // ranks
 
@@ -213,7 +208,8 @@ def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
     own, samples = config.max_completion_length, getattr(config, "num_candidates", 1)
     tokens = powers(10, 16, num_rows * piece_tokens(run, run.num_completions))
     options: list[list[dict[str, Any]]] = [[{"micro_batch_tokens": n} for n in tokens]]
-    if config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts":
+    trains_on_samples = config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts"
+    if trains_on_samples and getattr(config, "rollout_engine", "") == "own":
         rows = powers(4, 12, num_rows * samples)
         room = [-(-n // samples) * config.max_prompt_length + n * own for n in rows]
         options.append(
@@ -222,16 +218,21 @@ def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
                 for n, cached in zip(rows, room, strict=True)
             ]
         )
-    sizes = {name: size for values in options for name, size in values[-1].items()}
+    options = [
+        [{name: n for name, n in one.items() if name not in config.given} for one in values]
+        for values in options
+    ]
+    chosen = {name: size for values in options for name, size in values[-1].items()}
 
     def fits(more: dict[str, Any]) -> bool:
-        tried = replace(run, config=replace(config, **sizes | more))
+        tried = replace(run, config=replace(config, **chosen | more))
         return peak(tried, ranks).total <= num_bytes
 
-    if config.shard_gradients == "auto" and not fits({}):
-        run = replace(run, shards_gradients=True)
-    chosen = [next(filter(fits, values), values[-1]) for values in options]
-    return {name: size for values in chosen for name, size in values.items()}
+    if config.shard_gradients == "auto":
+        run = replace(run, shards_gradients=not fits({}))
+    largest = [next(filter(fits, values), values[-1]) for values in options]
+    chosen = {name: size for values in largest for name, size in values.items()}
+    return chosen | {"shard_gradients": "true" if run.shards_gradients else "false"}
 
 
 def dry_run(config: TrainConfig) -> None:

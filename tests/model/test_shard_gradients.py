@@ -5,14 +5,11 @@
   fewer rows, or none, and run micro-batches of weight 0.
 - Between its micro-batches a rank holds its shard of them, not all: 4 bytes a parameter / ranks.
 - A group of shards reduces in each micro-batch, replicas sum in the last one only.
-- `auto` does so where whole gradients do not fit a GPU by the plan, and says it; never on a CPU.
 """
 
 import gc
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +22,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import distributed
-from common.config import SFTConfig
 from common.model import fsdp
 from common.padding import padded_batch
-from common.planning import plan
-from common.planning.memory import peak
 from common.run import Run
 from common.scoring import Policy
 
@@ -130,7 +124,7 @@ def accumulate(how: str, num_replicas: int) -> dict[str, Any]:
     policy(batch).token_logps.sum().backward()  # makes what stays
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
-    run.module, run.shards_gradients = policy, plan.shards_gradients(config)
+    run.module, run.shards_gradients = policy, how == "true"
     before, held, counts = held_bytes(), [], []
     for part in run.accumulate([batch] * 3, may_stop=False):
         with CommDebugMode() as communication:
@@ -157,33 +151,3 @@ def test_a_rank_holds_its_shard(
     once, last = [NUM_UNITS, 0], [NUM_UNITS, NUM_UNITS * (num_replicas > 1)]
     assert whole["counts"] == [[0, 0], [0, 0], last]
     assert sharded["counts"] == [once, once, last]
-
-
-# --- what `auto` does -----------------------------------------------------------------------------
-
-
-def sft_config(path: Path, **flags: Any) -> SFTConfig:
-    """Of several micro-batches on every rank."""
-    lengths = {"max_prompt_length": 64, "max_completion_length": 32, "num_sample_prompts": 0}
-    flags = lengths | {"batch_size": 64, "micro_batch_tokens": 96} | flags
-    return SFTConfig(output_dir="unused", model_name_or_path=str(path), **flags)
-
-
-def test_auto_shards_what_does_not_fit(
-    tiny_gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = plan.make_run(sft_config(tiny_gpt2, dry_run=True, dry_run_device="cuda"))
-    whole, sharded = (peak(replace(run, shards_gradients=is_on), 4).total for is_on in (0, 1))
-    assert sharded < whole
-    monkeypatch.setattr(distributed, "world_size", lambda: 4)
-    monkeypatch.setattr(distributed, "from_rank0", lambda value: value)
-    assert not plan.shards_gradients(sft_config(tiny_gpt2))  # on a CPU
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for memory, expected in ((whole * 1.01, False), (whole * 0.99, True)):
-        gpu = SimpleNamespace(total_memory=memory / plan.SHARE_OF_GPU)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu=gpu: gpu)
-        assert plan.shards_gradients(sft_config(tiny_gpt2)) == expected
-        assert ("every micro-batch" if expected else "once a step") in capsys.readouterr().out
-    assert plan.shards_gradients(sft_config("/nowhere"))  # that cannot be planned
-    assert not plan.shards_gradients(sft_config(tiny_gpt2, shard_gradients="false"))

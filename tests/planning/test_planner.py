@@ -411,29 +411,38 @@ def test_sizes_are_the_largest_that_are_planned_to_fit(shapes: Path, layout: str
     few = plan.fitting(run_of(shapes, **flags | {"batch_size": 64}), 2, 1e12)
     assert few["generation_batch_size"] == 32 * 8  # and no more, as a step has no more
     assert plan.fitting(run_of(shapes, dry_run_device="cuda", batch_size=10**5), 1, 1e12) == {
-        "micro_batch_tokens": 65536
+        "micro_batch_tokens": 65536,
+        "shard_gradients": "false",
     }
+    of_engine = run_of(shapes, **flags | {"rollout_engine": "vllm"})
+    assert plan.fitting(of_engine, 2, 1e12).keys() == {"micro_batch_tokens", "shard_gradients"}
 
 
-def test_gradients_that_do_not_fit_whole_are_counted_as_shards(shapes: Path, tmp_path: Path):
+def test_gradients_that_do_not_fit_whole_are_sharded(shapes: Path, tmp_path: Path):
     fields = json.loads((shapes / "gpt2.json").read_text()) | {"n_embd": 2048}
     (tmp_path / "wide.json").write_text(json.dumps(fields))
     flags = {"model_name_or_path": str(tmp_path / "wide.json"), "gradient_checkpointing": True}
     run = run_of(shapes, **flags, dry_run_device="cuda", batch_size=2**16)
-    num_bytes = peak_with(run, 64, {"micro_batch_tokens": 1024}) - 1  # too little for whole ones
-    tokens = plan.fitting(run, 64, num_bytes)
-    assert tokens["micro_batch_tokens"] > 1024
+    needed = peak_with(run, 64, {"micro_batch_tokens": 1024})  # with whole ones
+    least = {"micro_batch_tokens": 1024, "shard_gradients": "false"}
+    assert plan.fitting(run, 64, needed) == least
+    found = plan.fitting(run, 64, needed - 1)
+    assert (found["shard_gradients"], found["micro_batch_tokens"] > 1024) == ("true", True)
     sharded = replace(run, shards_gradients=True)
-    assert peak_with(sharded, 64, tokens) <= num_bytes
+    assert peak_with(sharded, 64, found) <= needed - 1
     whole = replace(run, config=replace(run.config, shard_gradients="false"))
-    assert plan.fitting(whole, 64, num_bytes) == {"micro_batch_tokens": 1024}
+    assert plan.fitting(whole, 64, needed - 1) == least
+    run.config.given = {"micro_batch_tokens"}  # 4,096, beside which whole ones do not fit
+    assert plan.fitting(run, 64, needed) == {"shard_gradients": "true"}
 
 
 def sized(config: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> Any:
     """What a launch on a GPU with so much free memory makes of a config."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(distributed, "free_gpu_bytes", lambda: num_bytes / plan.SHARE_OF_GPU)
+    memory = (num_bytes / plan.SHARE_OF_GPU, 2e9)  # free, and in all
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: memory)
+    monkeypatch.setattr(distributed, "all_reduce_max", lambda value: value)
     return plan.fit_to_gpu(config)
 
 
@@ -450,8 +459,8 @@ def test_on_a_gpu_flags_that_are_not_given_follow_its_free_memory(
     assert (found.micro_batch_tokens, found.generation_batch_size) == (65536, 48)
     assert found.generation_cache_tokens == 4096 // 8 * 40 + 4096 * 10
     assert capsys.readouterr().out == (
-        f"--generation_cache_tokens {found.generation_cache_tokens}, --micro_batch_tokens 65536: "
-        "planned for 90% of the 1111.1 GB free on each GPU\n"
+        f"--generation_cache_tokens {found.generation_cache_tokens}, --micro_batch_tokens 65536, "
+        "--shard_gradients false: planned for 90% of the 1111.1 GB free on each GPU\n"
     )
     assert sized(config, monkeypatch, 1e7).micro_batch_tokens < 65536
     given = parse(GRPOConfig, [*flags.split(), "--micro_batch_tokens", "100"])
@@ -473,8 +482,13 @@ def test_on_a_gpu_flags_that_are_not_given_follow_its_free_memory(
     unknown.output_dir = str(tmp_path / "other")
     assert sized(unknown, monkeypatch, 1e12).micro_batch_tokens == 4096
     assert capsys.readouterr().out.endswith(
-        "--micro_batch_tokens 4096: the run cannot be planned\n"
+        "--micro_batch_tokens 4096, --shard_gradients true: the run cannot be planned\n"
     )
+    # A server that the run starts keeps its share, 0.3 of 2 GB.
+    of_engine = parse(GRPOConfig, [*flags.split(), "--rollout_engine", "vllm"])
+    of_engine.output_dir = str(tmp_path / "other")
+    sized(of_engine, monkeypatch, 1e12)
+    assert "of the 1110.5 GB free" in capsys.readouterr().out
 
 
 LAUNCH = """
