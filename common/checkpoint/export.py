@@ -136,6 +136,8 @@ def write(
     lm.config.use_cache = True
     with replacing(folder) as partial:
         lm.save_pretrained(partial, state_dict=state)
+        lm.config.dtype = torch.float32  # not that of a base under adapters
+        lm.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
 
 

@@ -361,6 +361,8 @@ def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
     export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
     found, base = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "base"))
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert settings["dtype"] == "float32"  # in which transformers reads a folder
     adapted = {f"{name}.weight" for name in lora.adapted_layers(policy.lm)}
     assert found.keys() == base.keys() > adapted
     for name, layer in lora.adapted_layers(policy.lm).items():
