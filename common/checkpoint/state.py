@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -29,6 +30,7 @@ from common.errors import UserError, gist
 from common.model import lora
 
 State = dict[str, Any]
+CODES = {dtype: code for code, dtype in _TYPES.items()}  # of safetensors
 PARTLY = StateDictOptions(strict=False)  # what is not in the state stays: frozen parameters
 
 
@@ -117,14 +119,16 @@ class ShardWriter(HuggingFaceStorageWriter):
     """torch's, but for the file, which torch makes in memory, twice; here tensor by tensor."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's, all float32: safetensors, with the place of each shard."""
+        """Write what is this rank's: safetensors, with the place of each shard."""
         items: list[Any] = plan.items
         header, places, end = {}, {}, 0
         for item in items:
             name, chunk = item.index.fqn, item.tensor_data.chunk
-            begin, end = end, end + 4 * chunk.sizes.numel()
-            about = {"dtype": "F32", "shape": [*chunk.sizes], "data_offsets": [begin, end]}
-            header[name], places[name] = about, {"saved_offsets": [*chunk.offsets]}
+            dtype = item.tensor_data.properties.dtype  # float32, but for some models' buffers
+            begin, end = end, end + dtype.itemsize * chunk.sizes.numel()
+            about = {"shape": [*chunk.sizes], "data_offsets": [begin, end]}
+            header[name] = about | {"dtype": CODES[dtype]}
+            places[name] = {"saved_offsets": [*chunk.offsets]}
         text = json.dumps({**header, "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}})
         text += " " * (-len(text) % 8)  # numbers start at a multiple of their size
         rank = distributed.rank() + 1
@@ -133,8 +137,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             file.write(len(text).to_bytes(8, "little") + text.encode())
             for item in items:
                 tensor: Any = planner.resolve_data(item)
-                assert tensor.dtype == torch.float32, item.index.fqn
-                file.write(tensor.detach().cpu().flatten().numpy())
+                file.write(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
         files.flush(path)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # a manifest is made of what is on the disk

@@ -33,7 +33,10 @@ PROC = Path("/proc/self")
 def save_both_ways(into: str) -> None:
     """A reward model after a step, saved by our writer and by torch's; loads what torch's wrote."""
     config = tiny.train_config()
-    model = fsdp.shard(RewardModel(tiny.classifier("gpt2")), config, distributed.mesh())
+    model = RewardModel(tiny.classifier("gpt2"))
+    for dtype in (torch.bool, torch.int64, torch.bfloat16):  # some models have such, as tables
+        model.register_buffer(str(dtype).replace(".", "_"), torch.arange(3).to(dtype))
+    model = fsdp.shard(model, config, distributed.mesh())
     optimizer = optim.build_optimizer(model, config)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
