@@ -31,6 +31,7 @@ from common.planning.memory import COLUMNS, HOST_COLUMNS, host_bytes, moments, p
 from common.planning.work import Run, has_reference, micro_batch, piece_tokens, step_flops
 from common.record.terminal import format_number, markdown_table
 from common.rewards.functions import is_reward_model
+from common.sampling.engine_config import EngineConfig
 
 Config = TypeVar("Config", bound=CommonConfig)
 CHOSEN = {
@@ -156,9 +157,7 @@ def fit_to_gpu(config: Config) -> Config:
     given = {name for name in config.given if getattr(config, name) != "auto"}
     if given >= CHOSEN:
         return config
-    is_vllm = getattr(config, "rollout_engine", "") == "vllm"
-    has_server = is_vllm and not getattr(config, "rollout_server", "")
-    free = distributed.free_gpu_bytes(getattr(config, "rollout_memory", 0.0) * has_server)
+    free = distributed.free_gpu_bytes(servers_share(config))
     chosen, why = {name: getattr(config, name) for name in CHOSEN}, "the run cannot be planned"
     ranks = distributed.world_size()
     if distributed.is_rank0():
@@ -177,6 +176,13 @@ def fit_to_gpu(config: Config) -> Config:
     said = ", ".join(f"--{name} {value}" for name, value in chosen.items())
     distributed.print_rank0(f"{said}: {why}")
     return replace(config, **chosen)
+
+
+def servers_share(config: TrainConfig) -> float:
+    """The share of a GPU's memory that a vLLM server has which the run starts."""
+    if isinstance(config, EngineConfig) and config.rollout_engine == "vllm":
+        return 0.0 if config.rollout_server else config.rollout_memory
+    return 0.0
 
 
 def of_checkpoint(config: TrainConfig) -> dict[str, Any]:
@@ -209,7 +215,7 @@ def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
     tokens = powers(10, 16, num_rows * piece_tokens(run, run.num_completions))
     options: list[list[dict[str, Any]]] = [[{"micro_batch_tokens": n} for n in tokens]]
     trains_on_samples = config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts"
-    if trains_on_samples and getattr(config, "rollout_engine", "") == "own":
+    if trains_on_samples and isinstance(config, EngineConfig) and config.rollout_engine == "own":
         rows = powers(4, 12, num_rows * samples)
         room = [-(-n // samples) * config.max_prompt_length + n * own for n in rows]
         options.append(

@@ -51,6 +51,7 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
     {},
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "cpu_offload": True},
+    {"gradient_checkpointing": True, "rollout_engine": "vllm", "rollout_tensor_parallel": 8},
     {"gradient_checkpointing": True, "lora_r": 16},
 ]
 
@@ -92,18 +93,26 @@ def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
 def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
     """Flags and the plan with them, one after the other: a model is counted when it is needed."""
     for flags in RUNGS:
+        if "rollout_engine" in flags and stage != "GRPO":
+            continue
         run = run_of(stage, model, flags.get("lora_r", 0))
         named = " ".join(f"--{name} {str(value).lower()}" for name, value in flags.items())
         yield named, replace(run, config=replace(run.config, **flags))
 
 
 def fitting(tried: Iterable[tuple[str, Run]], ranks: int) -> tuple[str, Run, Moment]:
-    """The first that fits, whole gradients before sharded ones, with its flags and its peak."""
+    """The first that fits, whole gradients before sharded ones, with its flags and its peak.
+
+    A vLLM server of the run's own has its share of the memory apart.
+    """
     for flags, of_flags in tried:
+        if ranks % getattr(of_flags.config, "rollout_tensor_parallel", 1):
+            continue
+        memory = plan.SHARE_OF_GPU * (1 - plan.servers_share(of_flags.config)) * MEMORY
         for is_sharded in (False, True):
             run = replace(of_flags, shards_gradients=is_sharded)
             most = peak(run, ranks)
-            if most.total <= plan.SHARE_OF_GPU * MEMORY:
+            if most.total <= memory:
                 return flags, run, most
     return f"does not fit with {flags}", run, most
 
