@@ -23,7 +23,7 @@ from common.checkpoint import files
 from common.config import TrainConfig, parse
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
-from common.model import fsdp, lora
+from common.model import branches, fsdp, lora, shared_prefix
 from common.padding import MAKERS
 from common.pairs.config import DPOConfig
 from common.planning import activations, memory, plan
@@ -261,6 +261,27 @@ def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("num_completions", [1, 2])
+def test_a_gpu_s_activations_are_those_that_its_functions_keep(
+    shapes: Path, family: str, num_completions: int, monkeypatch: pytest.MonkeyPatch
+):
+    """They copy what branches read, and share their masks, which a CPU's kernel does not need."""
+
+    def gathered(query: Any, key: Any, value: Any, layout: Any, is_tail: bool, scaling: float):
+        gathers = branches.Gathers.of(layout, is_tail, query.dtype)
+        return branches.gathered_branches(query, key, value, gathers, scaling)
+
+    monkeypatch.setattr(shared_prefix, "branch_attention", gathered)
+    config = SFTConfig if num_completions == 1 else DPOConfig
+    run = run_of(shapes, family, config=config, batch_size=4, dry_run_device="cuda")
+    batch = workload.micro_batch(run, 1)
+    planned, _ = activations.activations(run, run.policy, batch)
+    logits = num_completions * 4 * 10 * (VOCABULARY + WIDTH)
+    real = kept_by_a_real_pass(family, "shared_prefix", num_completions)
+    assert planned + 4 * logits == pytest.approx(real, rel=0.06)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
 def test_activations_are_those_that_a_real_graph_keeps(shapes: Path, family: str, layout: str):
     run = run_of(shapes, family, config=DPOConfig, layout=layout, batch_size=4)
@@ -366,6 +387,8 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
     assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
     assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
+    elsewhere = run_of(shapes, **flags, rollout_engine="vllm")
+    assert "rollout" not in {moment.name for moment in memory.moments(elsewhere, 8)}
 
 
 def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
@@ -391,7 +414,7 @@ def test_sizes_are_the_largest_that_are_planned_to_fit(shapes: Path, layout: str
     flags |= {"batch_size": 4096, "num_candidates": 8, "num_generations": 8, "layout": layout}
     run = run_of(shapes, **flags)
     found = []
-    for num_bytes in (0, 2e7, 5e7, 1e8, 1e12):
+    for num_bytes in (0, 2e7, 5e7, 9e7, 1e12):
         sizes = plan.fitting(run, 2, num_bytes)
         rows = sizes["generation_batch_size"]
         assert sizes["generation_cache_tokens"] == rows // 8 * (40 + 8 * 10)
