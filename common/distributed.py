@@ -78,6 +78,25 @@ def let_segments_grow() -> None:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
+@contextlib.contextmanager
+def shareable_segments() -> Iterator[None]:
+    """Allocate memory of a GPU that other processes may open.
+
+    They open segments that grow only with the rights of a debugger in this one
+    (github.com/pytorch/pytorch/issues/165685).
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    grow = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+    if grow:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        if grow:
+            torch.cuda.empty_cache()
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def refuse_without_gpu() -> None:
     """Raise a UserError where a GPU that is there cannot be used."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")

@@ -82,6 +82,10 @@ class EngineSampler(Sampler):
             EngineError: the server is gone, or answers what are no completions; on every rank.
         """
         if self.trains or not self.was_sent:
+            torch.cuda.empty_cache()  # for the servers, also those that other ranks lead
+            distributed.barrier()
+            with together():
+                self.manage("/wake_up?tags=weights")
             with together():
                 self.update_weights()
         with together():
@@ -100,7 +104,6 @@ class EngineSampler(Sampler):
         """Give the server the policy's weights. Collective."""
         self.weights.start()
         try:
-            self.manage("/wake_up?tags=weights")
             self.send()
         finally:
             self.weights.finish()

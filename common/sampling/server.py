@@ -4,9 +4,12 @@ A server of ours listens on a socket in a folder that only this user may open: w
 in vLLM's development mode, which has the calls for weights, can have it run code.
 """
 
+import contextlib
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +29,7 @@ OLDEST = (0, 30)  # version of vLLM that has all the calls
 REQUIREMENTS = "assets/requirements-vllm.txt"
 EXTENSION = f"{WeightsInRequests.__module__}.{WeightsInRequests.__name__}"
 ROOT = Path(__file__).resolve().parents[2]
+GRACE = 30.0  # seconds to end by itself
 LOG = "vllm_rank_{rank}.log"  # in the run's folder
 
 
@@ -42,9 +46,12 @@ class SocketConnection(http.client.HTTPConnection):
 class Server:
     """Calls of a server."""
 
-    def __init__(self, address: str, timeout: float) -> None:
-        """Name it by its URL or the path of its socket; a call waits `timeout` seconds."""
-        self.address, self.timeout = address, timeout
+    def __init__(self, address: str, ddp_timeout: float) -> None:
+        """Name it by its URL or the path of its socket.
+
+        A call waits for half of what the other ranks wait, who are then still there to be told.
+        """
+        self.address, self.timeout = address, ddp_timeout / 2
 
     def call(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
         """What a call answers, from JSON; an EngineError if it fails."""
@@ -202,6 +209,7 @@ class OwnServer(Server):
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if (status := self.process.poll()) is not None:
+                self.close()
                 raise EngineError(f"vLLM ended with status {status} as it started; see {self.log}.")
             if Path(self.address).exists():
                 try:
@@ -215,12 +223,18 @@ class OwnServer(Server):
 
     def error(self, what: str) -> EngineError:
         """The error for what it does."""
-        status = self.process.poll()
-        told = what if status is None else f"has ended with status {status}"
-        return EngineError(f"the vLLM server of this run {told}; see {self.log}.")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self.process.wait(1.0)  # its sockets close a moment before it has ended
+            self.close()
+            what = f"has ended with status {status}"
+        return EngineError(f"the vLLM server of this run {what}; see {self.log}.")
 
     def close(self) -> None:
-        """End it."""
+        """End it, and its children, which outlive one that was killed."""
         self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         shutil.rmtree(Path(self.address).parent, ignore_errors=True)

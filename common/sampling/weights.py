@@ -4,6 +4,7 @@ A rank that leads sends them, while the others gather every parameter with it. F
 the bodies of requests; from a GPU by vLLM's own transports, which no test runs.
 """
 
+import math
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.errors import EngineError
 from common.model import fsdp, lora, replica
 from common.sampling.engine_config import EngineConfig
 from common.sampling.server import EXTENSION, Server
 from common.sampling.vllm_worker import Part, packed
 
-PART_BYTES = 2**26  # of weights in one request
+PART_BYTES = 2**26  # of weights in one request, or one buffer, but for a larger parameter
 Send = Callable[[], None]
 
 
@@ -104,28 +106,58 @@ def gpu_sender(server: Server, weights: Weights, is_own: bool, leads: bool) -> S
     """The transports of vLLM: memory of a GPU that both sides open, or NCCL. Collective.
 
     Of the first every rank that leads is a sender; a server takes what its own GPUs hold out of
-    what all ranks offer.
+    what all ranks offer: so a rank whose server fails goes on offering, and raises at the end.
     """
     from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+    failures: list[EngineError] = []
+
     class Client(HTTPVLLMWeightSyncClient):
-        start_weight_update = server.start_weight_update
+        def start_weight_update(self) -> None:
+            attempt(server.start_weight_update, failures, is_own)
 
         def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-            server.call(f"/{path}", json)
+            attempt(partial(server.call, f"/{path}", json), failures, is_own)
 
-    info: Any = IPCTrainerInitInfo(rank=0 if leads else 1, packed=True)
+    largest = max(math.prod(one.shape) * one.dtype.itemsize for one in weights.metadata())
+    info: Any = IPCTrainerInitInfo(
+        rank=0 if leads else 1, packed=True, packed_buffer_size_bytes=max(PART_BYTES, largest)
+    )
     if not is_own:
-        workers = server.get("/get_world_size", "world_size")
-        url = urlsplit(server.address)
-        with socket.create_connection((url.hostname, url.port or 80), server.timeout) as there:
-            address = there.getsockname()[0]  # of this machine, as the server sees it
-        with socket.create_server((address, 0)) as free:
-            info = NCCLTrainerInitInfo(address, free.getsockname()[1], 1 + workers, rank=0)
+        info = NCCLTrainerInitInfo(*meeting_place(server), rank=0)
     client = Client(server.address, server.timeout)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=weights)
-    send: Send = engine.send_weights
+    if failures:
+        raise failures.pop()
+
+    def send() -> None:
+        with distributed.shareable_segments():
+            engine.send_weights()
+        if failures:
+            raise failures.pop()
+
     return send
+
+
+def attempt(call: Callable[[], object], failures: list[EngineError], is_kept: bool) -> None:
+    """Make a call unless an earlier one has failed; a failure is kept, or raised."""
+    try:
+        if not failures:
+            call()
+    except EngineError as error:
+        if not is_kept:
+            raise
+        failures.append(error)
+
+
+def meeting_place(server: Server) -> tuple[str, int, int]:
+    """Address of this machine, as the server sees it, a free port, and how many meet there."""
+    workers = server.get("/get_world_size", "world_size")
+    url = urlsplit(server.address)
+    with socket.create_connection((url.hostname, url.port or 80), server.timeout) as there:
+        address = there.getsockname()[0]
+    with socket.create_server((address, 0)) as free:
+        return address, free.getsockname()[1], 1 + workers

@@ -7,8 +7,10 @@ the run in a sentence, and the run goes on from the step before.
 """
 
 import copy
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +147,18 @@ def test_a_policy_that_does_not_train_is_sent_once(stand_in):
     assert stand_in.calls.count("/start_weight_update") == 1
 
 
+def test_a_server_wakes_in_the_memory_that_training_gave_back(stand_in, monkeypatch):
+    through = sampler(stand_in, tiny.causal_lm("gpt2"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: stand_in.calls.append("empty_cache"))
+    monkeypatch.setattr(through, "manage", stand_in.calls.append)
+    stand_in.calls.clear()
+    through.sample(EXAMPLES[:1])
+    sending = ["/start_weight_update", "load_parts", "/finish_weight_update", "pack_heads"]
+    sampling = ["/wake_up?tags=kv_cache", "/reset_prefix_cache", "/inference/v1/generate"]
+    waking = ["empty_cache", "/wake_up?tags=weights"]
+    assert stand_in.calls == [*waking, *sending, *sampling, "/sleep?level=2"]
+
+
 def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
     monkeypatch.setattr("common.sampling.weights.PART_BYTES", 4096)
     lm = tiny.causal_lm("gpt2")
@@ -244,6 +258,26 @@ def test_without_vllm_it_is_a_sentence(monkeypatch):
     monkeypatch.setattr(server, "distributions", lambda name: [])
     with pytest.raises(UserError, match="pip install -r assets/requirements-vllm.txt"):
         new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], config(None))
+
+
+def test_a_server_that_never_serves_is_ended_while_the_other_ranks_still_wait(
+    monkeypatch, tmp_path
+):
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    started: list[Any] = []
+
+    def command(self: Any, *_: Any) -> list[str]:
+        started.append(self)
+        return ["-c", deaf]
+
+    monkeypatch.setattr(server.OwnServer, "command", command)
+    monkeypatch.setattr(server, "distributions", lambda name: [SimpleNamespace(version="0.30.0")])
+    monkeypatch.setattr(server, "GRACE", 0.2)
+    fields = config(None, output_dir=str(tmp_path), ddp_timeout=3)
+    with pytest.raises(EngineError, match="did not start within 1.5 s; see .*vllm_rank_0.log"):
+        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], fields)
+    assert started[0].process.poll() == -signal.SIGKILL
+    assert not Path(started[0].address).parent.exists()
 
 
 # ---- flags ---------------------------------------------------------------------------------------

@@ -171,28 +171,44 @@ def test_the_transports_of_vllm_are_asked_for_by_their_arguments(is_own, monkeyp
     stand_in = StandIn(tiny.causal_lm("gpt2"))
     stand_in.answers["/get_world_size"] = lambda usual: {"world_size": 4}
     asked: dict[str, Any] = {}
+    settings: list[str] = []
+    passes: list[list[str]] = []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr("common.sampling.weights.PART_BYTES", 64)
+
+    def send_weights() -> None:
+        assert settings[-1] == "expandable_segments:False"  # whose memory others may open
+        handles = {"names": ["a"], "ipc_handles": [{"GPU-1": (b"handle",)}]} if is_own else {}
+        asked["client"].start_weight_update()
+        asked["client"].update_weights(handles)
+        asked["client"].finish_weight_update()
+        passes.append(stand_in.calls[-3:])
 
     def note(info: Any, **others: Any) -> Any:
         asked.update(others, info=info)
-        return SimpleNamespace(send_weights=lambda: None)
+        return SimpleNamespace(send_weights=send_weights)
 
     monkeypatch.setattr(factory.WeightTransferTrainerFactory, "trainer_init", note)
-    gpu_sender(Server(stand_in.url, 10), weights, is_own, leads=True)()
-    info, client = asked["info"], asked["client"]
+    send = gpu_sender(Server(stand_in.url, 10), weights, is_own, leads=True)
+    send()
+    assert passes.pop() == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert settings[-1] == "expandable_segments:True"
+    info = asked["info"]
     assert (info.backend, info.rank, info.packed) == ("ipc" if is_own else "nccl", 0, True)
     assert is_own or (info.world_size, info.master_address) == (5, "127.0.0.1")
+    if is_own:  # a parameter that does not fit is refused
+        largest = max(p.numel() * 2 for p in weights.lm.parameters())
+        assert info.packed_buffer_size_bytes == largest
     weights.start()
     checked = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(weights, weights.metadata())
     assert len(dict(checked)) == len(weights.metadata()) > 20
-    handles = {"names": ["a"], "ipc_handles": [{"GPU-1": (b"handle",)}]} if is_own else {}
-    client.start_weight_update()
-    client.update_weights(handles)
-    client.finish_weight_update()
-    assert stand_in.calls[-3:] == [
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-    ]
+    stand_in.answers["/update_weights"] = lambda usual: b"<html>"
+    with pytest.raises(EngineError, match="no JSON"):
+        send()
+    assert len(passes) == is_own  # to the end: the other ranks' servers need this rank's part
+    stand_in.answers.clear()
+    send()
     stand_in.close()
 
 
@@ -291,11 +307,13 @@ def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_killed_is_named(gpt2):
-    os.killpg(gpt2.server.process.pid, signal.SIGKILL)
-    gpt2.server.process.wait()
+def test_a_server_that_is_killed_is_named_and_leaves_no_processes(gpt2):
+    gpt2.server.process.kill()
     log = Path(gpt2.config.output_dir, "vllm_rank_0.log")
     with pytest.raises(
         EngineError, match=f"server of this run has ended with status -9; see {log}"
     ):
         gpt2.sample(EXAMPLES)
+    time.sleep(1.0)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(gpt2.server.process.pid, 0)
