@@ -1,28 +1,20 @@
-"""Typed configuration: a recipe (YAML) and the command line become one dataclass.
+"""Typed configuration: the flags that stages share, and the fields that any flag is made of.
 
-A recipe is turned into command-line arguments, the real command line is appended, and the whole is
-parsed once: the last value wins, `1e-5` is a float whatever YAML makes of it, and a typo in either
-place is refused. What a field may hold stands at the field; `__post_init__` refuses contradictions.
+What a field may hold stands at the field; `__post_init__` refuses contradictions. A command line
+and recipes become such a dataclass in `flags/parser.py`.
 """
 
-import argparse
 import dataclasses
 import functools
-import inspect
 import os
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, ClassVar
 
-from common.errors import UserError, check_fields, gist, hint, shown, values_of
+from common.errors import UserError, check_fields, values_of
 
-Config = TypeVar("Config")
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
-# What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
-NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 
 def flag(
@@ -254,146 +246,3 @@ class SFTConfig(TrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"
-
-
-# ---- flags and recipes ---
-
-
-class Parser(argparse.ArgumentParser):
-    """One that raises a UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        """Refuse the command line."""
-        raise UserError(f"{message.rstrip('.')} (see --help for the flags).")
-
-
-def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """The stage's config from `--config recipe.yaml` and `--field value` arguments; the last wins.
-
-    Raises a UserError for an unknown flag or key, a wrong type, and values that contradict.
-    """
-    argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
-    usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
-    parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser._negative_number_matcher = NEGATIVE_NUMBER
-    parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    titles = headings(cls)
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
-    unused = getattr(cls, "unused", ())
-    for name, f in fields.items():
-        add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
-    given = vars(parser.parse_known_args(argv)[0])
-    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
-    arguments, strays = parser.parse_known_args([*recipe, *argv])
-    if strays:
-        raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
-    values = {name: value for name, value in vars(arguments).items() if name != "config"}
-    config = cls(**values)
-    config.given = frozenset(values)  # type: ignore[attr-defined]
-    return config
-
-
-def underscored(word: str) -> str:
-    """A flag as its field is written: `--batch_size=4` of `--batch-size=4`; other words as is."""
-    flag, equals, value = word.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value if word.startswith("--") else word
-
-
-def headings(cls: type) -> dict[str, str]:
-    """The heading over each field of a config class."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        title = "of this command"
-        for name in inspect.get_annotations(base):
-            if name.startswith("_"):
-                title = getattr(base, name)
-            else:
-                found.setdefault(name, title)
-    return found
-
-
-def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
-    """Give a field its flag, in the help or hidden; that which turns a truth off always is."""
-    from transformers.hf_argparser import string_to_bool
-
-    is_list, default = get_origin(f.type) is list, f.metadata["default"]
-    kind: Any = get_args(f.type)[0] if is_list else f.type
-    note = "required" if f.metadata["required"] else f"default: {default}"
-    text = f.metadata["help"] + (f" ({note})" if note not in ("default: ", "default: []") else "")
-    choices = f.metadata["choices"]
-    group.add_argument(
-        f"--{f.name}",
-        help=argparse.SUPPRESS if hidden else text,
-        type=string_to_bool if kind is bool else kind,
-        nargs="*" if is_list else "?" if kind is bool else None,
-        const=True if kind is bool else None,
-        choices=choices,
-        metavar=None if choices else kind.__name__.upper(),
-    )
-    if default is True:
-        negation = {"dest": f.name, "action": "store_false", "help": argparse.SUPPRESS}
-        group.add_argument(f"--no_{f.name}", **negation)
-
-
-def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
-    """A recipe as `--key value` arguments.
-
-    Raises:
-        UserError: it cannot be read, or has a key or a value that no command line could have.
-    """
-    arguments = []
-    for key, value in read_recipe(file).items():
-        if key not in fields:
-            raise UserError(f"--config {file} has the unknown key {key!r} ({hint(key, fields)}).")
-        is_list = isinstance(fields[key].metadata["default"], list)
-        items = value if isinstance(value, list) and is_list else [value]
-        is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
-        if is_flag or not all(isinstance(item, str) for item in items):
-            needed = "values without a dash before" if is_flag else "one value"
-            what = f"--config {file} gives {shown(value)} for {key!r}"
-            raise UserError(f"{what}; it must be {needed}.")
-        # A single value may begin with a dash: it is one argument with its flag
-        arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
-    return arguments
-
-
-def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
-    """What a recipe holds, by key.
-
-    Args:
-        file: Its path.
-        typed: As YAML 1.1 reads it, for which 010 is 8, 1:30 is 90 and `no` is false. Else every
-            value is text but for null, as on a command line: its field says what it is.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, or has a key twice: YAML keeps the last.
-    """
-    import yaml
-
-    class Texts(yaml.SafeLoader):
-        yaml_implicit_resolvers = {}  # noqa: RUF012 - as yaml has it
-
-    null = re.compile(r"(~|null|Null|NULL|)\Z")
-    Texts.add_implicit_resolver("tag:yaml.org,2002:null", null, None)
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-        loader = yaml.SafeLoader(text) if typed else Texts(text)
-        nodes = loader.get_single_node()
-        recipe = loader.construct_document(nodes) if nodes else {}
-    except OSError as error:
-        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
-    # ValueError: no text in UTF-8, a 31st of February; RecursionError: lists in lists in lists
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", "")
-        reason = f"line {mark.line + 1}, {problem}" if mark else gist(error)
-        raise UserError(f"--config {file} is not YAML: {reason}.") from None
-    if not isinstance(recipe, dict):
-        raise UserError(f"--config {file} must hold `key: value` lines.")
-    first: dict[str, Any] = {}
-    for key, _ in getattr(nodes, "value", []):
-        if first.setdefault(str(key.value), key) is not key:
-            line = key.start_mark.line + 1
-            raise UserError(f"--config {file}, line {line}: the key {key.value!r} is there twice.")
-    return recipe

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig, parse
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -28,6 +28,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """
     from common.checkpoint import best
     from common.exits import failures, signals
+    from common.flags.parser import parse
     from common.planning.plan import fit_to_gpu
     from common.record import folder, terminal
 

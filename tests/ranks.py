@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.checkpoint import export
-from common.config import parse
+from common.flags.parser import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
 from common.record.jsonl import read_jsonl

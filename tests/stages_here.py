@@ -2,10 +2,10 @@
 
 import importlib
 
-from common.config import parse
 from common.experiments import stages
 from common.experiments.replicate import config_class
 from common.experiments.stages import Stage
+from common.flags.parser import parse
 from common.report import plots
 
 

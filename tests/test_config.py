@@ -18,7 +18,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.config import TrainConfig, parse
+from common.config import TrainConfig
+from common.flags.parser import parse
 from common.record.folder import save_run_files
 from common.run import is_due
 

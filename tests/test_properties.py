@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import noise
-from common.config import parse
 from common.data import load_examples
 from common.errors import UserError
+from common.flags.parser import parse
 from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy

@@ -30,7 +30,7 @@ from typing import Any, cast, get_type_hints
 import yaml
 
 from common.checkpoint import best
-from common.config import flag, parse, read_recipe
+from common.config import flag
 from common.errors import UserError, check_fields, hint
 from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
@@ -52,6 +52,8 @@ from common.experiments.stages import (
     script_arguments,
 )
 from common.experiments.sweep_file import entry
+from common.flags.parser import parse
+from common.flags.recipes import read_recipe
 from common.record.folder import read_environment
 from common.report.blocks import Block, Section, Table
 

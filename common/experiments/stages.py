@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.files import describe
-from common.config import read_recipe
 from common.errors import UserError
+from common.flags.recipes import read_recipe
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
 

@@ -17,7 +17,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import Parser
 from common.errors import UserError
 from common.evaluation.score import run_cost
 from common.experiments import forest
@@ -32,6 +31,7 @@ from common.experiments.outcomes import (
 )
 from common.experiments.stages import exit_with_status, is_finished, run
 from common.experiments.sweep_file import Sweep, Variant, read_sweep
+from common.flags.parser import Parser
 from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table
 

@@ -23,9 +23,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.config import read_recipe
 from common.errors import UserError, hint
 from common.experiments.stages import Stage
+from common.flags.recipes import read_recipe
 
 Entry = TypeVar("Entry")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")

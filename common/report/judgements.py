@@ -19,12 +19,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from common.config import flag, parse
+from common.config import flag
 from common.errors import UserError, check_fields
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE, Answers, Verdict, system_names
 from common.evaluation.judges import is_swapped, text_of
 from common.evaluation.win_rates import all_win_rates, reward_judges
+from common.flags.parser import parse
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.terminal import run_command
 from common.report import chain

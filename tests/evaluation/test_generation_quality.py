@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 import evaluate
 from common import distributed
 from common.checkpoint import export
-from common.config import parse
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE
 from common.evaluation.pair_scores import BASELINES, read_scores
 from common.evaluation.win_rates import all_win_rates
+from common.flags.parser import parse
 from common.model import fsdp
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts, Sampler

@@ -21,7 +21,6 @@ import train_reward
 import train_sft
 from common import data, distributed
 from common.checkpoint import export
-from common.config import parse
 from common.errors import UserError
 from common.evaluation import score
 from common.evaluation.intervals import preference_accuracy
@@ -31,6 +30,7 @@ from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.experiments.overoptimization.frontier import SeedPoints, summarise
 from common.experiments.overoptimization.measuring import Measured, Measurer
 from common.experiments.overoptimization.runs import choose, write_optimised
+from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, read_jsonl

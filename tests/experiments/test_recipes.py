@@ -29,7 +29,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from common.config import parse
+from common.flags.parser import parse
 from common.report import plots
 from common.rewards.scorer import load_reward_functions
 from common.text import synthetic

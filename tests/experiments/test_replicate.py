@@ -15,7 +15,6 @@ import yaml
 from scipy import stats
 from stages_here import run_here
 
-from common.config import parse
 from common.errors import UserError
 from common.experiments import replicate
 from common.experiments.replicate import (
@@ -25,6 +24,7 @@ from common.experiments.replicate import (
     source_lines,
 )
 from common.experiments.stages import ROOT, Stage
+from common.flags.parser import parse
 
 SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
 SHORT += ["grpo.num_candidates=4", "grpo.num_generations=2", "num_sft_rows=4"]

@@ -20,8 +20,9 @@ import torch
 
 from common import distributed
 from common.checkpoint import files
-from common.config import TrainConfig, parse
+from common.config import TrainConfig
 from common.errors import UserError
+from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.model import branches, fsdp, lora, shared_prefix
 from common.padding import MAKERS

@@ -16,8 +16,9 @@ import torch
 from ranks import launch
 
 from common import distributed
-from common.config import SFTConfig, TrainConfig, parse
+from common.config import SFTConfig, TrainConfig
 from common.errors import UserError
+from common.flags.parser import parse
 from common.record import logger as run_logger
 from common.record import metrics
 from common.record.glossary import METRICS

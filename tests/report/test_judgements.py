@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import tiny
 
-from common.config import parse
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import completions, judges
 from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
+from common.flags.parser import parse
 from common.report import judgements
 from common.report.judgements import JudgementsConfig
 from common.rewards.functions import load_from_file

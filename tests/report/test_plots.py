@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.config import parse
 from common.evaluation import completions
 from common.evaluation.completions import Answers, Generation
+from common.flags.parser import parse
 from common.record.glossary import METRICS
 from common.report import chain, figures, plots
 from common.report.blocks import Line, Panel

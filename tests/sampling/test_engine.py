@@ -21,8 +21,8 @@ from stand_in import StandIn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
-from common.config import parse
 from common.errors import EngineError, UserError
+from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.model import lora
 from common.pairs.config import DPOConfig

@@ -31,9 +31,9 @@ from safetensors.torch import load_file, save_file
 
 from common import distributed, launch, self_checks
 from common.checkpoint import export
-from common.config import parse
 from common.errors import UserError
 from common.exits import signals
+from common.flags.parser import parse
 from common.model import load
 from common.record import folder as run_folder
 from common.record.jsonl import read_jsonl

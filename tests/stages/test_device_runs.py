@@ -22,7 +22,8 @@ from test_device import COMMON, VARIANTS
 
 import evaluate
 from common.checkpoint import files
-from common.config import CommonConfig, parse
+from common.config import CommonConfig
+from common.flags.parser import parse
 from common.model import optim
 from common.report import chain
 

@@ -31,12 +31,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import distributed
-from common.config import parse
 from common.experiments.overoptimization import page
 from common.experiments.overoptimization.config import OveroptimizationConfig
 from common.experiments.overoptimization.frontier import summarise
 from common.experiments.overoptimization.runs import run_seed
 from common.experiments.stages import exit_with_status
+from common.flags.parser import parse
 from common.record import folder
 
 

@@ -1,0 +1,120 @@
+"""A recipe (YAML) and the command line become one dataclass.
+
+A recipe is turned into command-line arguments, the real command line is appended, and the whole is
+parsed once: the last value wins, `1e-5` is a float whatever YAML makes of it, and a typo in either
+place is refused.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+from common.errors import UserError, hint, shown
+from common.flags.recipes import read_recipe
+
+Config = TypeVar("Config")
+# What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
+NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
+
+
+class Parser(argparse.ArgumentParser):
+    """One that raises a UserError."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise UserError(f"{message.rstrip('.')} (see --help for the flags).")
+
+
+def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """The stage's config from `--config recipe.yaml` and `--field value` arguments; the last wins.
+
+    Raises a UserError for an unknown flag or key, a wrong type, and values that contradict.
+    """
+    argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
+    parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser._negative_number_matcher = NEGATIVE_NUMBER
+    parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    titles = headings(cls)
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
+    unused = getattr(cls, "unused", ())
+    for name, f in fields.items():
+        add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
+    given = vars(parser.parse_known_args(argv)[0])
+    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
+    arguments, strays = parser.parse_known_args([*recipe, *argv])
+    if strays:
+        raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
+    values = {name: value for name, value in vars(arguments).items() if name != "config"}
+    config = cls(**values)
+    config.given = frozenset(values)  # type: ignore[attr-defined]
+    return config
+
+
+def underscored(word: str) -> str:
+    """A flag as its field is written: `--batch_size=4` of `--batch-size=4`; other words as is."""
+    flag, equals, value = word.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+
+
+def headings(cls: type) -> dict[str, str]:
+    """The heading over each field of a config class."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        title = "of this command"
+        for name in inspect.get_annotations(base):
+            if name.startswith("_"):
+                title = getattr(base, name)
+            else:
+                found.setdefault(name, title)
+    return found
+
+
+def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
+    """Give a field its flag, in the help or hidden; that which turns a truth off always is."""
+    from transformers.hf_argparser import string_to_bool
+
+    is_list, default = get_origin(f.type) is list, f.metadata["default"]
+    kind: Any = get_args(f.type)[0] if is_list else f.type
+    note = "required" if f.metadata["required"] else f"default: {default}"
+    text = f.metadata["help"] + (f" ({note})" if note not in ("default: ", "default: []") else "")
+    choices = f.metadata["choices"]
+    group.add_argument(
+        f"--{f.name}",
+        help=argparse.SUPPRESS if hidden else text,
+        type=string_to_bool if kind is bool else kind,
+        nargs="*" if is_list else "?" if kind is bool else None,
+        const=True if kind is bool else None,
+        choices=choices,
+        metavar=None if choices else kind.__name__.upper(),
+    )
+    if default is True:
+        negation = {"dest": f.name, "action": "store_false", "help": argparse.SUPPRESS}
+        group.add_argument(f"--no_{f.name}", **negation)
+
+
+def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
+    """A recipe as `--key value` arguments.
+
+    Raises:
+        UserError: it cannot be read, or has a key or a value that no command line could have.
+    """
+    arguments = []
+    for key, value in read_recipe(file).items():
+        if key not in fields:
+            raise UserError(f"--config {file} has the unknown key {key!r} ({hint(key, fields)}).")
+        is_list = isinstance(fields[key].metadata["default"], list)
+        items = value if isinstance(value, list) and is_list else [value]
+        is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
+        if is_flag or not all(isinstance(item, str) for item in items):
+            needed = "values without a dash before" if is_flag else "one value"
+            what = f"--config {file} gives {shown(value)} for {key!r}"
+            raise UserError(f"{what}; it must be {needed}.")
+        # A single value may begin with a dash: it is one argument with its flag
+        arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
+    return arguments
