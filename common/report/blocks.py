@@ -46,6 +46,7 @@ class Panel:
     unit: str  # of the y axis
     lines: Sequence[Line]
     x_label: str = "optimiser step"
+    colour: str = ""  # of the first curve, as that of the system; empty: the palette's first
 
 
 @dataclass(frozen=True)

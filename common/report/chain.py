@@ -24,6 +24,7 @@ from common.report.figures import (
     summary_figure,
 )
 from common.report.page import write_page
+from common.report.plots import system_colours
 
 Results = Mapping[str, Any]
 MEASURED = (
@@ -105,7 +106,8 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     folders = {system["name"]: Path(system["path"]).parent for system in results["systems"]}
     runs = {name: folder for name, folder in folders.items() if (folder / METRICS).is_file()}
     records = {name: read_metrics(run) for name, run in runs.items()}
-    picture = summary_figure(results, records, output_dir / "plots" / "summary.png")
+    colours = system_colours(folders)
+    picture = summary_figure(results, records, colours, output_dir / "plots" / "summary.png")
     systems: list[Block] = [
         f"Held-out, {results['num_pairs']:,} preference pairs.",
         systems_table(results),
@@ -114,14 +116,15 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     blocks = [Section("Systems", systems)]
     if comparison := results.get("comparison"):
         accuracies: list[Block] = [*tables.comparison_sections(comparison)]
-        if drawn := calibration_figure(comparison, output_dir / "plots" / "calibration.png"):
+        calibration = output_dir / "plots" / "calibration.png"
+        if drawn := calibration_figure(comparison, colours, calibration):
             accuracies.append(Picture(drawn, "Predicted against observed shares."))
         blocks.append(Section("Preference accuracy", accuracies))
     if found := tables.generation_tables(results):
         notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
-    blocks += sections.run_sections(runs, records)
+    blocks += sections.run_sections(runs, records, colours)
     blocks.append(Section("How to read this", [reading_notes(results)]))
     title = f"Results on {dataset_title(results['dataset'])}"
     return [*write_page(output_dir, title, blocks), picture]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from common.record.terminal import format_number
 from common.report.blocks import Line, Panel
-from common.report.plots import COLOURS, MARK_BELOW, smoothed
+from common.report.plots import COLOURS, MARK_BELOW, palette, smoothed
 
 # Edges of the drawing in its own units, which are scaled to the page.
 BOX = {"width": 380, "height": 210, "left": 50, "right": 370, "top": 10, "bottom": 174}
@@ -21,22 +22,23 @@ Place = Callable[[Any], Any]  # from a value to the drawing
 
 def drawing(panel: Panel) -> dict[str, Any] | None:
     """What the page's template shows of a panel; None if no value is finite."""
-    lines = [(i, line) for i, line in enumerate(panel.lines) if np.isfinite(line.y).any()]
+    every = zip(panel.lines, cycle(palette(panel.colour)))
+    lines = [(line, COLOURS.index(c)) for line, c in every if np.isfinite(line.y).any()]
     if not lines:
         return None
-    y = np.concatenate([line.y for _, line in lines])
-    x_range = limits(np.concatenate([line.x for _, line in lines]))
+    y = np.concatenate([line.y for line, _ in lines])
+    x_range = limits(np.concatenate([line.x for line, _ in lines]))
     y_range = limits(y[np.isfinite(y)], margin=0.06)
     x_at = partial(np.interp, xp=x_range, fp=(BOX["left"], BOX["right"]))
     y_at = partial(np.interp, xp=y_range, fp=(BOX["bottom"], BOX["top"]))
     are_steps = all(float(x).is_integer() for line in panel.lines for x in line.x)
     return {
         "panel": panel,
-        "lines": [curve(line, i % len(COLOURS), x_at, y_at) for i, line in lines],
+        "lines": [curve(*each, x_at, y_at) for each in lines],
         "x_ticks": [(x_at(t), tick_label(t)) for t in ticks(*x_range, whole=are_steps)],
         "y_ticks": [(y_at(t), tick_label(t)) for t in ticks(*y_range)],
         "range": [*x_range, BOX["left"], BOX["right"], BOX["width"]],
-        "values": [pointer_values(line) for _, line in lines],
+        "values": [pointer_values(line) for line, _ in lines],
     }
 
 

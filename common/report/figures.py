@@ -11,7 +11,6 @@ import numpy as np
 from common.record.glossary import FUNCTION_PREFIX, recorded
 from common.report.blocks import Line, Panel
 from common.report.plots import (
-    COLOURS,
     GREY,
     Records,
     draw_legend,
@@ -27,18 +26,19 @@ LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 
 
 def summary_figure(
-    results: Mapping[str, Any], records: Mapping[str, Records], output_path: Path
+    results: Mapping[str, Any],
+    records: Mapping[str, Records],
+    colours: Mapping[str, str],
+    output_path: Path,
 ) -> Path:
     """Draw the chain in one picture: accuracy, reward, and the training from `records` by stage."""
     number = f"held-out, {results['num_pairs']:,} preference pairs"
-    names = dict.fromkeys([*(system["name"] for system in results["systems"]), *records])
-    colours = dict(zip(names, cycle(COLOURS)))
     with style():
         figure = titled_figure(f"{dataset_title(results['dataset'])}: {number}", 14, 5)
         grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))
         draw_accuracy(figure.add_subplot(grid[:, 0]), results, colours)
         draw_reward(figure.add_subplot(grid[:, 1]), results["systems"], colours)
-        draw_reward_curves(figure.add_subplot(grid[0, 2]), records)
+        draw_reward_curves(figure.add_subplot(grid[0, 2]), records, colours)
         draw_loss_curves(figure.add_subplot(grid[1, 2]), records, colours)
         return save(figure, output_path)
 
@@ -130,19 +130,22 @@ def draw_nothing(axes: Any, title: str, text: str) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axes.transAxes)
 
 
-def draw_reward_curves(axes: Any, records: Mapping[str, Records]) -> None:
+def draw_reward_curves(
+    axes: Any, records: Mapping[str, Records], colours: Mapping[str, str]
+) -> None:
     """Reward in the runs that sample; each reward function too that is not all of the reward."""
-    title, lines, dashes = "Reward in training", [], []
+    title, lines, owners, dashes = "Reward in training", [], [], []
     for run, logged in records.items():
-        rewards = series(logged, "reward")
+        rewards, dashed = series(logged, "reward"), cycle(("--", ":", "-."))
         for name in recorded(logged, ["reward", FUNCTION_PREFIX]):
             if name == "reward" or series(logged, name) != rewards:
                 lines.append(Line(f"{run}: {name}", *series(logged, name)))
-                dashes.append("-" if name == "reward" else "--")
+                owners.append(colours[run])
+                dashes.append("-" if name == "reward" else next(dashed))
     if not lines:
         draw_nothing(axes, title, "no run recorded a reward")
         return
-    draw_panel(axes, Panel(title, "mean reward", lines), dashes=dashes)
+    draw_panel(axes, Panel(title, "mean reward", lines), owners, dashes)
     draw_legend(axes)
 
 
@@ -165,8 +168,12 @@ def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping
 # --- calibration ---
 
 
-def calibration_figure(comparison: Mapping[str, Any], path: Path) -> Path | None:
+def calibration_figure(
+    comparison: Mapping[str, Any], colours: Mapping[str, str], path: Path
+) -> Path | None:
     """Draw the observed share against the predicted probability of systems that give log odds.
+
+    A policy's scores are named by the system and how it was read; without a colour they are grey.
 
     Nothing is written, and None returned, if no system gives them.
     """
@@ -177,8 +184,9 @@ def calibration_figure(comparison: Mapping[str, Any], path: Path) -> Path | None
     title = f"Calibration, {comparison['num_pairs']:,} pairs, {num_bins} bins"
     with style():
         figure, grid = titled_grid(title, len(curves), 3.6, 3.6)
-        for axes, (name, found), colour in zip(grid, curves.items(), cycle(COLOURS)):
-            draw_calibration(axes, found["bins"], colour)
+        for axes, (name, found) in zip(grid, curves.items(), strict=True):
+            system = name if name in colours else name.rpartition(" ")[0]
+            draw_calibration(axes, found["bins"], colours.get(system, GREY))
             error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
             axes.set(title=f"{textwrap.fill(name, 34)}\n{error}", aspect="equal")
             axes.set(xlabel="predicted probability", ylabel="share preferred")

@@ -5,7 +5,7 @@ display, no global state.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ Records = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito (2008): told apart with any colour vision. Dark enough on white, so no yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+STAGES = ("reward", "sft", "dpo", "grpo")  # systems of these names have the first colours
 GREY = "#666666"
 STYLE = Path(__file__).with_name("figures.mplstyle")
 DPI = 150
@@ -53,6 +54,19 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Time of a step", "seconds", ("step_seconds", "sample_seconds")),
     ("Peak memory", "GB", ("peak_memory_gb",)),
 )
+
+
+def system_colours(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each system: a stage's own in every picture, then by turns those left over."""
+    names = list(dict.fromkeys(names))
+    own = {name: COLOURS[STAGES.index(name)] for name in names if name in STAGES}
+    left = cycle([colour for colour in COLOURS if colour not in own.values()])
+    return {name: own.get(name) or next(left) for name in names}
+
+
+def palette(colour: str = "") -> list[str]:
+    """All colours, this one first."""
+    return sorted(COLOURS, key=lambda other: other != colour)
 
 
 def style() -> Any:
@@ -102,11 +116,16 @@ def series(records: Records, name: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], values
 
 
-def curve_panels(records: Records) -> list[Panel]:
-    """The panels of `PANELS` of which the records have something."""
+def curve_panels(records: Records, colour: str = "") -> list[Panel]:
+    """The panels of `PANELS` of which the records have something, the first curve in a colour."""
     found = [(title, unit, recorded(records, names)) for title, unit, names in PANELS]
     return [
-        Panel(title, unit, [Line(name, *series(records, name), name in EXACT) for name in names])
+        Panel(
+            title,
+            unit,
+            [Line(name, *series(records, name), name in EXACT) for name in names],
+            colour=colour,
+        )
         for title, unit, names in found
         if names
     ]
@@ -130,9 +149,10 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
 
 
 def draw_panel(
-    axes: Any, panel: Panel, colours: Sequence[str] = COLOURS, dashes: Sequence[str] = ("-",)
+    axes: Any, panel: Panel, colours: Sequence[str] = (), dashes: Sequence[str] = ("-",)
 ) -> None:
     """The curves of a panel, in these colours and dashes by turns; long ones below their mean."""
+    colours = colours or palette(panel.colour)
     for line, colour, own_dashes in zip(panel.lines, cycle(colours), cycle(dashes)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": own_dashes}
         if (smooth := smoothed(line)) is not None:
@@ -165,11 +185,12 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     """
     output_dir = Path(output_dir)
     records = read_metrics(output_dir) if is_rank0() else []
-    panels = curve_panels(records)
+    name = output_dir.resolve().name
+    panels = curve_panels(records, system_colours([name])[name])
     if not panels:
         return []
     note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
-    title = f"Training curves of {output_dir.resolve().name}{note}"
+    title = f"Training curves of {name}{note}"
     with style():
         figure, grid = titled_grid(title, len(panels), 4, 2.7)
         for axes, panel in zip(grid, panels, strict=True):

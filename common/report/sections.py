@@ -48,13 +48,15 @@ def measured(name: str, own: Generation) -> Completion:
 # --- runs ---
 
 
-def run_sections(runs: Mapping[str, Path], records: Mapping[str, Records]) -> list[Section]:
+def run_sections(
+    runs: Mapping[str, Path], records: Mapping[str, Records], colours: Mapping[str, str]
+) -> list[Section]:
     """What each run logged, its `records`, and what it wrote for its fixed prompts in training."""
     curves: dict[str, Block] = {}
     browsers: dict[str, Block] = {}
     for name, run in runs.items():
         picture = run / "plots/curves.png"
-        if panels := curve_panels(records[name]):
+        if panels := curve_panels(records[name], colours[name]):
             curves[name] = Curves(panels, picture=picture if picture.is_file() else None)
         if rows := read_jsonl(run / SAMPLES):
             browsers[name] = training_browser(rows)

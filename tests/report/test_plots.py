@@ -16,7 +16,7 @@ from common.evaluation import completions
 from common.evaluation.completions import Answers, Generation
 from common.flags.parser import parse
 from common.record.glossary import METRICS
-from common.report import chain, figures, plots
+from common.report import chain, curves, figures, plots
 from common.report.blocks import Line, Panel
 from common.report.chain import chain_report, systems_table
 from common.report.plots import PANELS, draw_panel, moving_mean, plot_run, series
@@ -262,13 +262,52 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
 
 
+def test_a_system_has_one_colour_in_every_picture_and_on_the_page(
+    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    colours = plots.system_colours(["mine", "sft", "grpo", "another", "mine"])
+    assert len(set(colours.values())) == 4
+    assert (
+        plots.system_colours(["grpo", "reward", "sft"]).items()
+        >= {
+            "sft": colours["sft"],
+            "grpo": colours["grpo"],
+        }.items()
+    )
+
+    drawn: dict[str, set[str]] = {}
+
+    def note(axes: Any, *given: Any) -> None:
+        drawn.setdefault("calibration", set()).add(given[-1])
+
+    monkeypatch.setattr(figures, "draw_calibration", note)
+    bins = {"bins": [], "ece": 0.1, "ece_by_chance": 0.1}
+    read = {"num_pairs": 2, "calibration": {"grpo implicit_reward": bins}}
+    figures.calibration_figure(read, colours, tmp_path / "calibration.png")
+    assert drawn == {"calibration": {colours["grpo"]}}
+
+    run = record(tmp_path / "grpo", [{"step": 1, "loss": 1.0, "eval_loss": 2.0}])
+    monkeypatch.setattr(plots, "save", lambda figure, *_: note(figure, first_colour(figure)))
+    plot_run(run)
+    page = chain.sections.run_sections({"grpo": run}, {"grpo": plots.read_metrics(run)}, colours)
+    panel = page[0].blocks[0].blocks[0].panels[0]  # type: ignore[union-attr]
+    lines = curves.drawing(panel)["lines"]  # type: ignore[index]
+    assert plots.COLOURS[lines[0]["colour"]] == colours["grpo"] != plots.COLOURS[lines[1]["colour"]]
+    assert drawn == {"calibration": {colours["grpo"]}}  # curves.png too
+
+
+def first_colour(figure: Any) -> str:
+    return str(figure.axes[0].get_lines()[0].get_color())
+
+
 def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() -> None:
     from matplotlib.figure import Figure
 
     lines = [{"step": s, "reward": s, "reward/judge": s, "reward/gold": -s} for s in (1, 2, 3)]
     figure = Figure()
     axes = figure.subplots()
-    figures.draw_reward_curves(axes, {"grpo": lines})
+    figures.draw_reward_curves(axes, {"grpo": lines}, {"grpo": "#123456"})
+    assert {line.get_color() for line in axes.get_lines()} == {"#123456"}  # the system's
     figure.canvas.draw()
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["grpo: reward", "grpo: reward/gold"]  # the judge is all of the reward

@@ -222,9 +222,9 @@ def test_long_runs_are_shortened_and_the_caption_says_so() -> None:
 
 def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     folders = {stage: runs[1] / stage for stage in STAGES} | {"none": runs[1] / "none"}
-    (section,) = run_sections(folders, dict.fromkeys(folders, []))
+    (section,) = run_sections(folders, dict.fromkeys(folders, []), dict.fromkeys(folders, ""))
     assert [inner.title for inner in section.blocks] == ["grpo", "dpo", "sft"]
-    assert run_sections({"none": runs[1] / "none"}, {"none": []}) == []
+    assert run_sections({"none": runs[1] / "none"}, {"none": []}, {"none": ""}) == []
     browser = section.blocks[1].blocks[0]
     (first, *_) = browser.samples[0].frames.values()
     labels = [each.label for each in first]

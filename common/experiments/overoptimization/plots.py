@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.experiments.overoptimization.curves import Fit
-from common.report.plots import COLOURS, GREY, save, style, titled_figure
+from common.report.plots import GREY, save, style, system_colours, titled_figure
 
 TITLES = {
     "best_of_n": "Best of n",
@@ -16,7 +16,7 @@ TITLES = {
     "grpo": "GRPO over steps",
 }
 SETTINGS = {"best_of_n": "n", "rejection": "n", "dpo": "beta", "grpo": "step"}
-COLOUR_OF = dict(zip(TITLES, COLOURS, strict=False))
+COLOUR_OF = system_colours(TITLES)
 DPI = 110  # 880 points wide: legible at 800, and a small file
 NEAREST = 0.05  # nats; what is nearer to the SFT policy has no place on a logarithmic axis
 MEAN: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "markersize": 3.5}
