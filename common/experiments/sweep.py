@@ -35,6 +35,7 @@ from common.flags.parser import Parser
 from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table
 
+AS_IS = "as in the recipe"  # the choice of a run of the base chain
 # Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
 Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
 
@@ -104,15 +105,23 @@ def measured(sweep: Sweep) -> Outcomes:
 
 
 def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
-    """What every variant changes, lines of a detail together."""
-    details = [variant.detail for variant in sweep.variants]
+    """What every variant changes, lines of a detail together.
+
+    With `compared_with` the runs of the other stages too, and all beside that one.
+    """
+    details, first = [variant.detail for variant in sweep.variants], sweep.compared_with
     in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
+    others = [stage for stage in sweep.base if first and stage != first]
+    runs = [("", Variant(stage, AS_IS, stage)) for stage in others]
+    runs += [(variant.slug, variant) for variant in in_order]
     found: dict[str, dict[str, list[Effect]]] = {}
-    for (slug, stage, outcome), base in outcomes.items():
-        own = [variant for variant in in_order if variant.stages[-1] == stage]
-        for variant in own if not slug else []:
-            effect = Effect(variant, outcome, outcomes[variant.slug, stage, outcome], base)
-            found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
+    for (base_slug, stage, outcome), base in outcomes.items():
+        for slug, own in runs if not base_slug and first in ("", stage) else []:
+            judged = own.stages[-1]
+            has_all = {*sweep.base[stage].outcomes} <= {*sweep.base[judged].outcomes}
+            if judged == stage or (first and has_all):
+                effect = Effect(own, outcome, outcomes[slug, judged, outcome], base)
+                found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
     return found
 
 
@@ -151,6 +160,8 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
         picture = forest.draw(panels, output_dir / "plots" / "forest.png")
         caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
         blocks.append(Picture(picture, caption))
+    if sweep.compared_with:
+        blocks += [Section("each run", [levels(*panel)]) for panel in panels.items()]
     blocks += [Section(stage, [table(own)]) for stage, own in panels.items()]
     facts = {
         "seeds": ", ".join(map(str, sweep.seeds)),
@@ -163,10 +174,13 @@ def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
     """What stands above the tables."""
     num_clear = sum(effect.difference.excludes_zero for effect in found)
     num_varying = sum(bool(effect.difference.sd) for effect in found)
+    row, base = "the base chain with one thing changed", "the base"
+    if sweep.compared_with:
+        row, base = "a run", f"{sweep.compared_with}, the base,"
     return (
-        f"Each row is the base chain with one thing changed, for the seeds {list(sweep.seeds)}. "
-        "A base row has mean \N{PLUS-MINUS SIGN} standard deviation over seeds; every other row "
-        "the mean difference to the base of the same seed, with Student's 95% interval over seeds. "
+        f"Each row is {row}, for the seeds {list(sweep.seeds)}. A base row has mean "
+        "\N{PLUS-MINUS SIGN} standard deviation over seeds; every other row the mean difference to "
+        f"{base} of the same seed, with Student's 95% interval over seeds. "
         f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
         f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
         "cover the seed of training, not the draw of the held-out rows, which all runs share. "
@@ -175,11 +189,23 @@ def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
     )
 
 
+def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
+    """What each run came to: mean, standard deviation and interval over seeds."""
+    headers = ["run", "choice", *(about(name).heading for name in panels)]
+    of_base = [over_seeds(effects[0].base) for effects in panels.values()]
+    rows = [[base, AS_IS, *(f"{mean.spread} {mean.interval}" for mean in of_base)]]
+    for own in zip(*panels.values(), strict=True):
+        found = [over_seeds(effect.values) for effect in own]
+        cells = [f"{mean.spread} {mean.interval}" for mean in found]
+        rows.append([str(own[0].variant.detail), str(own[0].variant.choice), *cells])
+    return Table(headers, rows)
+
+
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
     """Base values and differences of one stage, of its effects by outcome."""
     headers = ["detail", "choice", *(about(name).heading for name in panels), "n"]
     first = [over_seeds(effects[0].base) for effects in panels.values()]
-    rows = [["base", "as in the recipe", *(mean.spread for mean in first), str(first[0].n)]]
+    rows = [["base", AS_IS, *(mean.spread for mean in first), str(first[0].n)]]
     for own in zip(*panels.values(), strict=True):
         variant = own[0].variant
         choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)

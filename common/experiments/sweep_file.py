@@ -14,7 +14,8 @@
       - {detail: Reward head, choice: zeros, stage: reward, flags: {head_init: zeros}}
 
 A variant is its stage with more flags, or with a patch (`patched.py`); `then` names later
-stages that are made again on top of it, and the last of them is judged.
+stages that are made again on top of it, and the last of them is judged. With `compared_with: grpo`
+every judged run, the base's stages too, is set beside that stage of the base, not beside its own.
 """
 
 import re
@@ -88,6 +89,7 @@ class Sweep:
     evaluation: Evaluation
     variants: Sequence[Variant]
     title: str = "Ablations"
+    compared_with: str = ""  # a stage of the base chain; empty: each variant with its own stage
 
     def folders(self, seed: int, variant: Variant | None = None) -> dict[str, Path]:
         """The folder of each stage as a variant sees it: its own where it makes the stage again."""
@@ -217,6 +219,8 @@ def refuse_names(sweep: Sweep, where: str) -> None:
     ]
     given.append(("evaluation, has the reference", judging.reference, names))
     given.append(("evaluation, has the judge", judging.judge, [*names, ""]))
+    judged = [name for name, stage in sweep.base.items() if stage.outcomes]
+    given.append(("compared_with, names", sweep.compared_with, [*judged, ""]))
     for variant in sweep.variants:
         given += [(f"variant {variant.choice!r}, names", n, names) for n in variant.stages]
     for what, name, known in given:

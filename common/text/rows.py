@@ -51,7 +51,8 @@ def load_rows(
             `train`, or the one it is named after (`validation.jsonl`); a folder with a file, or
             shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); else a
             hub id.
-        split: Name of the split; no other one takes its place.
+        split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
+            as in `datasets`: `train[160:320]`.
         kind: `sft` (prompt, completion; or messages, the last of which is the completion),
             `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
@@ -70,11 +71,13 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        return synthetic.make_rows(kind, split, num_rows)
+        name, part = _part_of(split)
+        limit = part.stop or (num_rows and (part.start or 0) + num_rows)
+        return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := data_files(dataset_name, split):
         source = os.fspath(files[0]) if len(files) == 1 else source
-        rows = [row for file in files for row in _read_file(file)]
+        rows = [row for file in files for row in _read_file(file)][_part_of(split)[1]]
     else:
         rows = list(_hub_data(dataset_name, split, dataset_config).to_list())
     if not rows:
@@ -128,8 +131,17 @@ def row_source(row: Row) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
+def _part_of(split: str) -> tuple[str, slice]:
+    """The name of a split, and which of its rows are asked for."""
+    match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
+    if match is None:
+        return split, slice(None)
+    return match[1], slice(*(int(end) if end else None for end in match.groups()[1:]))
+
+
 def data_files(dataset_name: str, split: str) -> list[Path]:
     """The files of one split; none of what must be a hub id."""
+    split, _ = _part_of(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
     if path.is_dir():
         return _split_files(path, split)

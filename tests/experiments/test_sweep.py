@@ -134,6 +134,35 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
         assert Path("sweep", name).is_file()
 
 
+def test_every_judged_run_may_be_set_beside_one_stage(tmp_path, monkeypatch, capsys):
+    """Also the stages of the base chain; those with other outcomes are left out."""
+    monkeypatch.setattr(sweep, "run", pretend)
+    contents = small()
+    flags = {"model_name_or_path": "{sft}/model", "x": 1}
+    dpo = {"script": "train_dpo.py", "config": "grpo.yaml", "flags": flags}
+    contents["base"]["dpo"] = dpo | {"outcomes": ["entropy", "gold_reward"]}
+    contents["compared_with"] = "grpo"
+    sweep.main(["--config", write(tmp_path, contents)])
+    record = json.loads(Path("sweep/sweep.json").read_text())
+    found = {(e["detail"], e["choice"], e["outcome"]): e for e in record["effects"]}
+    assert {key[:2] for key in found} == {
+        ("dpo", "as in the recipe"),
+        ("head", "zeros, then GRPO"),
+        ("scope", "none"),
+    }
+    target = stats.ttest_1samp([2.0, 3.0, 1.0], 0).confidence_interval(0.95)
+    own = found["dpo", "as in the recipe", "gold_reward"]
+    assert own["difference"]["low"] == pytest.approx(target.low)
+    assert own["base_by_seed"] == [100 * NOISE[seed] for seed in (0, 1, 2)]
+    levels = stats.ttest_1samp([32.0, -47.0, 11.0], 0).confidence_interval(0.95)
+    out = capsys.readouterr().out
+    assert f"[{levels.low:.2f}, {levels.high:.2f}]" in out, "of the run itself"
+    assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in out
+    contents["compared_with"] = "sft"
+    with pytest.raises(UserError, match="compared_with, names 'sft'; it must be one of reward, g"):
+        read_sweep(write(tmp_path, contents))
+
+
 def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
     """Of the second line one seed's last run is missing; the third is made for the first time."""
     monkeypatch.setattr(sweep, "run", pretend)

@@ -374,3 +374,20 @@ def test_importing_the_module_does_not_import_datasets():
     code = "import sys, common.data; sys.exit('datasets' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+
+
+def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
+    """Its slices are those of a list, which `datasets` takes too."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"row {i}"} for i in range(9)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name in (str(file), str(tmp_path), "synthetic"):
+        whole = load_rows(name, "train", kind="prompts", num_rows=9)
+        for start, stop in ((2, 5), ("", 4), (6, "")):
+            split = f"train[{start}:{stop}]"
+            found = load_rows(name, split, kind="prompts", num_rows=3)
+            assert found == whole[slice(start or None, stop or None)][:3], (name, split)
+    own = datasets.load_dataset("json", data_files=str(file), split="train[2:5]").to_list()
+    assert own == load_rows(str(file), "train[2:5]", kind="prompts")
+    assert "has no rows" in refusal(str(file), "train[9:]")
