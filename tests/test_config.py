@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from common.config import TrainConfig
 from common.flags.parser import parse
+from common.record import folder
 from common.record.folder import save_run_files
 from common.run import is_due
 
@@ -187,6 +188,9 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "cpu",
         "cpu_capability",
         "world_size",
+        "gpu",
+        "num_gpus",
+        "compute_dtype",
         "git_commit",
         "packages",
         "script",
@@ -194,6 +198,8 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "started",
     }
     assert environment["world_size"] == 3
+    assert (environment["gpu"], environment["num_gpus"]) == (None, 0)
+    assert environment["compute_dtype"] == "float32"
     assert environment["cpu"]
     assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])
@@ -202,6 +208,37 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     written = "".join(path.read_text() for path in (tmp_path / "run").iterdir())
     assert not any(key in written for key in ("WANDB_API_KEY", "HF_TOKEN", "secret"))
     assert str(Path.home()) not in written
+
+
+def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sat Aug 19\nGCC 12.3.0"
+    (tmp_path / "version").write_text(version)
+    real = folder.Path
+    monkeypatch.setattr(
+        folder, "Path", lambda p: tmp_path / "version" if "nvidia" in str(p) else real(p)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert folder.accelerator(8) == {
+        "gpu": "NVIDIA H200",
+        "num_gpus": 8,
+        "driver": "580.65.06",
+        "cuda": "13.0",
+        "nccl": "2.28.9",
+    }
+
+
+def test_an_environment_is_read_as_json(tmp_path):
+    """YAML 1.1 takes other texts for numbers, and what is no JSON for a mapping."""
+    file = tmp_path / "environment.json"
+    assert folder.read_environment(tmp_path) == {}
+    file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
+    assert folder.read_environment(tmp_path) == {"rate": 1e-5, "name": "a\U0001f600"}
+    file.write_text("stage: SFTConfig\n")
+    with pytest.raises(ValueError, match=r"environment\.json cannot be read"):
+        folder.read_environment(tmp_path)
 
 
 def test_is_due():

@@ -280,15 +280,14 @@ def measured(
 
 
 def cost(run_dirs: Sequence[Path]) -> dict[str, Any]:
-    """Hours of training of the runs, from their records, times their processes."""
-    import torch
-
-    hours = 0.0
+    """Hours of training of the runs times their processes, by what they ran on; as recorded."""
+    hours: dict[str, float] = {}
     for run_dir in run_dirs:
+        environment = read_environment(run_dir)
         minutes = run_cost(run_dir).get("elapsed_minutes", 0.0)
-        hours += minutes / 60 * read_environment(run_dir)["world_size"]
-    kind = "GPU" if torch.cuda.is_available() else "CPU process"
-    return {"hours": hours, "unit": f"{kind}-hours of training", "runs": len(run_dirs)}
+        kind = environment.get("gpu") or "CPU process"
+        hours[kind] = hours.get(kind, 0.0) + minutes / 60 * environment["world_size"]
+    return {"hours": hours, "unit": "hours of training", "runs": len(run_dirs)}
 
 
 def read_published(file: Path) -> list[Published]:
@@ -343,12 +342,13 @@ def report(
     spent: Mapping[str, Any],
 ) -> list[Block]:
     """What the page shows."""
+    hours = ", ".join(f"{n:.2f} {kind}-{spent['unit']}" for kind, n in spent["hours"].items())
     reading = (
         f"Ours: mean \N{PLUS-MINUS SIGN} standard deviation over the n seeds that were run of "
         f"{config.seeds}, and Student's 95% interval, which covers the seed of training and not "
         "the draw of the held-out rows. Empty: not run, or not reported. Others' values are as "
         "their source has them, on its rows and with its judges. "
-        f"Cost: {spent['hours']:.2f} {spent['unit']} in {spent['runs']} runs."
+        f"Cost: {hours or 'none'} in {spent['runs']} runs."
     )
     blocks: list[Block] = [reading]
     if config.overrides:

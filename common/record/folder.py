@@ -1,7 +1,7 @@
 """A run's folder: the names of what is in it, and who writes and reads its records.
 
 config.yaml         resolved values of all flags, usable as a recipe
-environment.json    what ran them: versions, processor, commit, number of processes, start
+environment.json    what ran them: versions, processor, GPUs, commit, number of processes, start
 metrics.jsonl       a line for each logged step
 samples.jsonl       a line for each completion in a table
 """
@@ -9,8 +9,10 @@ samples.jsonl       a line for each completion in a table
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
@@ -57,6 +59,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise
         "world_size": world_size,
+        **accelerator(world_size),
+        "compute_dtype": "bfloat16" if getattr(config, "bf16", False) else "float32",
         "git_commit": git_commit(),
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
@@ -73,30 +77,53 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         ) from None
 
 
-def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
-    """What `config.yaml`, or another file of the folder, holds; empty where there is none.
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """What `config.yaml` holds; empty where there is none.
 
     Raises:
         ValueError: it cannot be read.
     """
     import yaml
 
-    file = run_dir / name
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
-    return found if isinstance(found, dict) else {}
+    return read_mapping(run_dir / CONFIG, yaml.safe_load, yaml.YAMLError)
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
-    """What `environment.json` holds, as `read_config`: JSON is YAML."""
-    return read_config(run_dir, ENVIRONMENT)
+    """What `environment.json` holds, as `read_config`."""
+    return read_mapping(run_dir / ENVIRONMENT, json.loads)
+
+
+def read_mapping(
+    file: Path, load: Callable[[str], Any], malformed: type[Exception] = ValueError
+) -> dict[str, Any]:
+    """What a file holds; empty where there is none. Raises a ValueError if it cannot be read."""
+    try:
+        found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError, malformed) as error:
+        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`."""
     return read_jsonl(run_dir / METRICS)
+
+
+def accelerator(world_size: int) -> dict[str, Any]:
+    """The GPU of this process and how many the run has, one a process; 0 of them: on the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": None, "num_gpus": 0}
+    file = Path("/proc/driver/nvidia/version")
+    driver = re.search(r"\d+(\.\d+)+", file.read_text() if file.is_file() else "")
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "num_gpus": world_size,
+        "driver": driver and driver[0],
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
 
 
 def cpu_model() -> str:

@@ -65,6 +65,8 @@ def run_facts(run_dir: Path) -> dict[str, str]:
         "started": environment.get("started"),
         "commit": commit[:10] + dirty,
         "processes": environment.get("world_size"),
+        "GPU": environment.get("gpu"),
+        "computed in": environment.get("compute_dtype"),
         "torch": (environment.get("packages") or {}).get("torch"),
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}

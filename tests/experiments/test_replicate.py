@@ -174,11 +174,25 @@ def test_what_cannot_be_is_refused(folder):
 
 def test_a_report_of_nothing_does_not_say_that_it_was_run():
     config = parse(ReplicateConfig, ["--recipe", "demo", "--overrides", "max_steps=3"])
-    cost = {"hours": 0.0, "unit": "hours", "runs": 0}
+    cost = {"hours": {}, "unit": "hours", "runs": 0}
     for found, told in (({}, "nothing has run yet"), ({("a", "kl"): {0: 1.0}}, "it was run with")):
         blocks = replicate.report(config, [], found, cost)
         assert told in blocks[1]
         assert "`max_steps=3`" in blocks[1]
+
+
+def test_what_a_run_took_is_what_it_recorded_and_not_this_machine_s(tmp_path):
+    recorded = {"a": ("NVIDIA H200", 8), "b": ("NVIDIA H200", 2), "c": (None, 4)}
+    for name, (gpu, world_size) in recorded.items():
+        (tmp_path / name).mkdir()
+        environment = json.dumps({"gpu": gpu, "world_size": world_size})
+        (tmp_path / name / "environment.json").write_text(environment)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "elapsed_minutes": 30}\n')
+    spent = replicate.cost([tmp_path / name for name in recorded])
+    assert spent["hours"] == {"NVIDIA H200": 5.0, "CPU process": 2.0}
+    config = parse(ReplicateConfig, ["--recipe", "demo"])
+    told = "Cost: 5.00 NVIDIA H200-hours of training, 2.00 CPU process-hours of training in 3 runs."
+    assert told in replicate.report(config, [], {}, spent)[0]
 
 
 def test_published_values_have_sources(folder):
