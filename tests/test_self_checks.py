@@ -192,6 +192,8 @@ def test_a_trained_stop_token_is_accepted():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
     self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
     self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP], CONFIG)
+    turns = Example(0, "", [5, 6], [[7, STOP, 8, 9, 9]], {}, trained=[[0, 2], [4, 5]])  # cut
+    self_checks.stop_token_is_trained([turns], [STOP], CONFIG)
 
 
 def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
@@ -205,8 +207,8 @@ def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
 def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
     """GPT-2 pads with its eos token: `ids != pad` would take the stop token out of the loss."""
 
-    def inferred(prompts: Any, completions: Any, pad_id: int) -> PaddedBatch:
-        batch = padding.padded_batch(prompts, completions, pad_id)
+    def inferred(prompts: Any, completions: Any, pad_id: int, **options: Any) -> PaddedBatch:
+        batch = padding.padded_batch(prompts, completions, pad_id, **options)
         batch.completion_mask = batch.completion_mask & (batch.completion_ids != pad_id)
         return batch
 

@@ -75,19 +75,23 @@ def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig
     by_length = sorted(rows, key=lambda row: -num_tokens[row])
     pieces = []
     for row in by_length[distributed.rank() :: distributed.world_size()]:
-        example = examples[row]
-        first = row * len(example.completions)
-        places = list(range(first, first + len(example.completions)))
-        pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
+        e = examples[row]
+        places = list(range(row * len(e.completions), (row + 1) * len(e.completions)))
+        pieces += data.cut_group(e.prompt_ids, e.completions, places, config, e.trained)
     return pieces
 
 
 def mean_sft_loss(
     model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int
 ) -> float:
-    """Mean negative log-likelihood per completion token over all examples, in nats. Collective."""
-    logps = score_examples(model, examples, config, pad_id, "evaluating")  # (N, 1)
-    return float(-logps.sum()) / int(data.lengths(examples)[:, 1].sum())
+    """Mean negative log-likelihood per trained token over all examples, in nats. Collective."""
+
+    def sums(model: nn.Module, batch: AnyBatch) -> Tensor:
+        return torch.stack([sequence_scores(model, batch), batch.completion_mask.sum(-1)], -1)
+
+    found = score_examples(model, examples, config, pad_id, "evaluating", score=sums)  # (N, 1, 2)
+    logp, num_tokens = found.sum((0, 1)).tolist()
+    return float(-logp / num_tokens)
 
 
 def preferences(

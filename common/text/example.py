@@ -17,6 +17,8 @@ class Example:
         columns: The row's other columns, for reward functions and reports.
         source: Where the row comes from, as `row_source` tells before truncation.
         messages: The prompt as messages, empty if the row holds text.
+        trained: Of a conversation the ranges [start, end) of its one completion's tokens that count
+            in the loss; what stands between is only read. Empty: every token counts.
     """
 
     row: int
@@ -26,3 +28,4 @@ class Example:
     columns: dict[str, Any]
     source: str = "other"
     messages: list[dict[str, Any]] = field(default_factory=list)
+    trained: list[list[int]] = field(default_factory=list)

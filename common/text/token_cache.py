@@ -102,7 +102,8 @@ def write(file: Path, rows: Sequence[Example], report: Mapping[str, Any]) -> Non
     """Keep at least one example, all with as many completions, and the report, as JSON values."""
     try:
         texts = [
-            json.dumps([r.row, r.prompt, r.columns, r.source, r.messages]).encode() for r in rows
+            json.dumps([r.row, r.prompt, r.columns, r.source, r.messages, r.trained]).encode()
+            for r in rows
         ]
     except TypeError as error:  # of a Parquet file's dates, for example
         print(f"warning: tokenised rows are not kept: {gist(error)}.", flush=True)
