@@ -64,7 +64,8 @@ def main(config: DPOConfig) -> None:
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
     resume_from = find_checkpoint(config)
-    train_set, eval_set = load_pairs(config, tokenizer, stop_ids, configs[0], mesh)
+    rest = (tokenizer, stop_ids, configs[0], mesh)
+    train_set, eval_set = load_pairs(config, *rest, is_resumed=resume_from is not None)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shared_lengths = shorter_lengths(train_set)  # (rows,)
@@ -134,17 +135,23 @@ def main(config: DPOConfig) -> None:
 
 
 def load_pairs(
-    config: DPOConfig, tokenizer: Any, stop_ids: list[int], model_config: Any, mesh: DeviceMesh
+    config: DPOConfig,
+    tokenizer: Any,
+    stop_ids: list[int],
+    model_config: Any,
+    mesh: DeviceMesh,
+    *,
+    is_resumed: bool,
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """Pairs to train on, from rows or made of rollouts, and held-out ones. Collective."""
-    from common.pairs.from_rollouts import pairs_from_rollouts
+    from common.pairs.from_rollouts import pairs_of_run
 
     if config.pairs_from == "dataset":
         return data.load_splits(config, "preference", tokenizer, stop_ids)
     name, split, number = config.dataset_name, config.dataset_test_split, config.num_eval_rows
     rest = (tokenizer, stop_ids)
     eval_set = data.load_examples(config, name, split, "preference", *rest, number)
-    return pairs_from_rollouts(config, *rest, model_config, mesh), eval_set
+    return pairs_of_run(config, *rest, model_config, mesh, is_resumed=is_resumed), eval_set
 
 
 def pair_losses(

@@ -46,7 +46,8 @@ class DPOConfig(TrainConfig, EngineConfig):
         True, "score all pairs with the reference first and free it (false: beside each step)"
     )
     ref_cache_dir: str = free_flag(
-        "", "folder where runs keep and find the reference's log-probabilities (empty: none)"
+        "output/ref_cache",
+        "folder where runs find the reference's log-probabilities; may be deleted (empty: none)",
     )
 
     _pairs: ClassVar = "pairs"

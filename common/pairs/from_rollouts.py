@@ -5,7 +5,7 @@ winner's first.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,29 @@ from common.rewards.scorer import RewardScorer
 from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy
+from common.text import token_cache
+
+PAIRS_FILE = "pairs.tokens"  # in a run's folder: what it has sampled, as token ids
+
+
+def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Example]:
+    """What `pairs_from_rollouts` makes; a resumed run of the same flags reads it. Collective."""
+    file = Path(config.output_dir) / PAIRS_FILE
+    made_by = {
+        f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["may_change"]
+    }
+    found: Sequence[Example] | None = None
+    if is_resumed:
+        stored = token_cache.read(file) if distributed.is_rank0() else None
+        is_own = stored is not None and stored.report == made_by
+        found = distributed.from_rank0(list(stored) if stored and is_own else None)
+    if found:
+        distributed.print_rank0(f"pairs from rollouts: the {len(found)} of this run, from {file}")
+        return found
+    found = pairs_from_rollouts(config, *rest)
+    if distributed.is_rank0():
+        token_cache.write(file, found, made_by)
+    return found
 
 
 def pairs_from_rollouts(
@@ -42,7 +65,7 @@ def pairs_from_rollouts(
 ) -> list[Example]:
     """Sample from the starting policy, score, and pair: the training set. Collective.
 
-    A function of the seed, the prompts and the weights: a resumed run makes the same pairs again.
+    A function of the seed, the prompts and the weights.
     """
     rows = (config.dataset_name, config.dataset_train_split, "prompts")
     prompts = data.load_examples(config, *rows, tokenizer, stop_ids, config.num_train_rows)

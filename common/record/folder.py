@@ -31,7 +31,7 @@ FOLDERS = (
 )
 FILES = (
     *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),
-    *("completions.jsonl", "report.md", "report.html", ".lock"),
+    *("pairs.tokens", "completions.jsonl", "report.md", "report.html", ".lock"),
     *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")

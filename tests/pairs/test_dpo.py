@@ -6,6 +6,7 @@ out here from plain log-probabilities; and the flags that contradict each other.
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,19 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import launch, run_stages
+from ranks import launch, run_stages, untimed_lines
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import train_dpo
 from common import losses
 from common.data import BatchOrder
 from common.errors import UserError
 from common.evaluation import score
 from common.model import load
 from common.padding import padded_batch
-from common.pairs import reference
+from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
+from common.report import plots
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
@@ -365,6 +368,46 @@ def test_pairs_from_rollouts_do_not_depend_on_the_ranks(runs, job):
 def test_dpo_on_its_own_rollouts_starts_at_ln_2(runs):
     for job in ("rso", "best_worst"):
         assert runs.series(1, job, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypatch):
+    """It ends in the same bits; of other flags, or from the start, the pairs are sampled anew."""
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    flags = COMMON | ROLLOUTS | {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0}
+    flags |= {"model_name_or_path": str(runs.folder / "start"), "micro_batch_size": 8}
+    flags |= {"dataset_name": str(runs.folder / "train.jsonl"), "output_dir": str(tmp_path / "run")}
+    flags |= {
+        "reward_funcs": [f"{runs.folder / 'judge.py'}:reward"],
+        "ref_cache_dir": str(tmp_path / "cache"),
+    }
+    train_dpo.main(DPOConfig(**flags))
+    weights, lines = (
+        tmp_path / "run" / "model" / "model.safetensors",
+        untimed_lines(tmp_path / "run"),
+    )
+    whole = weights.read_bytes()
+    for left in (
+        "model",
+        "checkpoints/step_00000004",
+    ):  # as if it had been killed at the third step
+        shutil.rmtree(tmp_path / "run" / left)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was made before")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
+        patch.setattr(reference, "desensitised", refuse)
+        train_dpo.main(DPOConfig(**flags))
+        assert weights.read_bytes() == whole
+        assert untimed_lines(tmp_path / "run") == lines
+        for anew in (
+            {"resume_from_checkpoint": "none"},
+            {"seed": 5, "resume_from_checkpoint": "latest"},
+        ):
+            with pytest.raises(AssertionError, match="made before"):
+                train_dpo.main(DPOConfig(**flags | anew))
 
 
 # ---- reward model --------------------------------------------------------------------------------
