@@ -1,5 +1,8 @@
 """Evaluate any mix of policies and reward models on the same held-out rows.
 
+Rows with `chosen` and `rejected` are pairs, which have an accuracy; any with `prompt` are sampled
+from. A data set may have either, or two be given.
+
 Preference accuracy, on the whole split in fixed order; a tie counts one half. A reward model is
 judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta log(pi / ref)
 (Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the log-probability
@@ -15,6 +18,8 @@ that stopped by itself, repetition and copying; and win rates of every two polic
 against the row's `completion`, by every judge, also at equal length. Intervals are 95%, over
 prompts.
 
+    python evaluate.py --output_dir output/eval --policies gpt2 --dataset_name my/prompts.jsonl \
+        --reward_funcs gsm8k
     torchrun --standalone --nproc_per_node 2 evaluate.py --config assets/recipes/demo/evaluate.yaml
     python evaluate.py --output_dir output/eval --dataset_name my/pairs/validation.jsonl \
         --ref_model_name_or_path output/sft/model \
@@ -28,91 +33,28 @@ output_dir, and prints the tables.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from common import data, distributed, launch, self_checks
-from common.config import flag, free_flag, path_flag
 from common.data import Example
-from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
+from common.errors import UserError
 from common.evaluation import completions, judges, pair_scores, score
-from common.evaluation.completions import REFERENCE, Answers, Generation, collect
+from common.evaluation.completions import (
+    REFERENCE,
+    Answers,
+    Generation,
+    collect,
+    reference_text,
+)
+from common.evaluation.config import EvaluateConfig, settle, split_of
 from common.evaluation.pair_scores import PairScores
 from common.model import fsdp, load
 from common.record.folder import save_run_files
-from common.sampling.engine_config import EngineConfig
 from common.scoring import Policy
 
-
-@dataclass
-class EvaluateConfig(EngineConfig):
-    """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
-
-    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
-
-    _systems: ClassVar = "what is evaluated"
-    policies: list[str] = path_flag([], "folders or hub ids of causal language models")
-    reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
-    ref_model_name_or_path: str = path_flag("", "for implicit rewards (empty: first policy)")
-    policy_scores: list[str] = flag(
-        ["implicit_reward"],
-        "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
-        "log_ratio, log_ratio_per_token, logp, logp_per_token",
-        pair_scores.POLICY_SCORES,
-        required=True,
-    )
-    beta: float = flag(
-        0.0,
-        "of implicit rewards, for their calibration (0: that of the run beside each policy)",
-        ge=0,
-    )
-    score_stop_token: bool = flag(
-        True, "count the stop token in a policy's scores (false: for one not trained to end so)"
-    )
-    scores_from: list[str] = path_flag(
-        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
-    )
-    margin_column: str = flag(
-        "", "column of rating differences, by which accuracies are split (empty: none)"
-    )
-
-    _generations: ClassVar = "generations"
-    prompts_dataset_name: str = path_flag("", "rows to sample from (empty: dataset_name)")
-    num_prompts: int = flag(256, "prompts to sample from (0: no generations)")
-    temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
-    max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
-    reward_funcs: list[str] = path_flag(
-        [], "further judges of generations: as in train_grpo.py (a file is run as code)"
-    )
-    judge_funcs: list[str] = path_flag(
-        [], "judges of two generations: file.py:function (your file is run as code)"
-    )
-    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
-
-    def __post_init__(self) -> None:
-        """Refuse values that no evaluation may have."""
-        super().__post_init__()
-        if not self.policies and not self.reward_models:
-            raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
-        for name in ("policies", "reward_models", "judge_funcs"):
-            refuse_twice(name, getattr(self, name))
-        if not self.dataset_test_split:
-            raise UserError("--dataset_test_split is required: the split to evaluate on.")
-        if 0 < self.temperature < SMALLEST_TEMPERATURE:
-            raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
-        if self.max_new_tokens > self.max_completion_length:
-            most = f"at most --max_completion_length, {self.max_completion_length}"
-            raise self.refused("max_new_tokens", most)
-        if self.rollout_engine != "own" and not (self.policies and self.num_prompts):
-            raise self.refused("rollout_engine", "own without --policies that generate")
-        first = (self.policies or self.reward_models)[0]
-        self.model_name_or_path = self.model_name_or_path or first
-        self.ref_model_name_or_path = self.ref_model_name_or_path or first
-        if self.policies:  # the reference is evaluated once, where it is one of them
-            named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])
-            refuse_twice("ref_model_name_or_path or --policies", list(named))
-        self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
+WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
 
 
 def main(config: EvaluateConfig) -> None:
@@ -125,6 +67,7 @@ def main(config: EvaluateConfig) -> None:
 
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
+    settle(config)
 
     # Data; every folder is checked before the first model is loaded
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
@@ -143,22 +86,20 @@ def main(config: EvaluateConfig) -> None:
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     scorer.check_messages(pairs)
     scorer.check_rows(prompts)
-    where = (config.dataset_name, config.dataset_test_split)
+    name = config.dataset_name if config.score_pairs else config.prompts_dataset_name
+    where = (name, split_of(name, config))
     table = PairScores(pair_scores.describe_pairs(pairs, *where, config.margin_column))
     others = pair_scores.read_others(table, config.scores_from)
-    if distributed.is_rank0():
-        save_run_files(output_dir, config, distributed.world_size())
-        for name in ("results.json", "report.html", "report.md"):  # of an earlier evaluation
-            (output_dir / name).unlink(missing_ok=True)
+    start_folder(config)
 
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
     scorer.load(mesh)
     names = scorer.short
-    readings: dict[str, str] = {}  # of each system by its path: its scores in the main table
-    for path, function in scorer.reward_models.items():
+    evaluated = (*scorer.reward_models, *(path for path in policies if path in config.policies))
+    readings = {path: names[path] for path in evaluated}  # their scores in the main table
+    for path, function in scorer.reward_models.items() if pairs else ():
         scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
-        readings[path] = names[path]
         table.add(names[path], scores.numpy(), are_log_odds=True)
         write_parts(table, [], output_dir)
 
@@ -167,22 +108,23 @@ def main(config: EvaluateConfig) -> None:
     sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
     scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, stop_ids)
-    lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.only_tokens_matter(policy, config)
-        logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
-        if path in config.policies:
+        if pairs:
+            logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
+            lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
             read = pair_scores.policy_scores(
                 config.policy_scores, logps, ref_logps, lengths, betas[path]
             )
-            table.add_policy(names[path], read, betas[path])
-            readings[path] = f"{names[path]} {next(iter(read))}"
+            if path in config.policies:
+                table.add_policy(names[path], read, betas[path])
+                readings[path] = f"{names[path]} {next(iter(read))}"
+            ref_logps = logps if reference is None else ref_logps
+        reference = reference or policy
         write_parts(table, collect(prompts, generations), output_dir)
-        if reference is None:
-            reference, ref_logps = policy, logps
         if prompts:
             sampler = new_sampler(policy, tokenizer, stop_ids, sampling)
             rollouts = sampler.sample_shared(
@@ -204,20 +146,21 @@ def main(config: EvaluateConfig) -> None:
     answers = judges.with_verdicts(answers, functions, prompts, config.seed)
 
     # Results
-    texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
-    table.scores |= pair_scores.baselines(pairs, texts, config.seed)
-    pair_scores.add_others(table, others)
+    if pairs:
+        texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
+        table.scores |= pair_scores.baselines(pairs, texts, config.seed)
+        pair_scores.add_others(table, others)
     write_parts(table, answers, output_dir)
     results = {
-        "dataset": config.dataset_name,
-        "split": config.dataset_test_split,
+        "dataset": where[0],
+        "split": where[1],
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
         "attainable_accuracy": attainable(table.pairs),
         "systems": [
             describe(path, name, scorer, table, answers) for path, name in readings.items()
         ],
-        "comparison": compare(table),
+        "comparison": compare(table) if pairs else None,
         "reference_completions": completions.summary(answers, REFERENCE),
         "win_rates": all_win_rates(answers),
         "samples": [row.texts() for row in answers[: config.num_sample_prompts]],
@@ -235,31 +178,53 @@ def show(results: dict[str, Any], config: EvaluateConfig) -> None:
     chain.chain_report(results, output_dir)
     chain.send(results, config)
     distributed.print_rank0(f"\n{chain.systems_table(results)}\n")
-    distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
+    if results["comparison"]:
+        distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
     for table in tables.generation_tables(results):
         distributed.print_rank0(f"{table}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
 
 
+def start_folder(config: EvaluateConfig) -> None:
+    """Write what the run is, and remove what an earlier evaluation wrote."""
+    output_dir = Path(config.output_dir)
+    if distributed.is_rank0():
+        save_run_files(output_dir, config, distributed.world_size())
+        for name in WRITTEN:
+            (output_dir / name).unlink(missing_ok=True)
+
+
 def load_data(
     config: EvaluateConfig, tokenizer: Any, stop_ids: list[int]
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """The pairs to judge and the prompts to sample from, both of the test split."""
-    split, rest = config.dataset_test_split, (tokenizer, stop_ids)
-    pairs = data.load_examples(
-        config, config.dataset_name, split, "preference", *rest, config.num_eval_rows
-    )
-    if not config.num_prompts or not config.policies:
-        return pairs, []
-    name = config.prompts_dataset_name
-    return pairs, data.load_examples(config, name, split, "prompts", *rest, config.num_prompts)
+    """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
+    rest = (tokenizer, stop_ids)
+    pairs: Sequence[Example] = []
+    prompts: Sequence[Example] = []
+    if config.score_pairs:
+        name, number = config.dataset_name, config.num_eval_rows
+        split = split_of(name, config)
+        pairs = data.load_examples(config, name, split, "preference", *rest, number)
+    if config.generates:
+        name, number = config.prompts_dataset_name, config.num_prompts
+        split = split_of(name, config)
+        prompts = data.load_examples(config, name, split, "prompts", *rest, number)
+    num_systems = len({config.ref_model_name_or_path, *config.policies})
+    if config.judge_funcs and num_systems < 2 and not any(map(reference_text, prompts)):
+        raise UserError(
+            "--judge_funcs compares two completions of a prompt, and there is one policy and no "
+            "column completion; leave it out."
+        )
+    return pairs, prompts
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
     """Write what is known so far, so that a judge that fails later loses nothing of it."""
     if distributed.is_rank0():
-        pair_scores.write_scores(output_dir / "scores.jsonl", table)
-        completions.write(answers, output_dir)
+        if table.pairs:
+            pair_scores.write_scores(output_dir / "scores.jsonl", table)
+        if answers:
+            completions.write(answers, output_dir)
 
 
 def describe(
@@ -272,16 +237,19 @@ def describe(
     """
     from common.evaluation.intervals import preference_accuracy
 
-    scores, sources = table.systems[reading], [pair["source"] for pair in table.pairs]
+    scores = table.systems.get(reading)  # (N, 2); none without pairs
+    sources = [pair["source"] for pair in table.pairs]
     rows_of = {source: [s == source for s in sources] for source in dict.fromkeys(sources)}
     cost = score.run_cost(Path(path).parent)
     system: dict[str, Any] = {
         "name": scorer.short[path],
         "kind": "reward_model" if path in scorer.reward_models else "policy",
         "path": path,
-        "accuracy": asdict(preference_accuracy(*scores.T)),
+        "accuracy": None if scores is None else asdict(preference_accuracy(*scores.T)),
         "accuracy_by_source": {
-            source: asdict(preference_accuracy(*scores[rows].T)) for source, rows in rows_of.items()
+            source: asdict(preference_accuracy(*scores[rows].T))
+            for source, rows in rows_of.items()
+            if scores is not None
         },
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
@@ -298,7 +266,7 @@ def attainable(described: list[dict[str, Any]]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
     from common.text import synthetic
 
-    known = all(pair["label_probability"] is not None for pair in described)
+    known = described and all(pair["label_probability"] is not None for pair in described)
     return synthetic.attainable_accuracy(described) if known else None
 
 

@@ -69,6 +69,7 @@ class CommonConfig:
 
     unused: ClassVar[Sequence[str]] = ()
     given = frozenset[str]()  # names of the flags in the command line and its recipe
+    typed = frozenset[str]()  # of those in the command line itself
 
     _what: ClassVar = "what"
     output_dir: str = free_flag("", "folder this run writes to", required=True, is_path=True)

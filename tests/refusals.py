@@ -38,7 +38,9 @@ def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
         values["reward_funcs"] = "rewards.py:lengths"
     if stage == "evaluate":
         values = {**values, "policies": "policy", "dataset_test_split": "train"}
-        values = {k: v for k, v in values.items() if k not in ("batch_size", "max_steps")}
+        idle = {"batch_size", "max_steps"}
+        idle |= {"model_name_or_path"} if "tokenizer_name_or_path" in flags else set()
+        values = {k: v for k, v in values.items() if k not in idle}
     argv = []
     for name, value in (values | flags).items():
         argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -53,6 +53,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     config.given = frozenset(values)  # type: ignore[attr-defined]
+    config.typed = frozenset(given.keys() & fields.keys())  # type: ignore[attr-defined]
     return config
 
 

@@ -20,6 +20,7 @@ from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import (
     calibration_figure,
     dataset_title,
+    held_out,
     reward_functions,
     summary_figure,
 )
@@ -42,6 +43,8 @@ def systems_table(results: Results) -> Table:
     functions = reward_functions(results["systems"])
     rows = []
     for system in results["systems"]:
+        if system.get("kind") == "reward_model" and not results["num_pairs"]:
+            continue  # it judged, and was not judged
         rewards = system.get("rewards") or {}
         row = {
             "stage": system["name"],
@@ -109,9 +112,9 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     colours = system_colours(folders)
     picture = summary_figure(results, records, colours, output_dir / "plots" / "summary.png")
     systems: list[Block] = [
-        f"Held-out, {results['num_pairs']:,} preference pairs.",
+        f"{held_out(results).capitalize()}.",
         systems_table(results),
-        Picture(picture, "Accuracy, reward and training curves."),
+        Picture(picture, "Held-out results and training curves."),
     ]
     blocks = [Section("Systems", systems)]
     if comparison := results.get("comparison"):
@@ -134,15 +137,18 @@ def reading_notes(results: Results) -> str:
     """A list of what must be known to read the table of the systems."""
     found = {system["name"]: system.get("accuracy") for system in results["systems"]}
     ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in found.items() if accuracy]
-    notes = [
+    of_pairs = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
         "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
         "itself by its log-probability. A pair with equal scores counts one half. Ties: "
-        f"{', '.join(ties) or 'none'}.",
-        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. Wilson's "
-        "takes pairs as independent: where a prompt has several, the interval over prompts in the "
-        "section on preference accuracy is the one that holds. Intervals cover the draw of the "
-        "evaluation rows, not the seed of the training run. Two systems whose "
+        f"{', '.join(ties)}.",
+        "Wilson's interval of an accuracy takes pairs as independent: where a prompt has several, "
+        "the interval over prompts in the section on preference accuracy is the one that holds.",
+    ]
+    notes = [
+        *(of_pairs if ties else ()),
+        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. They cover "
+        "the draw of the evaluation rows, not the seed of the training run. Two systems whose "
         "intervals are apart differ; if the intervals overlap they may still differ, since both "
         "are measured on the same rows.",
         "KL is to the reference in nats per completion, length is in tokens with the stop token, "

@@ -31,16 +31,26 @@ def summary_figure(
     colours: Mapping[str, str],
     output_path: Path,
 ) -> Path:
-    """Draw the chain in one picture: accuracy, reward, and the training from `records` by stage."""
-    number = f"held-out, {results['num_pairs']:,} preference pairs"
+    """Draw the chain in one picture: accuracy, reward, and the training from `records` by stage.
+
+    Without pairs there is no accuracy to draw.
+    """
     with style():
-        figure = titled_figure(f"{dataset_title(results['dataset'])}: {number}", 14, 5)
-        grid = figure.add_gridspec(2, 3, width_ratios=(1, 1, 1.25))
-        draw_accuracy(figure.add_subplot(grid[:, 0]), results, colours)
-        draw_reward(figure.add_subplot(grid[:, 1]), results["systems"], colours)
-        draw_reward_curves(figure.add_subplot(grid[0, 2]), records, colours)
-        draw_loss_curves(figure.add_subplot(grid[1, 2]), records, colours)
+        panels = [draw_accuracy, draw_reward] if results["num_pairs"] else [draw_reward]
+        title = f"{dataset_title(results['dataset'])}: {held_out(results)}"
+        figure = titled_figure(title, 4.3 * len(panels) + 5.4, 5)
+        grid = figure.add_gridspec(2, len(panels) + 1, width_ratios=(*[1] * len(panels), 1.25))
+        for column, draw in enumerate(panels):
+            draw(figure.add_subplot(grid[:, column]), results, colours)
+        draw_reward_curves(figure.add_subplot(grid[0, -1]), records, colours)
+        draw_loss_curves(figure.add_subplot(grid[1, -1]), records, colours)
         return save(figure, output_path)
+
+
+def held_out(results: Mapping[str, Any]) -> str:
+    """What the systems are judged on."""
+    numbers = {"preference pairs": results["num_pairs"], "prompts": results.get("num_prompts")}
+    return f"held-out, {' and '.join(f'{n:,} {what}' for what, n in numbers.items() if n)}"
 
 
 def dataset_title(name: str) -> str:
@@ -74,10 +84,9 @@ def draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, s
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
 
-def draw_reward(
-    axes: Any, systems: Sequence[Mapping[str, Any]], colours: Mapping[str, str]
-) -> None:
+def draw_reward(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:
     """The mean of the gold reward, else of the first reward function, else reward model."""
+    systems = results["systems"]
     choices = {"Gold reward of completions": [s.get("gold_reward") for s in systems]}
     for judge in reward_functions(systems):
         choices[f"Reward {judge!r}"] = [(s.get("rewards") or {}).get(judge) for s in systems]

@@ -58,8 +58,9 @@ def run_facts(run_dir: Path) -> dict[str, str]:
     """Data set, seed, date and commit of a run, as far as its own files say; no clock is read."""
     config, environment = read_config(run_dir), read_environment(run_dir)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
+    own = "dataset_name" if config.get("score_pairs", True) else "prompts_dataset_name"
     facts = {
-        "data set": config.get("dataset_name"),
+        "data set": config.get(own),
         "split": config.get("dataset_test_split"),
         "seed": config.get("seed"),
         "started": environment.get("started"),

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,24 @@ def load_rows(
         if fault := _fault(row, kind):
             raise UserError(f"{source}, row {number}: {fault}.")
     return rows
+
+
+def has_pairs(dataset_name: str, split: str, dataset_config: str | None) -> bool:
+    """Whether a split has a column `chosen` or `rejected`; says so where it has not.
+
+    Raises:
+        UserError: it is not there, or cannot be read.
+    """
+    if dataset_name == "synthetic":
+        return True
+    files = data_files(dataset_name, split)
+    columns = (
+        _columns(files[0]) if files else _hub_data(dataset_name, split, dataset_config).features
+    )
+    found = not {"chosen", "rejected"}.isdisjoint(columns)
+    if not found:
+        distributed.print_rank0(f"{dataset_name} has no columns chosen and rejected: prompts only")
+    return found
 
 
 def identity(dataset_name: str, split: str, dataset_config: str | None) -> str:
@@ -216,11 +234,22 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
+def _columns(path: Path) -> Iterable[str]:
+    """The columns of a file; of JSON those of its first row."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        with _readable(path):
+            return list(pyarrow.parquet.read_schema(path).names)
+    with _readable(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        return next(_json_rows(stream, os.fspath(path)), {})
+
+
 def _read_file(path: Path) -> list[Row]:
     """Rows of one local file; a UserError names the file, and the line where one is at fault."""
     with _readable(path):
         if path.suffix == ".parquet":
-            import pyarrow.parquet  # type: ignore[import-untyped]
+            import pyarrow.parquet
 
             return list(pyarrow.parquet.read_table(path).to_pylist())
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:

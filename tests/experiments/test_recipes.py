@@ -48,7 +48,8 @@ STAGES = {
 }
 CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
 WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
-SHORT_CHAINS = {"count": ("sft", "grpo"), "gsm8k": ("sft", "grpo")}  # rewards need no training
+# Whose rewards need no training
+SHORT_CHAINS = {"count": ("sft", "grpo"), "gsm8k": ("sft", "grpo", "evaluate")}
 SENTIMENT = ("sft", "pairs", "dpo", "grpo", "evaluate")
 FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.stem in STAGES)
 NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
@@ -200,7 +201,9 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(
 ):
     monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     for stage in SHORT_CHAINS[chain]:
-        smaller: dict[str, int] = {**SMALLER[stage], "num_train_rows": 6}
+        smaller: dict[str, int] = dict(SMALLER[stage])
+        if stage != "evaluate":
+            smaller["num_train_rows"] = 6
         if stage == "grpo":
             smaller |= {"num_generations": 4, "generation_batch_size": 4}
         flags = [f"--{name}={value}" for name, value in smaller.items()]
@@ -211,7 +214,13 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(
     records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").open()]
     assert records[-1]["step"] == 2
     rewards = {name for record in records for name in record if name.startswith("reward/")}
-    assert rewards == {f"reward/{name}" for name in config.reward_funcs}
+    recipe = yaml.safe_load((RECIPES / chain / "grpo.yaml").read_text())
+    assert rewards == {f"reward/{name}" for name in recipe["reward_funcs"]}
+    if "evaluate" in SHORT_CHAINS[chain]:
+        results = json.loads((folder / "evaluation" / "results.json").read_text())
+        names = [Path(recipe["model_name_or_path"]).name, *SHORT_CHAINS[chain][:-1]]
+        assert [system["name"] for system in results["systems"]] == names
+        assert all(system["rewards"].keys() == {"gsm8k"} for system in results["systems"])
 
 
 CLASSIFIER = "siebert/sentiment-roberta-large-english"

@@ -195,7 +195,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
     assert [c.strip() for c in row[4:6]] == ["0.891 [0.791, 0.991]", "0.250 [0.150, 0.350]"]
     assert empty[4].strip() == "–"
     axes = Figure().subplots()
-    figures.draw_reward(axes, results["systems"], {"SFT": "black"})
+    figures.draw_reward(axes, results, {"SFT": "black"})
     assert "'positive'" in axes.get_title("left") + axes.get_title()
     (dot,) = [line for line in axes.get_lines() if line.get_marker() == "o"]
     assert dot.get_ydata().tolist() == [0.891]

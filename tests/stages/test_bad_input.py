@@ -62,7 +62,7 @@ ROWS: list[Case] = [
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
     ("train_dpo", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("train_reward", {"dataset_name": "sft"}, ["'chosen' is missing"]),
-    ("evaluate", {"dataset_name": "sft"}, ["'chosen' is missing"]),
+    ("evaluate", {"dataset_name": "sft", "num_prompts": 0}, ["sft has no pairs", "no policy"]),
     ("train_sft", {"dataset_name": "number"}, ["row 2", "'completion'", "holds int", "text"]),
     ("train_sft", {"dataset_name": "null"}, ["row 2", "'prompt' holds NoneType", "must be text"]),
     ("train_sft", {"dataset_name": "nested"}, ["row 1", "'prompt' holds dict", "must be text"]),
@@ -395,6 +395,18 @@ FLAGS: list[Case] = [
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
     ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
+    *(
+        ("evaluate", flags | {name: value}, [f"--{name} has no effect", "leave it out"])
+        for flags, idle in (
+            ({"dataset_name": "sft"}, {"beta": 1, "scores_from": "a", "num_eval_rows": 2}),
+            ({"score_pairs": False}, {"margin_column": "a", "policy_scores": "logp"}),
+            ({"num_prompts": 0}, {"temperature": 0, "reward_funcs": "length"}),
+            ({"policies": [], "reward_models": "judge"}, {"num_prompts": 2, "beta": 1}),
+            ({}, {"beta": 1, "reshard_after_forward": False}),
+        )
+        for name, value in idle.items()
+    ),
+    ("evaluate", {"judge_funcs": "rewards.py:lengths"}, ["--judge_funcs compares two"]),
     ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
     ("evaluate", {"beta": -1}, ["--beta is -1.0", "at least 0"]),
     ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),

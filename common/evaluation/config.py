@@ -1,0 +1,138 @@
+"""The configuration of an evaluation, and which of its flags have no effect."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from common.config import flag, free_flag, path_flag
+from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
+from common.evaluation import pair_scores
+from common.sampling.engine_config import EngineConfig, default_of
+
+OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
+OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
+OF_GENERATIONS = (
+    *("prompts_dataset_name", "temperature", "max_new_tokens", "reward_funcs", "judge_funcs"),
+    *("num_sample_prompts", "generation_batch_size", "generation_cache_tokens"),
+)
+
+
+@dataclass
+class EvaluateConfig(EngineConfig):
+    """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
+
+    # A flag of a recipe that one of these in the command line leaves without effect is let be
+    deciding: ClassVar = {"policies", "dataset_name", "score_pairs", "num_prompts"}
+
+    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
+
+    _systems: ClassVar = "what is evaluated"
+    policies: list[str] = path_flag([], "folders or hub ids of causal language models")
+    reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
+    ref_model_name_or_path: str = path_flag("", "for implicit rewards (empty: first policy)")
+    score_pairs: bool = flag(True, "judge by the pairs of dataset_name, where it has any")
+    policy_scores: list[str] = flag(
+        ["implicit_reward"],
+        "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
+        "log_ratio, log_ratio_per_token, logp, logp_per_token",
+        pair_scores.POLICY_SCORES,
+        required=True,
+    )
+    beta: float = flag(
+        0.0,
+        "of implicit rewards, for their calibration (0: that of the run beside each policy)",
+        ge=0,
+    )
+    score_stop_token: bool = flag(
+        True, "count the stop token in a policy's scores (false: for one not trained to end so)"
+    )
+    scores_from: list[str] = path_flag(
+        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
+    )
+    margin_column: str = flag(
+        "", "column of rating differences, by which accuracies are split (empty: none)"
+    )
+
+    _generations: ClassVar = "generations"
+    prompts_dataset_name: str = path_flag("", "rows to sample from (empty: dataset_name)")
+    num_prompts: int = flag(256, "prompts to sample from (0: no generations)")
+    temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
+    max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
+    reward_funcs: list[str] = path_flag(
+        [], "further judges of generations: as in train_grpo.py (a file is run as code)"
+    )
+    judge_funcs: list[str] = path_flag(
+        [], "judges of two generations: file.py:function (your file is run as code)"
+    )
+    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
+
+    def __post_init__(self) -> None:
+        """Refuse values that no evaluation may have."""
+        super().__post_init__()
+        if not self.policies and not self.reward_models:
+            raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
+        for name in ("policies", "reward_models", "judge_funcs"):
+            refuse_twice(name, getattr(self, name))
+        if not self.dataset_test_split:
+            raise UserError("--dataset_test_split is required: the split to evaluate on.")
+        if 0 < self.temperature < SMALLEST_TEMPERATURE:
+            raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
+        if self.max_new_tokens > self.max_completion_length:
+            most = f"at most --max_completion_length, {self.max_completion_length}"
+            raise self.refused("max_new_tokens", most)
+        if self.rollout_engine != "own" and not self.generates:
+            raise self.refused("rollout_engine", "own without --policies that generate")
+        first = (self.policies or self.reward_models)[0]
+        self.model_name_or_path = self.model_name_or_path or first
+        self.ref_model_name_or_path = self.ref_model_name_or_path or first
+        if self.policies:  # the reference is evaluated once, where it is one of them
+            named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])
+            refuse_twice("ref_model_name_or_path or --policies", list(named))
+        self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
+
+    @property
+    def generates(self) -> bool:
+        """Whether completions are sampled."""
+        return bool(self.policies and self.num_prompts)
+
+
+def settle(config: EvaluateConfig) -> None:
+    """Set `score_pairs` to whether there are any, and refuse flags that then have no effect.
+
+    Raises:
+        UserError: such a flag was given, or there is nothing to do.
+    """
+    from common.text.rows import has_pairs
+
+    name = config.dataset_name
+    if config.score_pairs:
+        config.score_pairs = has_pairs(name, split_of(name, config), config.dataset_config or None)
+    if not config.score_pairs and not config.generates:
+        raise UserError(
+            f"nothing to evaluate on: {name} has no pairs (columns chosen and rejected), and no "
+            "policy generates; give --policies and --num_prompts."
+        )
+    others = {*config.policies} - {config.ref_model_name_or_path}
+    has_ratio = others and "implicit_reward" in config.policy_scores
+    only_prompts = not config.score_pairs and config.prompts_dataset_name != name
+    idle = (
+        (True, config.unused, "in evaluate.py"),
+        (config.tokenizer_name_or_path, ["model_name_or_path"], "with --tokenizer_name_or_path"),
+        (not config.generates, OF_GENERATIONS, "without policies that generate"),
+        (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
+        (not has_ratio, ["beta"], "without an implicit_reward of a policy beside the reference"),
+        (not config.score_pairs, OF_PAIRS, "without pairs (columns chosen and rejected)"),
+        (not config.policies, [*OF_POLICIES, "num_prompts"], "without --policies"),
+    )
+    why = {idle_name: where for is_so, names, where in idle if is_so for idle_name in names}
+    given = config.typed if config.typed & config.deciding else config.given
+    for idle_name in sorted(given & why.keys()):
+        if getattr(config, idle_name) != default_of(config, idle_name):
+            raise UserError(f"--{idle_name} has no effect {why[idle_name]}; leave it out.")
+
+
+def split_of(name: str, config: EvaluateConfig) -> str:
+    """The split to evaluate on: of a single file that file, unless the flag was typed."""
+    path = Path(name).expanduser()
+    is_own = path.is_file() and "dataset_test_split" not in config.typed
+    return path.name.split(".")[0] if is_own else config.dataset_test_split
