@@ -137,7 +137,7 @@ def with_pair(piece: ComparedPiece, example: Example, row: int) -> ComparedPiece
             places.append(2 * row + k)
     chosen, rejected = (completions.index(ids) for ids in example.completions)
     pairs = [*piece.pairs, (row, chosen, rejected)]
-    return ComparedPiece(piece.prompt_ids, completions, places, len(pairs), pairs)
+    return ComparedPiece(piece.prompt_ids, completions, places, len(pairs), pairs=pairs)
 
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:
