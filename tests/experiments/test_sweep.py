@@ -22,13 +22,16 @@ from common.errors import UserError
 from common.experiments import sweep
 from common.experiments.outcomes import over_seeds
 from common.experiments.replicate import config_class
-from common.experiments.stages import ROOT, Stage, description, write_mark
+from common.experiments.stages import ROOT, Stage, description, script_arguments, write_mark
 from common.experiments.sweep_file import read_sweep
+from common.flags.parser import parse
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
+from common.text.rows import load_rows
 
-ABLATIONS = ROOT / "assets" / "recipes" / "ablations"
+RECIPES = ROOT / "assets" / "recipes"
+ABLATIONS = RECIPES / "ablations"
 NOISE = {0: 0.3, 1: -0.5, 2: 0.1}  # of a seed, shared by all its runs
 EFFECTS = {0: 0.02, 1: 0.03, 2: 0.01}  # of the variant
 
@@ -240,15 +243,35 @@ def test_a_file_that_cannot_be_is_refused(tmp_path):
     assert "has the judge 'ppo'" in told(lambda c: c["evaluation"].update(judge="ppo"))
 
 
-def test_the_shipped_sweep_names_flags_that_there_are(monkeypatch):
+@pytest.mark.parametrize("name", ["ablations", "iterative"])
+def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = read_sweep(str(ABLATIONS / "demo.yaml"))
+    found = read_sweep(str(RECIPES / name / "demo.yaml"))
     assert len(found.seeds) >= 3
-    assert len({variant.detail for variant in found.variants}) >= 8
     for stage, num_processes in found.training(0):
-        names = config_class(stage.script).__dataclass_fields__
-        assert set(stage.flags) <= set(names), stage
+        parse(config_class(stage.script), script_arguments(stage))
         assert num_processes in (1, 2)
+
+
+def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    runs = {}
+    for stage, _ in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
+        own = parse(config_class(stage.script), script_arguments(stage))
+        runs[stage.output_dir.name] = runs.get(stage.output_dir.name, own)
+    grpo, rounds = runs["grpo"], [runs[f"round_{i}"] for i in (1, 2, 3)]
+    sampled = grpo.max_steps * grpo.batch_size * grpo.num_candidates
+    rows = [
+        len(load_rows("synthetic", run.dataset_train_split, kind="prompts"))
+        for run in (runs["once"], *rounds)
+    ]
+    prompts = zip(rows, (runs["once"], *rounds), strict=True)
+    assert [own * run.num_candidates for own, run in prompts] == [sampled, *[sampled / 3] * 3]
+    assert runs["once"].max_steps == sum(run.max_steps for run in rounds) == grpo.max_steps
+    for run in (runs["once"], *rounds):
+        assert run.num_generations == grpo.num_generations
+        assert 2 * run.batch_size == grpo.batch_size * grpo.num_generations
+        assert run.learning_rate == grpo.learning_rate
 
 
 def test_a_small_sweep_of_real_runs(tmp_path, monkeypatch):

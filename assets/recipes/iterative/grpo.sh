@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Iterative GRPO (DeepSeekMath, arXiv 2402.03300, Algorithm 1) on the embedded task:
-#   make demo && bash assets/recipes/iterative/run.sh
+#   make demo && bash assets/recipes/iterative/grpo.sh
 # Each iteration: GRPO from the present policy, which is also the reference, against the present reward
 # model; fresh pairs of the new policy; the reward model trained on them and on replayed ones.
 # On other data: give the stages' recipes, and as LABELS whatever judges a summary.
