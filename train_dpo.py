@@ -97,7 +97,7 @@ def main(config: DPOConfig) -> None:
             accuracy, _ = score.preferences(
                 policy, eval_set, config, pad_id, reference.held_out, config.is_per_token
             )
-            run.logger.log(step, {"eval_accuracy": accuracy.accuracy})
+            run.logger.log(step, accuracy.metrics)
 
     def show_samples(step: int) -> None:
         shown_logps = token_records.token_logps(policy, shown, config, pad_id)

@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 
 
 def main(config: GRPOConfig) -> None:
-    """Train, export, show samples."""
+    """Train, export, evaluate."""
+    from common.grpo.held_out import HeldOut
     from common.model import lora
     from common.rewards.scorer import RewardScorer
     from common.sampling.engine import new_sampler
@@ -82,6 +83,8 @@ def main(config: GRPOConfig) -> None:
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
+    of_pairs = (config.eval_pairs_dataset_name, config.dataset_test_split, "preference")
+    pairs = data.load_examples(config, *of_pairs, tokenizer, stop_ids, config.num_eval_rows)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
@@ -92,6 +95,7 @@ def main(config: GRPOConfig) -> None:
     reference = load_reference(policy, paths, configs[1], config, mesh)
     scorer.load(mesh)
     sampler = new_sampler(policy, tokenizer, stop_ids, config)
+    held_out = HeldOut(sampler, scorer, reference, eval_set, pairs, config)  # before that moves
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config, is_projected=config.has_exact_kl)
@@ -103,12 +107,14 @@ def main(config: GRPOConfig) -> None:
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
 
-    def show_samples(step: int) -> None:
-        fixed = (eval_set or train_set)[: config.num_sample_prompts]
-        given = (fixed, config, step, run.total_steps)
-        run.logger.samples(step, monitor.sample_table(sampler, scorer, reference, *given))
+    evaluate = partial(held_out.log, run.logger)
+    fixed = (eval_set or train_set)[: config.num_sample_prompts]
+    models = (sampler, scorer, reference)
+    show_samples = partial(monitor.show_samples, run.logger, *models, fixed, config)
 
     # Loop
+    if config.eval_steps and run.step == 0:
+        evaluate(0)  # where curves start
     for step in run.steps():
         run.saver.stop_if_asked(step, at_once=True)
         # 1. Sample K candidates for each of this rank's N prompts, and reward every one
@@ -147,10 +153,10 @@ def main(config: GRPOConfig) -> None:
         if config.sampler_correction != "none":
             run.metrics.add("sampler_weight_share", *monitor.effective_share(weights))
         monitor.add_metrics(run.metrics, kept, advantages, config, step)
-        run.end_step(show_samples=show_samples)
+        run.end_step(evaluate, show_samples)
 
-    # Export, last samples
-    run.finish(tokenizer, stop_ids, looks=[show_samples])
+    # Export, final evaluation
+    run.finish(tokenizer, stop_ids, looks=[evaluate, show_samples])
     sampler.close()
 
 

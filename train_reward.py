@@ -84,7 +84,7 @@ def main(config: RewardConfig) -> None:
     def evaluate(step: int) -> None:
         if eval_set:
             accuracy, scores = score.preferences(model, eval_set, config, pad_id)
-            run.logger.log(step, {"eval_accuracy": accuracy.accuracy})
+            run.logger.log(step, accuracy.metrics)
             run.logger.samples(step, score.pair_table(eval_set, scores, tokenizer, config))
 
     # Loop

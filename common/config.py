@@ -149,6 +149,7 @@ class TrainConfig(CommonConfig):
     """The fields that the four training stages share."""
 
     stage: ClassVar[str]
+    eval_metrics: ClassVar[Sequence[str]]  # by which a checkpoint may be the best
 
     _data: ClassVar = "data"
     dataset_train_split: str = flag("train", "split to train on", required=True)
@@ -223,12 +224,24 @@ class TrainConfig(CommonConfig):
         for name in ("dry_run_ranks", "dry_run_device"):
             if getattr(self, name) and not self.dry_run:
                 raise self.refused(name, "empty without --dry_run true")
+        self.refuse_unwatched()
         if self.lora_target_modules and not self.lora_r:
             raise self.refused("lora_target_modules", "empty with --lora_r 0, without adapters")
         if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
             what = "a model's or adapter's folder, or a hub id, with --lora_r"
             raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
         self.refuse_own_output()
+
+    def refuse_unwatched(self) -> None:
+        """Refuse to watch what is not there: what is asked for would never happen."""
+        watched = dict.fromkeys(("eval_steps", "num_eval_rows"), "dataset_test_split")
+        watched |= {"sample_steps": "num_sample_prompts", "profile_steps": "profile"}
+        for name, what in watched.items():
+            default = getattr(type(self), name)
+            if getattr(self, name) != default and not getattr(self, what):
+                raise self.refused(name, f"{default} without --{what}")
+        if self.run_name and self.report_to == "none":
+            raise self.refused("run_name", "empty with --report_to none")
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""
@@ -247,3 +260,4 @@ class SFTConfig(TrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"
+    eval_metrics: ClassVar = ("eval_loss",)

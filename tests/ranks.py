@@ -277,7 +277,7 @@ def watched() -> Iterator[dict[str, Any]]:
     def note_rollouts(sampler: Sampler, examples: Any, **options: Any) -> Rollouts:
         rollouts = sample(sampler, examples, **options)
         num_samples = options.get("num_samples", 1)
-        if options.get("report"):  # not for the printed table
+        if "step" in options:  # not for tables and evaluation
             for i, example in enumerate(examples):
                 ids = rollouts.completion_ids[i * num_samples : (i + 1) * num_samples]
                 record["rollouts"][f"step {options['step']}, row {example.row}"] = ids

@@ -65,7 +65,7 @@ def test_negative_values_and_values_like_flags(tmp_path):
     assert parse_text("missing_eos_penalty: -2.5\n", tmp_path).missing_eos_penalty == -2.5
     assert parse_text("missing_eos_penalty: -1e-3\n", tmp_path).missing_eos_penalty == -0.001
     assert parse_text("stop_token: '-a'\n", tmp_path).stop_token == "-a"
-    assert parse_text("run_name: 12\n", tmp_path).run_name == "12"
+    assert parse_text("run_name: 12\nreport_to: wandb\n", tmp_path).run_name == "12"
     assert parse_text("dataset_test_split: ''\n", tmp_path).dataset_test_split == ""
 
 
@@ -73,8 +73,8 @@ def test_a_recipe_says_what_a_command_line_would(tmp_path):
     """YAML 1.1 reads 8, 90 seconds, true and a date that is none."""
     assert parse_text("max_steps: 010\n", tmp_path).max_steps == 10
     assert parse_text("stop_token: 1:30\n", tmp_path).stop_token == "1:30"
-    assert parse_text("run_name: yes\nbf16: yes\n", tmp_path).run_name == "yes"
-    assert parse_text("run_name: 2024-13-45\n", tmp_path).run_name == "2024-13-45"
+    assert parse_text("run_name: yes\nreport_to: wandb\n", tmp_path).run_name == "yes"
+    assert parse_text("dataset_config: 2024-13-45\n", tmp_path).dataset_config == "2024-13-45"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
     missing_eos_penalty=st.floats(-1e38, 1e38).filter(lambda x: x == 0 or abs(x) > 1e-37),
     max_steps=st.integers(min_value=0, max_value=2**31 - 1),
     bf16=st.booleans(),
-    run_name=st.text().filter(lambda text: text != "--"),  # which argparse drops
+    dataset_config=st.text().filter(lambda text: text != "--"),  # which argparse drops
     reward_funcs=st.lists(st.text("abc /.:", min_size=1), min_size=1, max_size=3),
 )
 def test_any_value_survives_saving(tmp_path, **values):

@@ -19,6 +19,9 @@ def refuse_impossible(config: CommonConfig) -> None:
         raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
     if metric and not config.save_steps:
         raise config.refused("save_steps", f"positive with --metric_for_best_model {metric}")
+    if metric.startswith("eval_") and metric.split("/")[0] not in config.eval_metrics:
+        names = " or ".join(config.eval_metrics)
+        raise config.refused("metric_for_best_model", f"{names}, or a metric of training steps")
     if metric.startswith("eval_") and (not every or config.save_steps % every):
         wanted = f"a multiple of --eval_steps {every}, and that positive, with "
         raise config.refused("save_steps", f"{wanted}--metric_for_best_model {metric}")

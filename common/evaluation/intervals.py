@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from common.losses import wins
+from common.record.glossary import with_interval
 
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
@@ -34,6 +35,11 @@ class PreferenceAccuracy:
     high: float
     num_pairs: int
     num_ties: int  # pairs whose two scores are equal
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a run logs of it."""
+        return with_interval("eval_accuracy", self.accuracy, self.low, self.high)
 
 
 def wilson_interval(successes: float, total: float, z: float = 1.96) -> tuple[float, float]:

@@ -21,7 +21,8 @@ class GRPOConfig(TrainConfig, EngineConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"
-    unused: ClassVar = ("eval_steps", "require_stop_token")
+    eval_metrics: ClassVar = ("eval_reward", "eval_stop_rate", "eval_accuracy")
+    unused: ClassVar = ("require_stop_token",)
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
     num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)
@@ -75,6 +76,13 @@ class GRPOConfig(TrainConfig, EngineConfig):
         False, "completions that did not stop leave loss and denominators, not the baseline"
     )
 
+    _held_out: ClassVar = "held-out pairs"
+    eval_pairs_dataset_name: str = path_flag(
+        "",
+        "pairs whose dataset_test_split is evaluated too: how often beta log(pi/ref) is higher for "
+        "the chosen completion, with the reference that the run starts from (empty: none)",
+    )
+
     _objective: ClassVar = "objective"
     num_iterations: int = flag(1, "passes over the completions of a rollout", gt=0)
     num_minibatches: int = flag(1, "updates in a pass, each on its share of the prompts", gt=0)
@@ -123,15 +131,18 @@ class GRPOConfig(TrainConfig, EngineConfig):
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        if self.eval_steps:
-            why = "whose rows have no completions to evaluate on; --sample_steps shows samples"
-            raise self.refused("eval_steps", f"0 in GRPO, {why}")
         if not self.require_stop_token:
             why = "--penalize_missing_eos false is for completions that are cut by design"
             raise self.refused("require_stop_token", f"true in GRPO; {why}")
         if self.num_candidates < self.num_generations:
             most = f"at most --num_candidates, {self.num_candidates}"
             raise self.refused("num_generations", most)
+        if self.eval_pairs_dataset_name and not (self.dataset_test_split and self.beta):
+            where = "without --dataset_test_split, and with --beta 0, which has no reference"
+            raise self.refused("eval_pairs_dataset_name", f"empty {where}")
+        if self.metric_for_best_model == "eval_accuracy" and not self.eval_pairs_dataset_name:
+            why = "without --eval_pairs_dataset_name"
+            raise self.refused("metric_for_best_model", f"another one {why}")
         refuse_rollouts(self)
         refuse_reference(self)
         refuse_kl(self)

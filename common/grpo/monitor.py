@@ -17,6 +17,7 @@ from common.data import Example
 from common.errors import EngineError
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept, of_rejection, reward
+from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
     from common.rewards.scorer import RewardScorer
 
 MOST_FLAT = 0.9  # share of flat groups that is worth a word
+
+
+def show_samples(
+    logger: RunLogger,
+    sampler: Sampler,
+    scorer: "RewardScorer",
+    reference: "Policy | AdapterReference | None",
+    examples: Sequence[Example],
+    config: GRPOConfig,
+    step: int,
+) -> None:
+    """Record the `sample_table` after so many steps, and print few lines of it. Collective."""
+    given = (examples, config, step, logger.total_steps)
+    table = sample_table(sampler, scorer, reference, *given)
+    logger.samples(step, table, few_of_each(table, config.num_generations))
 
 
 def sample_table(
@@ -72,6 +88,15 @@ def sample_table(
             reference, sampled, config, pad_id, config.temperature
         )
     return sampler.table(examples, rollouts, **columns)
+
+
+def few_of_each(table: Sequence[dict[str, Any]], per_prompt: int) -> list[dict[str, Any]]:
+    """Of each prompt's rows those with the highest, the middle and the lowest reward, in order."""
+    found = []
+    for start in range(0, len(table), per_prompt):
+        own = sorted(table[start : start + per_prompt], key=lambda row: -row["reward"])
+        found += [own[place] for place in sorted({0, (len(own) - 1) // 2, len(own) - 1})]
+    return found
 
 
 def add_metrics(

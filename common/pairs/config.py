@@ -21,6 +21,7 @@ class DPOConfig(TrainConfig, EngineConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
 
     stage: ClassVar = "DPO"
+    eval_metrics: ClassVar = ("eval_accuracy",)
 
     _objective: ClassVar = "objective"
     loss_type: list[str] = flag(

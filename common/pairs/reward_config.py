@@ -12,6 +12,7 @@ class RewardConfig(TrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "reward model"
+    eval_metrics: ClassVar = ("eval_accuracy",)
     unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
 
     _reward: ClassVar = "reward model"
@@ -34,3 +35,9 @@ class RewardConfig(TrainConfig):
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
     num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)
+
+    def __post_init__(self) -> None:
+        """Refuse values that no reward model may have."""
+        super().__post_init__()
+        if self.sample_steps:
+            raise self.refused("sample_steps", "0 in this stage; --eval_steps shows pairs too")

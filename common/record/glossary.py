@@ -5,7 +5,9 @@ from typing import Any
 
 FUNCTION_PREFIX = "reward/"
 LOGGED_PREFIX = "logged/"
-PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX)  # of names that a run makes up
+# Of names that a run makes up.
+PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX, f"eval_{FUNCTION_PREFIX}")
+ENDS = ("_low", "_high")  # of a 95% interval: eval_reward_low, eval_reward_low/gold
 
 METRICS = (
     # every stage; tokens only in SFT
@@ -20,12 +22,22 @@ METRICS = (
     *("advantage_mean_kept", "effective_sample_size", "candidates_seen"),
     *("zero_variance_fraction", "replaced_groups", "kl", "clip_fraction", "sampler_kl"),
     *("sampler_weight_share", "completion_length", "stop_rate"),
+    *("eval_reward", "eval_reward/<function>", "eval_kl", "eval_completion_length"),
+    *("eval_stop_rate", "eval_<name>_low", "eval_<name>_high"),
 )
 
 # What a console line and the bar show, in this order; metrics.jsonl has everything.
 CONSOLE = (
-    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "kl", "completion_length"),
-    *("stop_rate", "grad_norm", "learning_rate", "tokens_per_second", "reward_shift"),
+    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "eval_reward", "kl"),
+    *(
+        "eval_kl",
+        "completion_length",
+        "stop_rate",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "reward_shift",
+    ),
 )
 POSTFIX = ("loss", "accuracy", "reward", "kl")
 
@@ -37,8 +49,26 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def is_defined(name: str) -> bool:
-    """Whether a metric is in `METRICS`, or made up behind one of `PREFIXES`."""
+    """Whether a metric is in `METRICS`, made up behind one of `PREFIXES`, or an end of either."""
+    head, slash, made_up = name.partition("/")
+    for end in ENDS if head.startswith("eval_") else ():
+        head = head.removesuffix(end)
+    name = head + slash + made_up
     return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
+
+
+def with_interval(
+    name: str, value: float, low: float | None, high: float | None
+) -> dict[str, float]:
+    """A metric and the ends of its 95% interval, by their names; without an interval alone."""
+    values = zip((name, *ends_of(name)), (value, low, high), strict=True)
+    return {own: number for own, number in values if number is not None}
+
+
+def ends_of(name: str) -> list[str]:
+    """The names of the ends of a metric's interval."""
+    head, slash, made_up = name.partition("/")
+    return [f"{head}{end}{slash}{made_up}" for end in ENDS]
 
 
 def recorded(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:

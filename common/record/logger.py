@@ -123,8 +123,13 @@ class RunLogger:
         if self._active:
             self._bar.update(step - self._bar.n)
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print completions as a table, and add them to `samples.jsonl` and to wandb.
+    def samples(
+        self,
+        step: int,
+        rows: Sequence[Mapping[str, Any]],
+        shown: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Add completions to `samples.jsonl`; print them, or some, as a table, also in wandb.
 
         Rows are of the same columns: text, numbers, None, or what is measured of single tokens.
         Those are lists, which go to `samples.jsonl` only.
@@ -132,7 +137,8 @@ class RunLogger:
         if not self._active or not rows:
             return
         self._append(folder.SAMPLES, *({"step": step, **row} for row in rows))
-        table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
+        few = rows if shown is None else shown
+        table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in few]
         width = shutil.get_terminal_size((120, 24)).columns
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")

@@ -156,7 +156,7 @@ def progress_bar(
 
     interactive = sys.stderr.isatty()
     lines: Any = SimpleNamespace(write=write_line, flush=sys.stderr.flush)  # nothing is redrawn
-    return tqdm(
+    bar = tqdm(
         total=total,
         initial=initial,
         desc=description,
@@ -171,12 +171,14 @@ def progress_bar(
         leave=unit == "step",
         disable=not active,
     )
+    bar.shown_at = time.monotonic()  # for `show_status`, which is as patient
+    return bar
 
 
 def show_status(bar: Any, text: str) -> None:
     """Say beside a bar what is happening, redrawing it at its own pace: cheap at every token."""
     bar.set_description_str(text, refresh=False)
     now = time.monotonic()
-    if not bar.disable and now - getattr(bar, "shown_at", 0.0) >= bar.mininterval:
+    if not bar.disable and now - bar.shown_at >= bar.mininterval:
         bar.shown_at = now
         bar.refresh()

@@ -43,7 +43,7 @@ NUM_SAMPLES = 4
 # What is shown, in this order, as far as it was logged and the window is high enough.
 SHOWN = (
     *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward_margin"),
-    *("reward", FUNCTION_PREFIX, "kl", "completion_length", "stop_rate", "entropy"),
+    *("reward", "eval_reward", FUNCTION_PREFIX, "kl", "completion_length", "stop_rate", "entropy"),
     *("chosen_logp", "rejected_logp", "grad_norm", "learning_rate", "tokens_per_second"),
     *("step_seconds", "peak_memory_gb", LOGGED_PREFIX),
 )

@@ -36,6 +36,8 @@ class Line:
     x: Sequence[float]  # not falling, usually optimiser steps
     y: Sequence[float]  # as many; NaN is a gap
     exact: bool = False  # never smoothed, however many points there are
+    low: Sequence[float] = ()  # ends of intervals, NaN where there is none; empty: nowhere
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True)

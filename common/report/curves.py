@@ -26,7 +26,7 @@ def drawing(panel: Panel) -> dict[str, Any] | None:
     lines = [(line, COLOURS.index(c)) for line, c in every if np.isfinite(line.y).any()]
     if not lines:
         return None
-    y = np.concatenate([line.y for line, _ in lines])
+    y = np.concatenate([[*line.y, *line.low, *line.high] for line, _ in lines])
     x_range = limits(np.concatenate([line.x for line, _ in lines]))
     y_range = limits(y[np.isfinite(y)], margin=0.06)
     x_at = partial(np.interp, xp=x_range, fp=(BOX["left"], BOX["right"]))
@@ -71,12 +71,16 @@ def curve(line: Line, colour: int, x_at: Place, y_at: Place) -> dict[str, Any]:
     x, kept = x_at(line.x), drawn(y)
     smooth = smoothed(line)
     heights = {"line": y} if smooth is None else {"pale": y, "line": np.asarray(smooth)}
+    paths = {name: path(x[kept], y_at(each[kept])) for name, each in heights.items()}
+    if line.low:  # a stroke for each interval: the gap behind it lifts the pen
+        ends = np.stack([line.low, line.high, np.full(len(y), np.nan)], axis=1)
+        paths["range"] = path(np.repeat(x, 3), y_at(ends.ravel()))
     dots = np.flatnonzero(np.isfinite(y)) if len(y) <= MARK_BELOW else np.empty(0, int)
     return {
         "label": line.label,
         "colour": colour,
         "last": format_number(float(y[np.isfinite(y)][-1])),
-        "paths": {name: path(x[kept], y_at(each[kept])) for name, each in heights.items()},
+        "paths": paths,
         "dots": list(zip(x[dots], y_at(y[dots]), strict=True)),
     }
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from common.distributed import is_rank0
 from common.record.folder import read_metrics
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, recorded
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, recorded
 from common.report.blocks import Line, Panel
 
 Records = Sequence[Mapping[str, Any]]
@@ -27,7 +27,10 @@ STYLE = Path(__file__).with_name("figures.mplstyle")
 DPI = 150
 MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
-EXACT = ("learning_rate", "peak_memory_gb")  # without noise: never smoothed
+EXACT = ("learning_rate", "peak_memory_gb", "eval_")  # beginnings: never smoothed
+
+FUNCTION = "<function>"  # in a panel that each reward function has, on a scale of its own
+LONGEST_NAME = 30  # characters of a function's name in a title
 
 # Panels of curves.png in order: title, y axis with unit, metrics (a prefix takes all that have it).
 PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -35,14 +38,15 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Preference accuracy", "share of pairs", ("accuracy", "eval_accuracy")),
     ("Pair rewards", "reward", ("chosen_reward", "rejected_reward", "reward_margin")),
     ("Pair log-probabilities", "nats per completion", ("chosen_logp", "rejected_logp")),
-    ("Reward", "mean reward", ("reward", "kept_reward")),
-    ("Reward functions", "mean, unweighted", (FUNCTION_PREFIX,)),
+    ("Reward", "mean reward", ("reward", "kept_reward", "eval_reward")),
+    ("Reward of <function>", "mean", ("reward/<function>", "eval_reward/<function>")),
     ("Logged by reward functions", "mean over the calls", (LOGGED_PREFIX,)),
     ("Reward spread in a group", "standard deviation", ("reward_std",)),
-    ("KL to the reference", "nats per completion", ("kl",)),
+    ("KL to the reference", "nats per completion", ("kl", "eval_kl")),
     ("Sampler against trainer", "nats per token", ("sampler_kl",)),
-    ("Completion length", "tokens", ("completion_length",)),
-    ("Shares", "share", ("stop_rate", "zero_variance_fraction", "clip_fraction")),
+    ("Completion length", "tokens", ("completion_length", "eval_completion_length")),
+    ("Completions that stopped", "share", ("stop_rate", "eval_stop_rate")),
+    ("Shares", "share", ("zero_variance_fraction", "clip_fraction")),
     ("Sampler weights", "share of the tokens", ("sampler_weight_share",)),
     ("Groups replaced", "groups", ("replaced_groups",)),
     ("Advantage of the kept", "mean advantage", ("advantage_mean_kept",)),
@@ -112,23 +116,34 @@ def titled_grid(title: str, number: int, width: float, height: float) -> tuple[A
 def series(records: Records, name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric; a null (a value that was not finite) is a NaN: a gap."""
     points = [(record["step"], record[name]) for record in records if name in record]
-    values = [math.nan if value is None else float(value) for _, value in points]
-    return [step for step, _ in points], values
+    return [step for step, _ in points], [number(value) for _, value in points]
+
+
+def number(value: Any) -> float:
+    """A recorded value, NaN for none."""
+    return math.nan if value is None else float(value)
+
+
+def recorded_line(records: Records, name: str) -> Line:
+    """The curve of a metric, with its intervals if it has some."""
+    own = [record for record in records if name in record]
+    ends = [[number(record.get(end)) for record in own] for end in ends_of(name)]
+    ends = ends if np.isfinite(ends).any() else [[], []]
+    return Line(name, *series(own, name), name.startswith(EXACT), *ends)
 
 
 def curve_panels(records: Records, colour: str = "") -> list[Panel]:
     """The panels of `PANELS` of which the records have something, the first curve in a colour."""
-    found = [(title, unit, recorded(records, names)) for title, unit, names in PANELS]
-    return [
-        Panel(
-            title,
-            unit,
-            [Line(name, *series(records, name), name in EXACT) for name in names],
-            colour=colour,
-        )
-        for title, unit, names in found
-        if names
-    ]
+    rewards = recorded(records, (FUNCTION_PREFIX,))
+    functions = [name.removeprefix(FUNCTION_PREFIX) for name in rewards]
+    panels = []
+    for title, unit, names in PANELS:
+        for function in functions if FUNCTION in title else [""]:
+            own = recorded(records, [name.replace(FUNCTION, function) for name in names])
+            lines = [recorded_line(records, name) for name in own]
+            own_title = title.replace(FUNCTION, function[:LONGEST_NAME])
+            panels += [Panel(own_title, unit, lines, colour=colour)] if lines else []
+    return panels
 
 
 def smoothed(line: Line) -> list[float] | None:
@@ -151,7 +166,10 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
 def draw_panel(
     axes: Any, panel: Panel, colours: Sequence[str] = (), dashes: Sequence[str] = ("-",)
 ) -> None:
-    """The curves of a panel, in these colours and dashes by turns; long ones below their mean."""
+    """The curves of a panel, in these colours and dashes by turns; long ones below their mean.
+
+    An interval is a bar through its point.
+    """
     colours = colours or palette(panel.colour)
     for line, colour, own_dashes in zip(panel.lines, cycle(colours), cycle(dashes)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": own_dashes}
@@ -159,8 +177,10 @@ def draw_panel(
             axes.plot(line.x, line.y, color=colour, linewidth=0.6, alpha=0.35)
             axes.plot(line.x, smooth, **look)
         else:
-            marker = "o" if len(line.y) <= MARK_BELOW else None
+            marker = "o" if len(line.y) <= MARK_BELOW or line.low else None
             axes.plot(line.x, line.y, marker=marker, markersize=3, **look)
+        if line.low:
+            axes.vlines(line.x, line.low, line.high, color=colour, linewidth=1.2, alpha=0.5)
     axes.set(title=panel.title, ylabel=panel.unit, xlabel=panel.x_label)
     axes.xaxis.get_major_locator().set_params(integer=True)  # of few steps it would label halves
     axes.margins(x=0.02)

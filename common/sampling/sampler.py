@@ -186,16 +186,19 @@ class Sampler:
         return Rollouts(*map(torch.cat, zip(*found, strict=True)))
 
     def sample_shared(
-        self, examples: Sequence[Example], *, temperature: float, title: str
+        self, examples: Sequence[Example], *, title: str, **settings: Any
     ) -> Rollouts:
-        """Complete every prompt once, shared by the ranks; each gets all, in order. Collective."""
+        """Complete every prompt once, shared by the ranks; each gets all, in order. Collective.
+
+        The settings are those of `sample`.
+        """
         from common.record.terminal import progress_bar, show_status
 
         mine = range(distributed.rank(), len(examples), distributed.world_size())
         with progress_bar(title, len(mine), unit="prompt", active=distributed.is_rank0()) as bar:
             local = self.sample(
                 [examples[i] for i in mine],
-                temperature=temperature,
+                **settings,
                 report=lambda text: show_status(bar, f"{title}: {text}"),
             )
         rollouts = Rollouts.blank(len(examples), self.config.max_completion_length)

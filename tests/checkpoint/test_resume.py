@@ -49,18 +49,19 @@ COMMON = {
     "save_steps": SAVED,
 }
 GRPO = {
-    "eval_steps": 0,
+    "eval_pairs_dataset_name": "synthetic",
     "num_candidates": 4,
     "num_generations": 3,
     "reward_funcs": "gold",
     "missing_eos_penalty": -0.2,
 }
+OWN: dict[str, dict[str, Any]] = {"grpo": GRPO, "reward": {"sample_steps": 0}}
 
 
 def flags(task: str, base: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
     """A stage's flags, starting from the model of the run in `base`."""
     paths = {"model_name_or_path": str(base / "model"), "output_dir": str(output_dir)}
-    return COMMON | (GRPO if task == "grpo" else {}) | paths | changes
+    return COMMON | OWN.get(task, {}) | paths | changes
 
 
 @pytest.fixture(scope="module")

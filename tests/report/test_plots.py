@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from PIL import Image
 from common.evaluation import completions
 from common.evaluation.completions import Answers, Generation
 from common.flags.parser import parse
-from common.record.glossary import METRICS
+from common.record.glossary import METRICS, PREFIXES
 from common.report import chain, curves, figures, plots
-from common.report.blocks import Line, Panel
+from common.report.blocks import Curves, Line, Panel
 from common.report.chain import chain_report, systems_table
-from common.report.plots import PANELS, draw_panel, moving_mean, plot_run, series
+from common.report.page import html_page
+from common.report.plots import PANELS, curve_panels, draw_panel, moving_mean, plot_run, series
 from evaluate import EvaluateConfig
 
 
@@ -82,7 +84,7 @@ def results() -> dict[str, Any]:
 def test_every_panel_shows_defined_metrics_and_each_only_once() -> None:
     shown = [name for _, _, names in PANELS for name in names]
     assert len(shown) == len(set(shown))
-    assert set(shown) - {"reward/", "logged/"} <= set(METRICS)
+    assert set(shown) - set(PREFIXES) <= set(METRICS)
 
 
 def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
@@ -150,6 +152,27 @@ def test_what_is_drawn_is_what_was_recorded() -> None:
     draw_panel(axes, Panel("Loss", "loss", [Line("loss", [1, 2, 3], [0.5, 0.25, 0.125])]))
     (line,) = axes.get_lines()
     assert line.get_xydata().tolist() == [[1, 0.5], [2, 0.25], [3, 0.125]]
+
+
+def test_evaluations_are_drawn_with_their_intervals() -> None:
+    from matplotlib.figure import Figure
+
+    lines: list[dict[str, Any]] = [{"step": step, "reward": 0.1 * step} for step in range(100)]
+    for step, low in ((0, 0.25), (50, None)):  # None: of a single prompt
+        evaluated = {"eval_reward": 0.5, "eval_reward_low": low, "eval_reward_high": 0.75}
+        lines.append({"step": step, **evaluated, "reward/a_low": 1, "eval_reward/a_low": 0.5})
+    reward, function = curve_panels(lines)
+    assert [line.label for line in reward.lines] == ["reward", "eval_reward"]
+    assert function.title == "Reward of a_low"  # a name, and no end of an interval
+    assert [line.label for line in function.lines] == ["reward/a_low", "eval_reward/a_low"]
+    axes = Figure().subplots()
+    draw_panel(axes, reward)
+    bars, gap = axes.collections[0].get_segments()
+    assert bars.tolist() == [[0, 0.25], [0, 0.75]]
+    assert len(gap) == 0
+    html = html_page("T", {}, [Curves([reward])])
+    (path,) = re.findall(r'<path class="range k\d" d="([^"]*)"', html)
+    assert re.fullmatch(r"M(\S+) (\S+)L\1 (\S+)M\S+ \S+", path)
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:

@@ -316,6 +316,7 @@ REWARDS: list[Case] = [
     ),
     ("train_grpo", {"reward_weights": "nan"}, ["--reward_weights is nan", "finite"]),
 ]
+BEST = {"dataset_test_split": "train", "eval_steps": 2, "save_steps": 2}
 FLAGS: list[Case] = [
     # Sizes
     ("train_sft", {"batch_size": -4}, ["--batch_size is -4", "above 0"]),
@@ -417,13 +418,35 @@ FLAGS: list[Case] = [
     ("train_sft", {"metric_for_best_model": "loss"}, ["--save_steps is 0", "positive"]),
     (
         "train_sft",
-        {"metric_for_best_model": "eval_loss", "save_steps": 3, "eval_steps": 2},
+        BEST | {"metric_for_best_model": "eval_loss", "save_steps": 3},
         ["--save_steps is 3", "multiple of --eval_steps 2"],
     ),
     ("train_sft", {"load_best_model_at_end": True}, ["--load_best_model_at_end is true", "false"]),
     # Contradictions
     ("train_grpo", {"distinct_candidates": "true"}, ["--distinct_candidates is true", "drawn"]),
-    ("train_grpo", {"eval_steps": 5}, ["--eval_steps is 5", "must be 0", "--sample_steps"]),
+    *(
+        (stage, {"dataset_test_split": "", flag: 5}, [f"--{flag} is 5", "0 without --dataset_test"])
+        for stage in ("train_sft", "train_reward", "train_dpo", "train_grpo")
+        for flag in ("eval_steps", "num_eval_rows")
+    ),
+    ("train_sft", {"num_sample_prompts": 0, "sample_steps": 2}, ["0 without --num_sample_prompts"]),
+    ("train_reward", {"sample_steps": 2}, ["--sample_steps is 2", "--eval_steps shows pairs"]),
+    ("train_dpo", {"profile_steps": 9}, ["--profile_steps is 9", "3 without --profile"]),
+    ("train_sft", {"run_name": "mine"}, ["--run_name is mine", "empty with --report_to none"]),
+    (
+        "train_grpo",
+        {"eval_pairs_dataset_name": "synthetic", "dataset_test_split": "train", "beta": 0},
+        ["--eval_pairs_dataset_name is synthetic", "empty", "no reference"],
+    ),
+    *(
+        (stage, BEST | {"metric_for_best_model": metric}, [metric, told])
+        for stage, metric, told in (
+            ("train_sft", "eval_accuracy", "must be eval_loss, or"),
+            ("train_dpo", "eval_loss", "must be eval_accuracy, or"),
+            ("train_grpo", "eval_kl", "must be eval_reward or"),
+            ("train_grpo", "eval_accuracy", "without --eval_pairs_dataset_name"),
+        )
+    ),
     ("train_grpo", {"require_stop_token": "false"}, ["--require_stop_token is false", "true"]),
     *(
         (

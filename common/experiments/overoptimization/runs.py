@@ -82,6 +82,7 @@ class Chain:
         flags["seed"] = self.config.seed
         if rows:
             flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
+            flags |= {"eval_steps": 0, "num_eval_rows": 0}
             flags["model_name_or_path"] = self.sft
         run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags)
         stages.run(run, self.config.num_processes)

@@ -1,0 +1,184 @@
+"""Claim: GRPO's evaluation is what other code says of the policy's own completions.
+
+Log-ratios and implicit rewards are those of transformers alone, one unpadded sequence at a time;
+rewards are what the function is known to give. The noise is the same at every step, and the policy
+of a step before the first is its reference.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from common.data import Example
+from common.errors import EngineError
+from common.evaluation.intervals import mean_over_prompts, share_over_prompts
+from common.grpo import monitor
+from common.grpo.config import GRPOConfig
+from common.grpo.held_out import HeldOut
+from common.record.logger import RunLogger
+from common.rewards.scorer import RewardScorer
+from common.sampling.sampler import Sampler
+from common.scoring import Policy
+
+TEMPERATURE = 0.7
+STOPS = range(12)  # of 61 tokens: some completions stop early
+FUNCTIONS = """
+def size(prompts, completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+def even(prompts, completions, completion_ids, **columns):
+    return [None if len(p) % 2 else float(ids[0]) for p, ids in zip(prompts, completion_ids)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_group(process_group: None) -> None:
+    pass
+
+
+def models() -> list[Policy]:
+    """A policy and another that stands for its reference."""
+    return [Policy(tiny.causal_lm("gpt2", seed=seed)).requires_grad_(False) for seed in (1, 2)]
+
+
+def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: Any) -> HeldOut:
+    """Of nine prompts, the last of which have one text, and of four pairs."""
+    (folder / "functions.py").write_text(FUNCTIONS)
+    config = GRPOConfig(
+        output_dir=str(folder),
+        model_name_or_path="unused",
+        reward_funcs=[f"{folder}/functions.py:{name}" for name in ("size", "even")],
+        reward_weights=[1.0, 0.5],
+        temperature=TEMPERATURE,
+        max_completion_length=6,
+        penalize_missing_eos=False,
+        micro_batch_size=3,
+        **flags,
+    )
+    prompts = tiny.ragged_examples([(n,) for n in (5, 9, 3, 7, 4, 8, 6, 2, 2)])
+    for place, example in enumerate(prompts):
+        prompts[place] = Example(example.row, "p" * min(place, 7), example.prompt_ids, [], {})
+    pairs = tiny.ragged_examples([(5, 4, 2), (3, 2, 6), (7, 1, 3), (4, 5, 5)])
+    tokenizer = tiny.tokenizer()
+    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    sampler = Sampler(policy, tokenizer, STOPS, config)
+    return HeldOut(sampler, scorer, reference, prompts, pairs, config)
+
+
+def plain_logp(policy: Policy, prompt: list[int], completion: list[int], temperature: float = 1):
+    """Log-probability of a completion: transformers' forward of one sequence, no padding."""
+    logits = policy.lm(input_ids=torch.tensor([prompt + completion])).logits[0]
+    logps = torch.log_softmax(logits[len(prompt) - 1 : -1].double() / temperature, -1)
+    return float(logps.gather(1, torch.tensor(completion)[:, None]).sum())
+
+
+def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
+    policy, reference = models()
+    found = held_out(tmp_path, policy, reference)
+    metrics = found.measure(0, 10)
+    drawn = found.sampler.sample(found.prompts, temperature=TEMPERATURE)
+    keys = [example.prompt for example in found.prompts]
+    ids, sizes = drawn.completion_ids, [len(own) for own in drawn.completion_ids]
+    assert 1 < len(set(sizes)) < len(sizes)
+    even = [None if len(key) % 2 else own[0] for key, own in zip(keys, ids, strict=True)]
+    totals = [n + 0.5 * (x or 0) for n, x in zip(sizes, even, strict=True)]
+    ratios = [
+        plain_logp(policy, example.prompt_ids, own, TEMPERATURE)
+        - plain_logp(reference, example.prompt_ids, own, TEMPERATURE)
+        for example, own in zip(found.prompts, ids, strict=True)
+    ]
+    expected = {
+        "eval_reward": mean_over_prompts(totals, keys),
+        "eval_reward/size": mean_over_prompts(sizes, keys),
+        "eval_reward/even": mean_over_prompts(even, keys),
+        "eval_completion_length": mean_over_prompts(sizes, keys),
+        "eval_stop_rate": share_over_prompts([float(own[-1] in STOPS) for own in ids], keys),
+        "eval_kl": mean_over_prompts(ratios, keys),
+    }
+    for name, own in expected.items():
+        head, slash, function = name.partition("/")
+        for end, key in (("", "mean"), ("_low", "low"), ("_high", "high")):
+            value = metrics.pop(f"{head}{end}{slash}{function}")
+            assert value == pytest.approx(own[key], abs=1e-5), (name, end)
+    better = [
+        plain_logp(policy, e.prompt_ids, e.completions[0])
+        - plain_logp(reference, e.prompt_ids, e.completions[0])
+        > plain_logp(policy, e.prompt_ids, e.completions[1])
+        - plain_logp(reference, e.prompt_ids, e.completions[1])
+        for e in found.pairs
+    ]
+    assert 0 < sum(better) < len(better)
+    assert metrics.pop("eval_accuracy") == sum(better) / len(better)
+    assert set(metrics) == {"eval_accuracy_low", "eval_accuracy_high"}
+
+
+def test_two_steps_differ_by_the_policy_alone(tmp_path: Path) -> None:
+    policy, reference = models()
+    found = held_out(tmp_path, policy, reference)
+    first = found.measure(3, 10)
+    assert found.measure(7, 10) == first
+    with torch.no_grad():
+        policy.lm.get_output_embeddings().weight[5] += 0.3
+    assert found.measure(7, 10)["eval_kl"] != first["eval_kl"]
+
+
+def test_a_policy_is_at_no_distance_from_itself_and_prefers_nothing(tmp_path: Path) -> None:
+    policy, _ = models()
+    metrics = held_out(tmp_path, policy, policy).measure(0, 10)
+    ends = ("eval_kl", "eval_kl_low", "eval_kl_high")
+    assert [metrics[name] for name in ends] == pytest.approx([0.0] * 3, abs=1e-6)
+    assert 0 < metrics["eval_accuracy_low"] < 0.5 < metrics["eval_accuracy_high"] < 1
+
+
+def test_pairs_are_compared_with_the_reference_of_the_start(tmp_path: Path) -> None:
+    policy, reference = models()
+    found = held_out(tmp_path, policy, reference, ref_update_steps=1)
+    before = found.measure(0, 10)
+    reference.load_state_dict(policy.state_dict())
+    after = found.measure(0, 10)
+    assert after["eval_accuracy"] == before["eval_accuracy"]
+    assert after["eval_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(before["eval_kl"]) > 0.01
+
+
+def test_an_engine_that_fails_leaves_the_pairs_and_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = held_out(tmp_path, *models())
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise EngineError("the server is gone.")
+
+    monkeypatch.setattr(found.sampler, "draw", gone)
+    assert "eval_accuracy" in (metrics := found.measure(0, 10))
+    assert "eval_reward" not in metrics
+    assert "not evaluated: the server is gone" in capsys.readouterr().out
+
+
+# ---- tables of samples ---------------------------------------------------------------------------
+
+
+def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewards = [0.4, 0.9, 0.1, 0.5, 0.7, 0.3, 0.2]
+    table = [
+        {"prompt": f"p{n}", "completion": f"c{n}-{r}", "reward": r} for n in (0, 1) for r in rewards
+    ]
+    few = monitor.few_of_each(table, len(rewards))
+    assert [row["completion"] for row in few] == [
+        f"c{n}-{r}" for n in (0, 1) for r in (0.9, 0.4, 0.1)
+    ]
+    assert monitor.few_of_each(table[:2], 2) == [table[1], table[0]]
+    config = tiny.train_config(output_dir=str(tmp_path))
+    config.stage = "GRPO"  # type: ignore[misc]
+    logger = RunLogger(config, 5)
+    logger.samples(2, table, few)
+    logger.close()
+    printed = capsys.readouterr().out
+    assert "c1-0.4" in printed
+    assert "c1-0.5" not in printed
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(table)
