@@ -19,13 +19,12 @@ printed, and checked, before the first is run; `--dry_run true` ends there.
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
-import importlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any
 
 import yaml
 
@@ -52,6 +51,7 @@ from common.experiments.stages import (
     script_arguments,
 )
 from common.experiments.sweep_file import entry
+from common.flags.hints import config_class
 from common.flags.parser import parse
 from common.flags.recipes import read_recipe
 from common.record.folder import read_environment
@@ -250,12 +250,6 @@ def refuse_different(config: ReplicateConfig, text: str, named: Mapping[str, str
             f"--overrides has {text!r} for stages of --recipe {config.recipe} that have different "
             f"data sets ({listed}); it must be stage.dataset_name= for those of one."
         )
-
-
-def config_class(script: str) -> type[Any]:
-    """What the flags of a script become: what its `main` takes."""
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    return cast(type[Any], get_type_hints(module.main)["config"])
 
 
 # ---- what was measured, and what others report ---------------------------------------------------

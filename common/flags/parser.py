@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from common.errors import UserError, hint, shown
+from common.errors import UserError, shown
+from common.flags.hints import answer
 from common.flags.recipes import read_recipe
 
 Config = TypeVar("Config")
@@ -46,10 +47,10 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     for name, f in fields.items():
         add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
     given = vars(parser.parse_known_args(argv)[0])
-    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
+    recipe = recipe_arguments(given["config"], cls, fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
-        raise UserError(f"unknown argument {strays[0]!r} ({hint(strays[0], fields)}).")
+        raise UserError(f"unknown argument {strays[0]!r}{answer(strays[0], cls, fields)}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     config.given = frozenset(values)  # type: ignore[attr-defined]
@@ -99,7 +100,9 @@ def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
         group.add_argument(f"--no_{f.name}", **negation)
 
 
-def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
+def recipe_arguments(
+    file: str, cls: type[Any], fields: Mapping[str, dataclasses.Field]
+) -> list[str]:
     """A recipe as `--key value` arguments.
 
     Raises:
@@ -108,7 +111,8 @@ def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list
     arguments = []
     for key, value in read_recipe(file).items():
         if key not in fields:
-            raise UserError(f"--config {file} has the unknown key {key!r} ({hint(key, fields)}).")
+            what = f"the unknown key {key!r}{answer(key, cls, fields)}"
+            raise UserError(f"--config {file} has {what}.")
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
