@@ -163,6 +163,7 @@ class TrainConfig(CommonConfig):
     learning_rate: float = flag(1e-5, "peak learning rate", gt=0)
     warmup_steps: int = flag(0, "steps of linear warmup from 0")
     lr_scheduler_type: str = flag("cosine", "decay after it", ["cosine", "linear", "constant"])
+    min_lr: float = flag(0.0, "learning rate that the decay ends at", ge=0)
     num_train_epochs: float = flag(1.0, "passes over the rows, if max_steps is 0", ge=0, le=2**31)
     max_steps: int = flag(0, "steps of this run (0: num_train_epochs)")
     weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only", ge=0)
@@ -219,6 +220,10 @@ class TrainConfig(CommonConfig):
         super().__post_init__()
         if not self.model_name_or_path:
             raise UserError("--model_name_or_path is required: hub id, folder, or config .json.")
+        if self.min_lr and self.lr_scheduler_type == "constant":
+            raise self.refused("min_lr", "0 with --lr_scheduler_type constant: nothing decays")
+        if self.min_lr > self.learning_rate:
+            raise self.refused("min_lr", f"at most --learning_rate, {self.learning_rate:g}")
         if self.max_steps == self.num_train_epochs == 0:
             raise self.refused("num_train_epochs", "positive with --max_steps 0")
         for name in ("dry_run_ranks", "dry_run_device"):
@@ -245,10 +250,9 @@ class TrainConfig(CommonConfig):
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""
-        written = {Path(self.output_dir, name).resolve() for name in (*MODELS, "checkpoints")}
+        written = {Path(self.output_dir, name).resolve() for name in MODELS}
         for f in dataclasses.fields(self):
-            is_read = f.metadata["is_path"] and f.name != "resume_from_checkpoint"
-            for name in values_of(self, f) if is_read else []:
+            for name in values_of(self, f) if f.metadata["is_path"] else []:
                 # `os.path`: a pattern as reward function may be longer than any name of a file
                 place = Path(os.path.realpath(name))
                 if os.path.exists(name) and written & {place, *place.parents}:

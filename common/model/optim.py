@@ -27,15 +27,16 @@ def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """Learning rate of a step counted from 0: linear warmup to the peak, then the decay to 0."""
+    """Learning rate of a step counted from 0: linear warmup to the peak, then the decay."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     if config.lr_scheduler_type == "constant":
         return config.learning_rate
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    if config.lr_scheduler_type == "linear":
-        return config.learning_rate * (1 - progress)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+    share = 1 - progress  # of the way from the smallest rate to the peak
+    if config.lr_scheduler_type == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.learning_rate - config.min_lr) * share
 
 
 class NonFiniteError(RuntimeError):

@@ -6,7 +6,9 @@ one small sweep is real.
 
 import json
 import runpy
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -17,7 +19,7 @@ from scipy import stats
 from stages_here import run_here
 from transformers import AutoModelForSequenceClassification
 
-from common import distributed, padding
+from common import advantages, distributed, padding
 from common.errors import UserError
 from common.experiments import sweep
 from common.experiments.outcomes import over_seeds
@@ -25,6 +27,8 @@ from common.experiments.replicate import config_class
 from common.experiments.stages import ROOT, Stage, description, script_arguments, write_mark
 from common.experiments.sweep_file import read_sweep
 from common.flags.parser import parse
+from common.grpo import rollouts
+from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
@@ -355,6 +359,41 @@ def test_the_sampler_keeps_its_positions_under_that_bug(monkeypatch):
 
     alone, beside = next_logits([[3, 4, 5]]), next_logits([[3, 4, 5], [9] * 8])
     torch.testing.assert_close(beside, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monkeypatch):
+    """8 of 64 at temperature 2: the first 23 or so are looked at, and lie 0.5 above the mean."""
+    raw = torch.randn(400, 64, generator=torch.Generator().manual_seed(0)).double()
+    paths = {"model_name_or_path": "m", "output_dir": "o", "reward_funcs": ["gold"]}
+    config = GRPOConfig(**paths, missing_eos_penalty=-1.0)
+    seen = []
+
+    def given(scorer, examples, drawn, config, *_):
+        seen.append(config.penalize_missing_eos)
+        return Scored(scorer)
+
+    monkeypatch.setattr(rollouts, "reward", given)
+    runpy.run_path(str(RECIPES / "origin" / "normalised_first.py"))
+    drawn = SimpleNamespace(has_stop=torch.ones(400 * 64, dtype=torch.bool))
+    drawn.has_stop[5] = False
+    found = rollouts.reward(7 * raw + 3, None, drawn, config, 0, 1).total
+    target = (raw - raw.mean(1, keepdim=True)) / raw.std(1, keepdim=True)
+    target[0, 5] = -1
+    torch.testing.assert_close(found, target, atol=1e-3, rtol=0)  # whatever the model's scale is
+    assert seen == [False], "the penalty is not normalised"
+    how = {"num_keep": 8, "temperature": 2.0, "method": "rso"}
+    seeds = torch.arange(400)
+    looked_at = advantages.num_candidates_seen(found, **how, seed=seeds).double().mean()
+    assert looked_at == pytest.approx(23, abs=1.5)
+    kept = advantages.rejection_sample(found, **how, seed=seeds)
+    assert found.gather(1, kept).mean() == pytest.approx(0.5, abs=0.05)
+
+
+@dataclass
+class Scored:
+    """What rewards are returned in."""
+
+    total: torch.Tensor
 
 
 def test_dropout_acts_where_a_gradient_is_wanted(monkeypatch):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.config import TrainConfig
+from common.errors import UserError
 from common.model import fsdp, optim
 from common.scoring import Policy
 
@@ -47,6 +48,24 @@ def test_schedules_by_hand():
     assert cosine == pytest.approx([*ramp, 8, 4 * (1 + half_root), 4, 4 * (1 - half_root)])
     assert rates(2, lr_scheduler_type="cosine", learning_rate=8.0) == pytest.approx([8, 4])
     assert rates(1, lr_scheduler_type="linear", learning_rate=8.0) == [8]
+
+
+def test_the_decay_may_end_above_0_as_in_torch():
+    """Its cosine has `eta_min`; the linear one ends there too."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=7.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1.0)
+    target = []
+    for _ in range(20):
+        target.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates(20, learning_rate=7.0, min_lr=1.0) == pytest.approx(target)
+    linear = rates(3, learning_rate=7.0, min_lr=1.0, lr_scheduler_type="linear")
+    assert linear == pytest.approx([7, 5, 3])
+    for fields in ({"min_lr": 8.0}, {"min_lr": 1.0, "lr_scheduler_type": "constant"}):
+        with pytest.raises(UserError, match="--min_lr"):
+            rates(1, learning_rate=7.0, **fields)
 
 
 def test_a_warmup_longer_than_the_run_never_reaches_the_peak():

@@ -1,0 +1,29 @@
+"""Rewards are normalised in their group before candidates are rejected; then the penalty is put in.
+
+So does github.com/wuwowuyi/DPO-and-GRPO-implementation. The temperature of rejection is then in
+standard deviations of the group, whatever the reward model says: at 2 the first 20 or so of 64
+candidates give the 8 that are kept, which lie above their group's mean. A completion without a
+stop token is worth `missing_eos_penalty` standard deviations. A reward model that is scaled to
+mean 0 and standard deviation 1 first, as there, gives the same: its scale cancels. Give also
+`--scale_rewards none`, as this is the division, and `--normalize_globally true`.
+"""
+
+from dataclasses import replace
+
+from common.advantages import apply_missing_eos_penalty, eos_penalty, group_advantages
+from common.grpo import rollouts
+
+reward = rollouts.reward
+
+
+def normalised(scorer, examples, drawn, config, step, total_steps):
+    """As `rollouts.reward`, each group (K,) of the rewards with mean 0 and deviation 1."""
+    plain = replace(config, penalize_missing_eos=False)
+    scored = reward(scorer, examples, drawn, plain, step, total_steps)
+    rewards = group_advantages(scored.total).to(scored.total)  # (N, K)
+    has_stop = drawn.has_stop.view(rewards.shape)
+    total = apply_missing_eos_penalty(rewards, has_stop, eos_penalty(config))
+    return replace(scored, total=total)
+
+
+rollouts.reward = normalised
