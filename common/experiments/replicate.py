@@ -12,25 +12,27 @@ deviation, Student's 95% interval and n. What was not run is left empty.
 one, which wins over the other in any order. `model_name_or_path=X` and `dataset_name=X` are for the
 stages whose recipe names one that no earlier stage makes: the chain starts from X and stays a
 chain. `dataset_name=X` is also for the flags that name SFT's data set (`prompts_dataset_name`,
-`sft_dataset_name`), and refused where the recipes of its stages name different ones. A run with
-overrides is not the recipe any more, and the report says so. The commands of all stages are
-printed, and checked, before the first is run; `--dry_run true` ends there.
+`sft_dataset_name`), and refused where the recipes of its stages name different ones. A stage that
+`patches.yaml` names is run with that Python file (`patched.py`). A run with overrides is not the
+recipe any more, and the report says so. The commands of all stages are printed, and checked, before
+the first is run; `--dry_run true` ends there. Rows that the recipe's `make_rows.py` makes are made
+first, if they are not there.
 
 Writes `replication.json`, `report.html` and `report.md` to `output_dir`.
 """
 
 import json
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.checkpoint import best
 from common.config import flag
-from common.errors import UserError, check_fields, hint
+from common.errors import UserError, check_fields
 from common.evaluation.score import run_cost
 from common.experiments.outcomes import (
     OUTCOMES,
@@ -42,6 +44,7 @@ from common.experiments.outcomes import (
     systems_by_run,
     write_results,
 )
+from common.experiments.overrides import read_overrides
 from common.experiments.stages import (
     Stage,
     command,
@@ -59,9 +62,7 @@ from common.report.blocks import Block, Section, Table
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"
-# An override of all stages leaves these where a stage takes them from earlier ones of its chain.
-LINKS = ("model_name_or_path", "dataset_name")
-SFT_ROWS = ("prompts_dataset_name", "sft_dataset_name")  # which a recipe sets to SFT's data set
+PATCHES = "patches.yaml"  # a Python file by stage, which `patched.py` runs before it
 # The stages in order: their recipe and their script.
 CHAIN = {
     "sft": "train_sft.py",
@@ -98,7 +99,6 @@ class ReplicateConfig:
         self.output_dir = self.output_dir or f"output/replicate/{self.recipe}"
 
 
-Recipes = dict[str, dict[str, Any]]  # flags by stage
 Chains = Mapping[int, Mapping[str, Stage]]  # by seed, then by the names of their recipes
 Measured = dict[tuple[str, str], dict[int, float]]  # by system and metric: a value by seed
 
@@ -123,6 +123,7 @@ def main(config: ReplicateConfig) -> None:
         show_commands(config, chains)
         if config.dry_run:
             return
+        make_rows(config, chains)
         for stages in chains.values():
             for stage in stages.values():
                 run(stage, config.num_processes)
@@ -167,13 +168,36 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     new = json.dumps(f"{config.output_dir}/seed_{seed}/")[:-1]
     moved = json.loads(json.dumps(recipes).replace(old, new))
     own = {n: {f: v for f, v in moved[n].items() if v != recipes[n][f]} for n in names}
-    overrides = read_overrides(config, recipes, own)
+    known = {n: {f.name for f in fields(config_class(CHAIN[n]))} for n in names}
+    overrides = read_overrides(config.overrides, recipes, own, known)
+    patches = read_recipe(str(folder / PATCHES)) if (folder / PATCHES).is_file() else {}
     stages = {}
     for name in names:
+        patch = Path(patches[name]) if name in patches else None
         flags = {"seed": seed, **own[name], **overrides[name]}
         output_dir = Path(flags.pop("output_dir"))
-        stages[name] = Stage(CHAIN[name], output_dir, folder / f"{name}.yaml", flags)
+        stages[name] = Stage(CHAIN[name], output_dir, folder / f"{name}.yaml", flags, patch)
     return stages
+
+
+def make_rows(config: ReplicateConfig, chains: Chains) -> None:
+    """Run the recipe's `make_rows.py`, if a folder `data/...` of its rows is not there.
+
+    Raises:
+        UserError: it could not make them, as without a network.
+    """
+    maker = RECIPES / config.recipe / "make_rows.py"
+    stages = [stage for stages in chains.values() for stage in stages.values()]
+    names = [parse(config_class(s.script), script_arguments(s)).dataset_name for s in stages]
+    missing = [name for name in names if name.startswith("data/") and not Path(name).exists()]
+    if missing and maker.is_file():
+        print(f"{missing[0]} does not exist: python {maker}", flush=True)
+        if status := subprocess.run([sys.executable, str(maker)], check=False).returncode:
+            raise UserError(
+                f"{missing[0]} does not exist and `python {maker}` could not make it (status "
+                f"{status}); give it a local copy, `python {maker} --source FOLDER`, or your own "
+                "rows, --overrides dataset_name=PATH."
+            )
 
 
 def show_commands(config: ReplicateConfig, chains: Chains) -> None:
@@ -189,67 +213,6 @@ def show_commands(config: ReplicateConfig, chains: Chains) -> None:
             ) from None
     for _, stage in every:
         print(shlex.join(command(stage, config.num_processes)), flush=True)
-
-
-def read_overrides(config: ReplicateConfig, recipes: Recipes, own: Recipes) -> Recipes:
-    """Flags by stage, of `flag=value` and `stage.flag=value`; `[a, b]` is a list.
-
-    The last wins, one of a stage over one of all.
-
-    Args:
-        config: Has the overrides.
-        recipes: Of the stages.
-        own: The flags that name folders of the chain, which an override of all stages leaves.
-
-    Raises:
-        UserError: there is no `=`, no stage of the recipe has the flag, or it is `dataset_name` for
-            stages with different data sets.
-    """
-    known = {stage: {f.name for f in fields(config_class(CHAIN[stage]))} for stage in recipes}
-    found: Recipes = {stage: {} for stage in recipes}
-    # Those of one stage last; the data set of all first, as it changes other flags beside
-    texts = sorted(config.overrides, key=lambda text: not text.startswith("dataset_name="))
-    for text in sorted(texts, key=lambda text: "." in text.partition("=")[0]):
-        name, equals, value = text.partition("=")
-        stage, dot, flag = name.rpartition(".")
-        takers = [s for s in recipes if flag in known[s] and stage in ("", s)]
-        if not dot and flag in LINKS:
-            takers = [s for s in takers if flag in recipes[s] and flag not in own[s]]
-        if flag in ("seed", "output_dir"):
-            raise UserError(
-                f"--overrides has {text!r}; it must be another flag: --seeds and --output_dir say "
-                "where each seed's runs are."
-            )
-        if not equals or not takers:
-            every = {flag for flags in known.values() for flag in flags}
-            raise UserError(
-                f"--overrides has {text!r}; it must be flag=value or stage.flag=value with a flag "
-                f"of {', '.join(recipes)} ({hint(flag, every)})."
-            )
-        is_list = value.startswith("[") and value.endswith("]")
-        for taker in takers:
-            found[taker][flag] = yaml.safe_load(value) if is_list else value
-        if name == "dataset_name":
-            refuse_different(config, text, {taker: recipes[taker][name] for taker in takers})
-            for taker, recipe in recipes.items():
-                same = [f for f in SFT_ROWS if recipe.get(f) == recipes["sft"][name]]
-                found[taker] |= dict.fromkeys(same, value)
-    return found
-
-
-def refuse_different(config: ReplicateConfig, text: str, named: Mapping[str, str]) -> None:
-    """Raise a UserError for one data set in the place of several, by stage, that are not given."""
-    given = {override.partition("=")[0] for override in config.overrides}
-    stages: dict[str, list[str]] = {}  # by data set
-    for stage, value in named.items():
-        if f"{stage}.dataset_name" not in given:
-            stages.setdefault(value, []).append(stage)
-    if len(stages) > 1:
-        listed = "; ".join(f"{', '.join(names)}: {value}" for value, names in stages.items())
-        raise UserError(
-            f"--overrides has {text!r} for stages of --recipe {config.recipe} that have different "
-            f"data sets ({listed}); it must be stage.dataset_name= for those of one."
-        )
 
 
 # ---- what was measured, and what others report ---------------------------------------------------

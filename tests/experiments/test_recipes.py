@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from common.flags.parser import parse
+from common.record.jsonl import read_jsonl
 from common.report import plots
 from common.rewards.scorer import load_reward_functions
 from common.text import synthetic
@@ -70,7 +71,7 @@ def config_class(stage: str) -> Any:
 
 
 def test_every_chain_has_its_stages():
-    stages = {**dict.fromkeys(CHAINS, WHOLE), **SHORT_CHAINS, "sentiment": SENTIMENT}
+    stages = {**dict.fromkeys((*CHAINS, "origin"), WHOLE), **SHORT_CHAINS, "sentiment": SENTIMENT}
     found = {path.relative_to(RECIPES).as_posix() for path in FILES}
     assert found == {f"{chain}/{stage}.yaml" for chain in stages for stage in stages[chain]}
 
@@ -102,8 +103,7 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     smol = "HuggingFaceTB/SmolLM2-135M"
     for hub_id in ("gpt2", "gpt2-large", "EleutherAI/pythia-1b-deduped", smol, f"{smol}-Instruct"):
         save_model(folder / hub_id)
-    for split in ("train", "test"):
-        make_gsm8k(folder, split)
+    make_gsm8k(folder)
     summaries, pairs = synthetic.make_rows("sft", "train", 12), []
     for row in synthetic.make_rows("preference", "train", 12):
         pairs.append({name: row[name] for name in ("prompt", "chosen", "rejected")})
@@ -140,13 +140,38 @@ QUESTIONS = [
 ]
 
 
-def make_gsm8k(folder: Path, split: str) -> None:
-    """The recipe's own script on a file like the data set's."""
-    source = folder / f"gsm8k-{split}.jsonl.gz"
-    source.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
+def make_gsm8k(folder: Path) -> None:
+    """The recipe's own script on files like the data set's."""
+    (folder / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        text = "\n".join(map(json.dumps, QUESTIONS)).encode()
+        (folder / "gsm8k" / f"{split}.jsonl.gz").write_bytes(gzip.compress(text))
     script = RECIPES / "gsm8k" / "make_rows.py"
-    target = folder / "data" / "gsm8k" / f"{split}.jsonl"
-    subprocess.run([sys.executable, script, source, target], check=True)
+    cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
+    command = [sys.executable, str(script), "--source", "gsm8k"]
+    subprocess.run(command, check=True, cwd=folder, env=cache)
+
+
+def test_scitldr_s_script_makes_the_rows_of_its_recipes(tmp_path):
+    """Abstracts with the author's summary; pairs half a point apart, the better one chosen."""
+    paper = {"title": "T", "source": ["One.", "Two."], "target": ["Own.", "Another's."]}
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(paper) + "\n")
+    ratings = dict.fromkeys(("coherence", "consistency", "fluency"), [1.0, 3.0, 2.0])
+    article = {"text": "News.", "machine_summaries": ["a", "b", "c"], **ratings}
+    articles = [article | {"relevance": [1.0, 2.0, 4.0]}] * 5  # overall: 1, 2.75, 2.5
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "test.jsonl").write_text("\n".join(map(json.dumps, articles)))
+    script = RECIPES / "scitldr" / "make_rows.py"
+    cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "PATH": ""}
+    command = [sys.executable, str(script), "--source", ".", "--pairs_source", "pairs"]
+    subprocess.run(command, check=True, cwd=tmp_path, env=cache)
+    (row,) = load_rows(str(tmp_path / "data/scitldr"), "validation", kind="sft")
+    assert row == {"prompt": "TITLE: T\n\nPOST: One. Two.\n\nTL;DR:", "completion": " Own."}
+    pairs = load_rows(str(tmp_path / "data/summeval_preference"), "validation", kind="preference")
+    found = {(row["chosen"], row["rejected"], row["margin"]) for row in pairs}
+    assert found == {(" b", " a", 1.75), (" c", " a", 1.5)}
+    assert len(read_jsonl(tmp_path / "data/summeval_preference/train.jsonl")) == 4 * 2
 
 
 def save_model(folder: Path) -> None:
@@ -273,7 +298,7 @@ def make_imdb(folder: Path) -> None:
             text = f"A {sentiment} film,<br /><br />number {n} of the {split} ones, and short."
             (folder / "aclImdb" / split / sentiment / f"{n}_1.txt").write_text(text)
     script = RECIPES / "sentiment" / "make_rows.py"
-    command = [sys.executable, str(script), "aclImdb", "data/imdb", "--tokenizer"]
+    command = [sys.executable, str(script), "--source", "aclImdb", "--tokenizer"]
     offline = {"HF_HUB_OFFLINE": "1", "PATH": ""}
     gone = subprocess.run(
         [*command, "no/model"], cwd=folder, capture_output=True, text=True, env=offline, check=False

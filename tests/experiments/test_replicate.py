@@ -129,10 +129,9 @@ def test_recipes_of_downloaded_data_run_on_local_rows_of_their_schema(
     stages = 5
     if recipe == "gsm8k":
         test_recipes.save_model(folder / "Instruct")
-        for split in ("train", "test"):
-            test_recipes.make_gsm8k(folder, split)
-        overrides = [*SHORT[:3], *SHORT[5:7], "model_name_or_path=Instruct", "bf16=false"]
-        stages = 2
+        test_recipes.make_gsm8k(folder)
+        overrides = [*SHORT[:3], *SHORT[4:7], "model_name_or_path=Instruct", "bf16=false"]
+        stages = 3
     elif recipe == "sentiment":
         test_recipes.save_classifier(folder / "siebert" / "sentiment-roberta-large-english")
         test_recipes.make_imdb(folder)
@@ -155,6 +154,7 @@ def test_recipes_of_downloaded_data_run_on_local_rows_of_their_schema(
     expected = ("grpo", "reward/gsm8k") if recipe == "gsm8k" else ("grpo", "kl")
     assert expected in ours
     assert recipe != "sentiment" or ("dpo", "judged/positive") in ours
+    assert recipe != "gsm8k" or {("sft", "judged/gsm8k"), ("grpo", "judged/gsm8k")} <= set(ours)
 
 
 def test_what_cannot_be_is_refused(folder):
@@ -170,6 +170,40 @@ def test_what_cannot_be_is_refused(folder):
         with pytest.raises(UserError) as caught:
             replicate.main(parse(ReplicateConfig, arguments))
         assert told in str(caught.value)
+
+
+def test_a_recipe_s_patches_are_those_of_its_stages(folder, capsys):
+    config = parse(ReplicateConfig, ["--recipe", "origin", "--seeds", "0", "--dry_run", "true"])
+    patches = {name: stage.patch for name, stage in replicate.chain(config, 0).items()}
+    assert {name for name, patch in patches.items() if patch} == {"reward", "grpo"}
+    assert all(patch is None or (ROOT / patch).is_file() for patch in patches.values())
+    replicate.main(config)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "patched.py" in line]
+    assert [
+        str(patches[name]) in line for name, line in zip(("reward", "grpo"), lines, strict=True)
+    ]
+
+
+def test_rows_that_are_not_there_are_made_or_asked_for(folder, monkeypatch, capsys):
+    """Before any stage; not for a list of the commands, nor for rows of one's own."""
+    ran: list[Stage] = []
+    monkeypatch.setattr(replicate, "run", lambda stage, _: ran.append(stage))
+    maker = Path("assets/recipes/count/make_rows.py")
+    recipe = Path("assets/recipes/count/sft.yaml")
+    recipe.write_text(recipe.read_text().replace("dataset_name: syn", "dataset_name: data/syn"))
+    arguments = ["--recipe", "count", "--seeds", "0"]
+    maker.write_text("import sys; sys.exit('error: no network')")
+    replicate.main(parse(ReplicateConfig, [*arguments, "--dry_run", "true"]))
+    asked = "data/synthetic does not exist and `python assets/recipes/count/make_rows.py` could not"
+    with pytest.raises(UserError, match=asked):
+        replicate.main(parse(ReplicateConfig, arguments))
+    assert not ran
+    replicate.main(parse(ReplicateConfig, [*arguments, "--overrides", "sft.dataset_name=a.jsonl"]))
+    maker.write_text("from pathlib import Path; Path('data/synthetic').mkdir(parents=True)")
+    replicate.main(parse(ReplicateConfig, arguments))
+    maker.unlink()
+    assert Path("data/synthetic").is_dir()
+    assert len(ran) == 2 * 2
 
 
 def test_a_report_of_nothing_does_not_say_that_it_was_run():
@@ -271,7 +305,7 @@ def test_one_data_set_takes_the_place_of_one(folder, made, capsys):
     with pytest.raises(UserError) as caught:
         data_sets("tldr-gpt2", "dataset_name=mine", "dpo.dataset_name=pairs")
     assert str(caught.value) == (
-        "--overrides has 'dataset_name=mine' for stages of --recipe tldr-gpt2 that have different "
+        "--overrides has 'dataset_name=mine' for stages of the recipe that have different "
         "data sets (sft, grpo: trl-lib/tldr; reward, evaluate: trl-lib/tldr-preference); it must "
         "be stage.dataset_name= for those of one."
     )

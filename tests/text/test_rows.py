@@ -179,11 +179,8 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatc
     [
         ("data/gsm8k", "`python assets/recipes/gsm8k/make_rows.py` makes it"),
         ("data/imdb", "`python assets/recipes/sentiment/make_rows.py` makes it"),
-        ("data/scitldr", "the first lines of assets/recipes/scitldr/sft.yaml say how"),
-        (
-            "data/summeval_preference",
-            "the first lines of assets/recipes/scitldr/reward.yaml say how",
-        ),
+        ("data/scitldr", "`python assets/recipes/scitldr/make_rows.py` makes it"),
+        ("data/summeval_preference", "`python assets/recipes/scitldr/make_rows.py` makes it"),
     ],
 )
 def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):

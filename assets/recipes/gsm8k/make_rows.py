@@ -1,18 +1,22 @@
-"""GSM8K's questions and solutions as rows for `sft.yaml` and `grpo.yaml`.
+"""GSM8K's questions and solutions as rows for the recipes beside.
 
-    python assets/recipes/gsm8k/make_rows.py train.jsonl.gz data/gsm8k/train.jsonl
-    python assets/recipes/gsm8k/make_rows.py test.jsonl.gz data/gsm8k/test.jsonl
+    python assets/recipes/gsm8k/make_rows.py
+    python assets/recipes/gsm8k/make_rows.py --source FOLDER
 
-reads the data of Cobbe et al. 2021 (arXiv 2110.14168; github.com/openai/grade-school-math), JSON
-lines with the columns `question` and `answer`, and writes `prompt` (messages), `completion` (a
-message, for SFT) and `answer` (for the reward function `gsm8k`).
+reads the data of Cobbe et al. 2021 (arXiv 2110.14168) from the hub, or `train` and `test` (.jsonl,
+.jsonl.gz, .parquet) with the columns `question` and `answer` in a folder, as a clone of
+github.com/openai/grade-school-math has it, and writes `prompt` (messages), `completion` (a message,
+for SFT) and `answer` (for the reward function `gsm8k`) to `data/gsm8k`.
 """
 
-import gzip
+import argparse
 import json
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
+from common.text import hub  # noqa: E402
 
 INSTRUCTION = (
     "Solve the problem step by step. End with a line that has #### and then the answer, a number "
@@ -34,17 +38,25 @@ def make_row(question: str, answer: str) -> dict[str, object]:
 
 
 def main(source: str, target: str) -> None:
-    """Read one file, write another, and its folder where there is none."""
-    open_text = gzip.open if source.endswith(".gz") else open
-    with open_text(source, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    with open(target, "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(make_row(row["question"], row["answer"])) + "\n")
+    """Read both splits, then write both."""
+    from datasets import load_dataset
+
+    config = None if Path(source).is_dir() else "main"
+    splits = {name: load_dataset(source, config, split=name) for name in ("train", "test")}
+    Path(target).mkdir(parents=True, exist_ok=True)
+    for name, rows in splits.items():
+        with open(Path(target) / f"{name}.jsonl", "w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(make_row(row["question"], row["answer"])) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: make_rows.py SOURCE.jsonl[.gz] TARGET.jsonl")
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--source", default="openai/gsm8k", help="hub id or folder")
+    parser.add_argument("--target", default="data/gsm8k", help="folder to write to")
+    given = parser.parse_args()
+    hub.is_reachable()  # if not, it is not asked again and again
+    try:
+        main(given.source, given.target)
+    except (OSError, ValueError) as error:  # no file, and nothing from the hub
+        sys.exit(f"error: {' '.join(str(error).split())}")

@@ -1,12 +1,12 @@
 """IMDb reviews as prompts and their continuations, for controlled sentiment generation.
 
-    python assets/recipes/sentiment/make_rows.py stanfordnlp/imdb data/imdb
-    python assets/recipes/sentiment/make_rows.py aclImdb data/imdb --tokenizer FOLDER_OR_HUB_ID
+    python assets/recipes/sentiment/make_rows.py
+    python assets/recipes/sentiment/make_rows.py --source aclImdb --tokenizer FOLDER_OR_HUB_ID
 
 reads the reviews of Maas et al. 2011 from the hub, or from the folder of the original archive
-(https://ai.stanford.edu/~amaas/data/sentiment), and writes `train.jsonl` (all 25,000) and
-`validation.jsonl` (1,024 of the test split). A prompt is the first 2 to 8 tokens of a review (of
-gpt2-large, by default), as in Rafailov et al. 2023, C.1; the completion is the rest.
+(https://ai.stanford.edu/~amaas/data/sentiment), and writes to `data/imdb` `train.jsonl` (all
+25,000) and `validation.jsonl` (1,024 of the test split). A prompt is the first 2 to 8 tokens of a
+review (of gpt2-large, by default), as in Rafailov et al. 2023, C.1; the completion is the rest.
 """
 
 import argparse
@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
+from common.text import hub  # noqa: E402
 
 SHORTEST, LONGEST = 2, 8  # tokens of a prompt
 NUM_HELD_OUT = 1024
@@ -52,9 +55,10 @@ def rows(texts: list[str], tokenizer: Any) -> Iterator[dict[str, str]]:
 def main(source: str, target: str, tokenizer_name: str) -> None:
     """Write both splits."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    splits = {"train": reviews(source, "train"), "validation": reviews(source, "test")}
     Path(target).mkdir(parents=True, exist_ok=True)
-    for split, name, limit in (("train", "train", None), ("test", "validation", NUM_HELD_OUT)):
-        texts = reviews(source, split)[:limit]
+    for name, texts in splits.items():
+        texts = texts[: NUM_HELD_OUT if name == "validation" else None]
         with open(Path(target) / f"{name}.jsonl", "w", encoding="utf-8") as file:
             for row in rows(texts, tokenizer):
                 file.write(json.dumps(row) + "\n")
@@ -62,10 +66,11 @@ def main(source: str, target: str, tokenizer_name: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", help="hub id, or the folder of the archive")
-    parser.add_argument("target", help="folder to write to")
+    parser.add_argument("--source", default="stanfordnlp/imdb", help="hub id, or archive's folder")
+    parser.add_argument("--target", default="data/imdb", help="folder to write to")
     parser.add_argument("--tokenizer", default="gpt2-large", help="hub id or folder")
     given = parser.parse_args()
+    hub.is_reachable()  # if not, it is not asked again and again
     try:
         main(given.source, given.target, given.tokenizer)
     except (OSError, ValueError) as error:  # no file, and nothing from the hub
