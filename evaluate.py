@@ -52,6 +52,7 @@ from common.evaluation.config import EvaluateConfig, settle, split_of
 from common.evaluation.pair_scores import PairScores
 from common.model import fsdp, load
 from common.record.folder import save_run_files
+from common.sampling.sampler import Rollouts
 from common.scoring import Policy
 
 WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
@@ -63,7 +64,6 @@ def main(config: EvaluateConfig) -> None:
     from common.evaluation.win_rates import all_win_rates
     from common.rewards.functions import load_from_file
     from common.rewards.scorer import RewardScorer
-    from common.sampling.engine import new_sampler
 
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
@@ -104,8 +104,6 @@ def main(config: EvaluateConfig) -> None:
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
-    max_new_tokens = config.max_new_tokens or config.max_completion_length
-    sampling = replace(config, max_completion_length=max_new_tokens)
     reference, ref_logps = None, None
     scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, stop_ids)
     generations: dict[str, list[Generation]] = {}
@@ -126,11 +124,8 @@ def main(config: EvaluateConfig) -> None:
         reference = reference or policy
         write_parts(table, collect(prompts, generations), output_dir)
         if prompts:
-            sampler = new_sampler(policy, tokenizer, stop_ids, sampling)
-            rollouts = sampler.sample_shared(
-                prompts, temperature=config.temperature, title=f"sampling from {names[path]}"
-            )
-            sampler.close()
+            title = f"sampling from {names[path]}"
+            rollouts = sample(policy, prompts, tokenizer, stop_ids, config, title)
             generations[names[path]] = completions.measure(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature
             )
@@ -156,6 +151,7 @@ def main(config: EvaluateConfig) -> None:
         "split": where[1],
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
+        "num_generations": config.num_generations,
         "attainable_accuracy": attainable(table.pairs),
         "systems": [
             describe(path, name, scorer, table, answers) for path, name in readings.items()
@@ -216,6 +212,27 @@ def load_data(
             "column completion; leave it out."
         )
     return pairs, prompts
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Example],
+    tokenizer: Any,
+    stop_ids: list[int],
+    config: EvaluateConfig,
+    title: str,
+) -> Rollouts:
+    """`num_generations` completions of each prompt, prompt-major. Collective."""
+    from common.sampling.engine import new_sampler
+
+    max_new_tokens = config.max_new_tokens or config.max_completion_length
+    own = replace(config, max_completion_length=max_new_tokens)
+    sampler = new_sampler(policy, tokenizer, stop_ids, own)
+    rollouts = sampler.sample_shared(
+        prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
+    )
+    sampler.close()
+    return rollouts
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:

@@ -2,8 +2,9 @@
 
 One line of the file per prompt: `id` (its row among the prompts), `prompt`, `reference` (the row's
 own completion, null where it has none), `systems` (by name), `verdicts` (of judges that compare two
-completions) and `prompt_ids`, as the policies read it. `measure` looks at one completion of each
-prompt, with the models; every number about generations in `results.json` is a function of the file.
+completions), `prompt_ids`, as the policies read it, and `further`, by system the samples behind the
+first, which is the one that is compared and shown. `measure` looks at them, with the models; every
+number about generations in `results.json` is a function of the file.
 """
 
 import math
@@ -48,6 +49,7 @@ class Generation:
     copied_3: float | None = None
     copied_4: float | None = None
     completion_ids: list[int] = field(default_factory=list)  # stop token included: what KL is of
+    answers: dict[str, str | None] = field(default_factory=dict)  # by a judge that finds one in it
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,16 @@ class Answers:
     systems: dict[str, Generation]
     verdicts: list[Verdict] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
+    further: dict[str, list[Generation]] = field(default_factory=dict)
 
     def of(self, name: str) -> Generation | None:
-        """The completion of a system, or the row's own; None if there is none."""
+        """The first completion of a system, or the row's own; None if there is none."""
         return self.reference if name == REFERENCE else self.systems.get(name)
+
+    def all_of(self, name: str) -> list[Generation]:
+        """All completions of a system, or the row's own."""
+        first = self.of(name)
+        return [first, *self.further.get(name, [])] if first else []
 
     def texts(self) -> dict[str, Any]:
         """What the report shows of it."""
@@ -101,12 +109,17 @@ def collect(
     by_system: dict[str, list[Generation]],
     references: Mapping[int, Generation] | None = None,
 ) -> list[Answers]:
-    """The lines of the file; the references by the place of their prompt."""
+    """The lines of the file, of N*K completions by system; references by the place of a prompt."""
     answers = []
     for i, example in enumerate(prompts):
-        systems = {name: generations[i] for name, generations in by_system.items()}
+        own = {}
+        for name, generations in by_system.items():
+            k = len(generations) // len(prompts)
+            own[name] = generations[i * k : (i + 1) * k]
+        systems = {name: first for name, (first, *_) in own.items()}
         line = (example.row, example.prompt, (references or {}).get(i), systems)
-        answers.append(Answers(*line, prompt_ids=example.prompt_ids))
+        further = {name: rest for name, (_, *rest) in own.items() if rest}
+        answers.append(Answers(*line, prompt_ids=example.prompt_ids, further=further))
     return answers
 
 
@@ -128,13 +141,17 @@ def read(output_dir: Path) -> list[Answers]:
             line["reference"] and Generation(**line["reference"]),
             {name: Generation(**own) for name, own in line["systems"].items()},
             [Verdict(**verdict) for verdict in line["verdicts"]],
-            line.get("prompt_ids", []),  # not in older files
+            line.get("prompt_ids", []),  # not in older files, as what follows
+            {
+                name: [Generation(**one) for one in own]
+                for name, own in line.get("further", {}).items()
+            },
         )
         for line in read_jsonl(output_dir / FILE)
     ]
 
 
-# ---- one completion of each prompt ---------------------------------------------------------------
+# ---- the completions of each prompt --------------------------------------------------------------
 
 
 def measure(
@@ -146,7 +163,7 @@ def measure(
     config: "CommonConfig",
     temperature: float,
 ) -> list[Generation]:
-    """A policy's own completions, one per prompt, with all that is measured of them. Collective.
+    """A policy's own completions, N*K of N prompts, with all that is measured of them. Collective.
 
     The KL is log pi - log ref of completions drawn from pi, whose mean is unbiased at temperature 1
     and not measured at any other. The entropy is that of pi at temperature 1 along them.
@@ -155,12 +172,12 @@ def measure(
 
     pad_id = judges.tokenizer.pad_token_id
     arguments = (rollouts.completed(prompts), config, pad_id, "scoring")
-    own = score_examples(policy, *arguments, score=logp_and_entropy)[:, 0]  # (N, 2)
-    kl: list[float | None] = [None] * len(prompts)
+    own = score_examples(policy, *arguments, score=logp_and_entropy).flatten(0, 1)  # (N*K, 2)
+    kl: list[float | None] = [None] * len(own)
     if temperature == 1:
         ref_logps = own[:, 0]
         if reference is not policy:
-            ref_logps = score_examples(reference, *arguments)[:, 0]  # (N,)
+            ref_logps = score_examples(reference, *arguments).flatten()  # (N*K,)
         kl = (own[:, 0] - ref_logps).tolist()
     entropy = (own[:, 1] / rollouts.lengths).tolist()
     texts, references = rollouts.texts(judges.tokenizer), list(map(reference_text, prompts))
@@ -228,12 +245,13 @@ def judged(
 ) -> list[Generation]:
     """Completions with their rewards, and the words that they share with others and themselves.
 
-    Collective if a reward model takes part. The N texts are what is kept of the completions; ROUGE
-    is with the N references, none with an empty one.
+    Collective if a reward model takes part. The N*K texts are what is kept of the completions;
+    ROUGE is with the N references, none with an empty one.
     """
     by_judge: dict[str, Tensor] = {}
     if judges.functions.functions:
-        by_judge = judges.score(prompts, rollouts).by_function  # (N, 1) each
+        by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
+    k, found = len(texts) // max(1, len(prompts)), judges.answers(texts)
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(
@@ -243,9 +261,10 @@ def judged(
             completion_ids=rollouts.completion_ids[i],
             # nan: the judge does not apply to the row
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
-            **overlaps(text, prompts[i].prompt, reference),
+            answers={judge: own[i] for judge, own in found.items()},
+            **overlaps(text, prompts[i // k].prompt, references[i // k]),
         )
-        for i, (text, reference) in enumerate(zip(texts, references, strict=True))
+        for i, text in enumerate(texts)
     ]
 
 
@@ -265,20 +284,23 @@ def overlaps(text: str, prompt: str, reference: str) -> dict[str, Any]:
 
 
 def summary(answers: Sequence[Answers], name: str) -> dict[str, Any] | None:
-    """Means over the prompts of what a system, or REFERENCE, answered; None without an answer.
+    """Means over the completions of a system, or REFERENCE; None without any.
 
     Returns:
         `length` (tokens) and `stop_rate` as numbers, and with intervals as `length_interval` and
         `stop_rate_interval`; `rewards` by judge if there is any, `entropy` (nats per token, mean
         over tokens) and the MEANS as intervals, None where nothing was measured;
-        `distinct_completions`, a share.
+        `distinct_completions`, a share; `pass_rates` by judge that only says 0 or 1, if there is
+        any, as `pass_rates.pass_rates`.
     """
     from common.text.overlap import distinct_share
 
-    rows = [(row.prompt, own) for row in answers if (own := row.of(name)) is not None]
+    rows = [row for row in answers if row.of(name)]
     if not rows:
         return None
-    prompts, generations = zip(*rows, strict=True)
+    prompts = [row.prompt for row in rows for _ in row.all_of(name)]
+    generations = [own for row in rows for own in row.all_of(name)]
+    passed = {judge: passes(rows, name, judge) for judge in checks(answers)}
     lengths = [own.num_tokens for own in generations]
     length = mean_over_prompts(lengths, prompts)
     stop_rate = share_over_prompts([float(own.stopped) for own in generations], prompts)
@@ -297,8 +319,30 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any] | None:
         "entropy": mean_over_prompts([own.entropy for own in generations], prompts, lengths),
         "distinct_completions": distinct_share([own.completion for own in generations]),
         **({"rewards": rewards} if rewards else {}),
+        **({"pass_rates": passed} if passed else {}),
         **{
             key: mean_over_prompts([getattr(own, key) for own in generations], prompts)
             for key in MEANS
         },
     }
+
+
+def checks(answers: Sequence[Answers]) -> list[str]:
+    """The judges that gave nothing but 0 and 1 to any completion."""
+    values: dict[str, set[float]] = {}
+    for row in answers:
+        for own in (row.all_of(name) for name in (*row.systems, REFERENCE)):
+            for judge, reward in ((j, r) for one in own for j, r in one.rewards.items()):
+                values.setdefault(judge, set()).update(() if reward is None else (reward,))
+    return [judge for judge, found in values.items() if found and found <= {0, 1}]
+
+
+def passes(rows: Sequence[Answers], name: str, judge: str) -> dict[str, Any]:
+    """How often a system's completions pass a check."""
+    from common.evaluation.pass_rates import pass_rates
+
+    samples = [row.all_of(name) for row in rows]
+    votes = [[one.answers.get(judge) for one in own] for own in samples]
+    has_votes = any(judge in one.answers for own in samples for one in own)
+    rewards = [[one.rewards.get(judge) for one in own] for own in samples]
+    return pass_rates(rewards, votes if has_votes else None, [row.prompt for row in rows])

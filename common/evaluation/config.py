@@ -12,8 +12,14 @@ from common.sampling.engine_config import EngineConfig, default_of
 OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
 OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
 OF_GENERATIONS = (
-    *("prompts_dataset_name", "temperature", "max_new_tokens", "reward_funcs", "judge_funcs"),
-    *("num_sample_prompts", "generation_batch_size", "generation_cache_tokens"),
+    *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens"),
+    *(
+        "reward_funcs",
+        "judge_funcs",
+        "num_sample_prompts",
+        "generation_batch_size",
+        "generation_cache_tokens",
+    ),
 )
 
 
@@ -56,6 +62,11 @@ class EvaluateConfig(EngineConfig):
     _generations: ClassVar = "generations"
     prompts_dataset_name: str = path_flag("", "rows to sample from (empty: dataset_name)")
     num_prompts: int = flag(256, "prompts to sample from (0: no generations)")
+    num_generations: int = flag(
+        1,
+        "completions of a prompt: means, pass@k and maj@k are of all, the first is compared",
+        gt=0,
+    )
     temperature: float = flag(1.0, "of sampling; 0 takes the most likely token", ge=0)
     max_new_tokens: int = flag(0, "tokens of a generation (0: max_completion_length)")
     reward_funcs: list[str] = path_flag(
@@ -77,6 +88,8 @@ class EvaluateConfig(EngineConfig):
             raise UserError("--dataset_test_split is required: the split to evaluate on.")
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
             raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
+        if self.num_generations > 1 and self.temperature == 0:
+            raise self.refused("num_generations", "1 with --temperature 0, which draws one again")
         if self.max_new_tokens > self.max_completion_length:
             most = f"at most --max_completion_length, {self.max_completion_length}"
             raise self.refused("max_new_tokens", most)
@@ -122,7 +135,8 @@ def settle(config: EvaluateConfig) -> None:
         (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
         (not has_ratio, ["beta"], "without an implicit_reward of a policy beside the reference"),
         (not config.score_pairs, OF_PAIRS, "without pairs (columns chosen and rejected)"),
-        (not config.policies, [*OF_POLICIES, "num_prompts"], "without --policies"),
+        (not config.policies, OF_POLICIES, "without --policies"),
+        (not config.policies and config.num_prompts, ["num_prompts"], "without --policies"),
     )
     why = {idle_name: where for is_so, names, where in idle if is_so for idle_name in names}
     given = config.typed if config.typed & config.deciding else config.given

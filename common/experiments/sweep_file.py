@@ -131,6 +131,7 @@ class Sweep:
             yield Stage("evaluate.py", root / "policies", config, flags | own)
         if paths[False]:
             own = {"policies": [], "reward_models": paths[False], "reward_funcs": []}
+            own |= {"num_prompts": 0}
             yield Stage("evaluate.py", root / "reward_models", config, flags | own)
 
 

@@ -79,6 +79,10 @@ def system_numbers(results: Results) -> dict[str, float]:
                 value = value.get("mean", value.get("accuracy"))
             if name in wanted and value is not None:
                 numbers[f"{system['name']}/{name}"] = float(value)
+        for judge, rates in (system.get("pass_rates") or {}).items():
+            for name, rate in rates.items():
+                if rate:
+                    numbers[f"{system['name']}/{judge}/{name}"] = rate["mean"]
     return numbers
 
 
@@ -124,7 +128,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
             accuracies.append(Picture(drawn, "Predicted against observed shares."))
         blocks.append(Section("Preference accuracy", accuracies))
     if found := tables.generation_tables(results):
-        notes = [*tables.QUALITY_NOTES, *tables.WIN_RATE_NOTES]
+        notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs, records, colours)
@@ -147,7 +151,7 @@ def reading_notes(results: Results) -> str:
     ]
     notes = [
         *(of_pairs if ties else ()),
-        "Intervals are 95%: Wilson's for accuracy, the percentile bootstrap for means. They cover "
+        "Intervals are 95%: Wilson's for shares, the percentile bootstrap for means. They cover "
         "the draw of the evaluation rows, not the seed of the training run. Two systems whose "
         "intervals are apart differ; if the intervals overlap they may still differ, since both "
         "are measured on the same rows.",

@@ -49,7 +49,9 @@ def summary_figure(
 
 def held_out(results: Mapping[str, Any]) -> str:
     """What the systems are judged on."""
-    numbers = {"preference pairs": results["num_pairs"], "prompts": results.get("num_prompts")}
+    k = results.get("num_generations", 1)
+    prompts = "prompts" if k == 1 else f"prompts with {k} samples each"
+    numbers = {"preference pairs": results["num_pairs"], prompts: results.get("num_prompts")}
     return f"held-out, {' and '.join(f'{n:,} {what}' for what, n in numbers.items() if n)}"
 
 

@@ -170,6 +170,13 @@ QUALITY_NOTES = [
     "prompt. A completion without n-grams, being shorter, is in neither.",
     "Distinct is the number of different completions of all prompts by their number.",
 ]
+PASS_NOTES = [
+    "A judge that gave nothing but 0 and 1 is a check. pass@k is the chance that of k samples of a "
+    "prompt one passes (Chen et al. 2021, eq. 1). maj@k is the share of prompts at which the "
+    "answer that most of the k samples give is right: of a tie the share of its answers that are, "
+    "and 0 where no sample gives one. Intervals are Wilson's for the effective sample size, over "
+    "prompts.",
+]
 WIN_RATE_NOTES = [
     "Win rate is the mean verdict, a tie counting one half; a reward prefers the completion it "
     "scores higher. The interval is Wilson's for the effective sample size, with Student's "
@@ -205,9 +212,25 @@ def generation_tables(results: Mapping[str, Any]) -> list[Table]:
     found = [
         Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
         Table(["system", *judges], rewards),
+        pass_rate_table(systems),
         win_rate_table(results.get("win_rates") or []),
     ]
     return [table for table in found if table.rows]
+
+
+def pass_rate_table(systems: Sequence[Mapping[str, Any]]) -> Table:
+    """How often completions of each system pass each check."""
+    found = [
+        (system["name"], judge, own)
+        for system in systems
+        for judge, own in (system.get("pass_rates") or {}).items()
+    ]
+    rates = dict.fromkeys(rate for _, _, own in found for rate in own)
+    rows = [
+        [name, judge, *(interval_cell(own.get(rate), 100, 1) for rate in rates)]
+        for name, judge, own in found
+    ]
+    return Table(["system", "check", *(f"{rate} %" for rate in rates)], rows)
 
 
 def win_rate_table(win_rates: Sequence[Mapping[str, Any]]) -> Table:

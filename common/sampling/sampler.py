@@ -186,9 +186,9 @@ class Sampler:
         return Rollouts(*map(torch.cat, zip(*found, strict=True)))
 
     def sample_shared(
-        self, examples: Sequence[Example], *, title: str, **settings: Any
+        self, examples: Sequence[Example], *, title: str, num_samples: int = 1, **settings: Any
     ) -> Rollouts:
-        """Complete every prompt once, shared by the ranks; each gets all, in order. Collective.
+        """K completions of every prompt, shared by the ranks; each gets all, in order. Collective.
 
         The settings are those of `sample`.
         """
@@ -198,12 +198,14 @@ class Sampler:
         with progress_bar(title, len(mine), unit="prompt", active=distributed.is_rank0()) as bar:
             local = self.sample(
                 [examples[i] for i in mine],
+                num_samples=num_samples,
                 **settings,
                 report=lambda text: show_status(bar, f"{title}: {text}"),
             )
-        rollouts = Rollouts.blank(len(examples), self.config.max_completion_length)
+        rows = [i * num_samples + k for i in mine for k in range(num_samples)]
+        rollouts = Rollouts.blank(len(examples) * num_samples, self.config.max_completion_length)
         for values, own in zip(rollouts.tensors, local.tensors, strict=True):
-            values[list(mine)] = own
+            values[rows] = own
         # In float64, which holds ids and float32 as they are: a sum of bools is none.
         sums = (distributed.all_reduce_sum(x.double()).to(x.dtype) for x in rollouts.tensors)
         return Rollouts(*sums)

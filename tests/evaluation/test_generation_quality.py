@@ -55,6 +55,11 @@ def longer(prompts, completions_a, completions_b, bonus, **columns):
 
 def bonus(prompts, completions, completion_ids, bonus, **columns):
     return [None if k % 5 == 0 else float(len(c)) for c, k in zip(completions, bonus)]
+
+def short(completions, bonus, **columns):
+    return [None if k == 5 else float(len(c) < 8) for c, k in zip(completions, bonus)]
+
+short.answer = lambda completions: [len(c) // 4 if c else None for c in completions]
 """
 
 
@@ -328,6 +333,48 @@ def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines
         assert rate["length_controlled"]["win_rate"] == pytest.approx(expected, abs=1e-4)
         num_controlled += 1
     assert num_controlled >= 3
+
+
+def test_several_samples_of_rows_without_pairs(folder, lines):
+    """The first is the one that is drawn alone; means are of all, and rates of each prompt's."""
+    argv = arguments(folder, "several") + ["--num_generations", "3"]
+    argv += ["--dataset_name", str(folder / "prompts"), "--prompts_dataset_name", ""]
+    argv += ["--reward_models", "--judge_funcs"]
+    argv += ["--reward_funcs", f"{folder / 'judge.py'}:short", "length"]
+    with tiny.process_group():
+        evaluate_here(argv)
+    assert not (folder / "several" / "scores.jsonl").exists()
+    results = json.loads((folder / "several" / "results.json").read_text())
+    assert (results["num_pairs"], results["comparison"]) == (0, None)
+    assert "ccuracy" not in (folder / "several" / "report.md").read_text()
+    answers = completions.read(folder / "several")
+    for line, answer in zip(lines, answers, strict=True):
+        for name in ("sft", "dpo"):
+            own, *rest = answer.all_of(name)
+            assert own.completion_ids == line["systems"][name]["completion_ids"]
+            assert own.kl == pytest.approx(line["systems"][name]["kl"], abs=1e-4)
+            assert len(rest) == 2
+            for one in (own, *rest):
+                is_short = None if line["id"] == 5 else float(len(one.completion) < 8)
+                assert one.rewards == {"short": is_short, "length": -one.num_tokens}
+                assert one.answers == {
+                    "short": str(len(one.completion) // 4) if one.completion else None
+                }
+    for system in results["systems"]:
+        groups = [row.all_of(system["name"]) for row in answers]
+        every = [own for group in groups for own in group]
+        assert len({tuple(own.completion_ids) for own in every}) > len(answers)
+        assert system["length"] == pytest.approx(np.mean([own.num_tokens for own in every]))
+        assert system["kl"]["count"] == 3 * len(answers)
+        passed = [[own.rewards["short"] for own in group] for group in groups if group]
+        known = np.array([own for own in passed if None not in own])
+        assert len(known) == len(answers) - 1
+        (rates,) = system["pass_rates"].values()
+        assert list(rates) == ["pass@1", "pass@2", "pass@3", "maj@3"]
+        assert 0 < rates["pass@1"]["mean"] < rates["pass@3"]["mean"]
+        assert rates["pass@1"]["mean"] == pytest.approx(known.mean())
+        assert rates["pass@3"]["mean"] == pytest.approx(known.any(1).mean())
+        assert rates["pass@1"]["low"] < rates["pass@1"]["mean"] < rates["pass@1"]["high"]
 
 
 def at_equal_length(wins: np.ndarray, differences: np.ndarray) -> float:

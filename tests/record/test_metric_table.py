@@ -58,8 +58,9 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
     logged = {name for line in read_jsonl(tmp_path / "sft/metrics.jsonl") for name in line}
     assert logged - {"step"} <= set(METRICS)
     flags |= {"output_dir": str(tmp_path / "eval"), "policies": str(tmp_path / "sft/model")}
-    flags |= {"reward_funcs": "gold", "num_eval_rows": "8", "num_prompts": "4"}
+    flags |= {"num_eval_rows": "8", "num_prompts": "4"}
     arguments = [text for name, value in flags.items() for text in (f"--{name}", value)]
+    arguments += ["--reward_funcs", "gold", "regex:the"]
     evaluate.main(parse(evaluate.EvaluateConfig, arguments))
     results = json.loads((tmp_path / "eval/results.json").read_text())
     (system,) = results["systems"]
