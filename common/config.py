@@ -86,6 +86,10 @@ class CommonConfig:
         "synthetic", "hub id, folder, .jsonl[.gz] / .json / .parquet, synthetic", required=True
     )
     dataset_config: str = flag("", "name of the hub data set's configuration")
+    dataset_revision: str = flag("", "branch, tag or commit of the hub data set")
+    column_map: list[str] = flag(
+        [], "other names for columns, as prompt=question; also in the run's further data sets"
+    )
     dataset_test_split: str = flag("validation", "split to evaluate on; empty: no evaluation")
     num_eval_rows: int = flag(0, "use the first rows only (0: all)")
     max_prompt_length: int = flag(512, "tokens; longer prompts are truncated", gt=0)
@@ -131,12 +135,28 @@ class CommonConfig:
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
         check_fields(self)
+        is_local = self.dataset_name == "synthetic" or os.path.exists(self.dataset_name)
+        if self.dataset_revision and is_local:
+            raise self.refused("dataset_revision", "empty with a local --dataset_name")
+        names = [name for pair in self.column_map for name in pair.split("=", 1)]
+        ends = (names[::2], names[1::2])
+        if any(not name for name in names) or len(names) != 2 * len(self.column_map):
+            raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
+        if any(len(set(end)) < len(end) for end in ends):
+            raise self.refused("column_map", "one new name for each column")
+        if names and self.dataset_name == "synthetic":
+            raise self.refused("column_map", "empty with --dataset_name synthetic")
 
     def refused(self, name: str, needed: str) -> UserError:
         """The error for a value that those of other fields exclude."""
         value = getattr(self, name)
         value = str(value).lower() if isinstance(value, bool) else value
         return UserError(f"--{name} is {value}; it must be {needed}.")
+
+    @property
+    def renamed_columns(self) -> dict[str, str]:
+        """Names of columns by those that `column_map` gives them."""
+        return dict(pair.split("=", 1) for pair in self.column_map)  # type: ignore[misc]
 
     @property
     def tokenizer_path(self) -> str:

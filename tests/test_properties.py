@@ -238,10 +238,14 @@ JSON = st.recursive(
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system"]) | TEXTS, "content": TEXTS}
-    ),
+    )
+    | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt"]) | JSON, "value": TEXTS}),
     max_size=3,
 )
-COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages", "completions", "n")
+COLUMNS = (
+    *("prompt", "completion", "chosen", "rejected", "messages", "completions", "n"),
+    *("conversations", "instruction", "input", "output", "text"),
+)
 GOOD_TEXTS = {"prompt": "a b", "completion": " c", "chosen": " c", "rejected": " d"}
 GOOD_MESSAGES = {
     name: [{"role": "user" if name == "prompt" else "assistant", "content": text}]

@@ -119,7 +119,7 @@ def settle(config: EvaluateConfig) -> None:
 
     name = config.dataset_name
     if config.score_pairs:
-        config.score_pairs = has_pairs(name, split_of(name, config), config.dataset_config or None)
+        config.score_pairs = has_pairs(config, split_of(name, config))
     if not config.score_pairs and not config.generates:
         raise UserError(
             f"nothing to evaluate on: {name} has no pairs (columns chosen and rejected), and no "

@@ -90,18 +90,19 @@ def reason(error: Exception) -> str:
 def check_location(path: str, what: str) -> None:
     """Raise a UserError for a local path that is not there, or holds no model or tokenizer.
 
-    A hub id has one slash at most; for one the hub is asked, once in a run, whether it answers.
+    For what may be a hub id the hub is asked, once in a run, whether it answers.
     """
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(".json")
     folder = Path(path)
     if folder.is_dir():
         patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
         if not any(file for pattern in patterns for file in folder.glob(pattern)):
             inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
             raise UserError(f"the folder {path!r} holds no {what}{inside}.")
-    elif looks_local and not folder.exists():
-        raise UserError(f"the {what} folder {path!r} does not exist.")
-    elif not looks_local:
+    elif folder.exists():
+        return
+    elif path.endswith(".json") or not hub.may_be_id(path):
+        raise UserError(f"the {what} folder {path!r} does not exist {hub.NO_ID}.")
+    else:
         hub.is_reachable()
 
 

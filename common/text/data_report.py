@@ -1,10 +1,35 @@
-"""What became of the rows of a split: printed by every run, and kept with the tokens."""
+"""What becomes of the rows of a split: a bar, and a report that is kept with the tokens."""
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from common import distributed
 from common.errors import UserError
+
+Item = TypeVar("Item")
+
+
+def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iterator[Item]:
+    """The rows, counted by a bar once they take seconds; off a terminal every 30 of them."""
+    from tqdm import tqdm
+
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    return iter(
+        tqdm(
+            rows,
+            title,
+            total,
+            leave=False,
+            mininterval=seconds,
+            delay=10 * seconds if seconds < 1 else seconds,
+            unit=" rows",
+            unit_scale=True,
+            disable=not distributed.is_rank0(),
+        )
+    )
 
 
 @dataclass

@@ -2,45 +2,182 @@
 
 TRL's rows have the prompt in a column, or in front of both completions of a pair, or in the
 messages of a conversation, or in two of these places. What comes out has it in `prompt` alone.
+ShareGPT's, Alpaca's and plain texts get TRL's names before.
 """
 
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from common.errors import UserError
 from common.text.chat import is_messages
 
 Row = dict[str, Any]
+
+SHARE_GPT = {"human": "user", "gpt": "assistant"}  # its words for the roles
+# Taori et al. 2023 (github.com/tatsu-lab/stanford_alpaca), as in the column `text` of their rows
+ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+ALPACA_INPUT = ", paired with an input that provides further context"
+
+
+def renamed(
+    rows: list[Row], column_map: Mapping[str, str], source: str, *, may_lack: bool
+) -> list[Row]:
+    """The rows with other names for columns; a UserError for one that is not there, or is taken."""
+    if not column_map:
+        return rows
+    there = dict.fromkeys(name for row in rows for name in row)
+    for new, old in column_map.items():
+        what = f"--column_map has {new}={old}"
+        if old not in there and not may_lack:
+            listed = ", ".join(map(repr, there))
+            raise UserError(f"{what}; {source} has no column {old!r}, it has: {listed}.")
+        if old in there and new in there and new not in column_map.values():
+            raise UserError(
+                f"{what}, and {source} has a column {new!r}, which that would replace; give it "
+                f"another name too, as other_{new}={new}."
+            )
+    names = {old: new for new, old in column_map.items()}
+    return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
+
+
+class Opening(str):
+    """The prompt of a text that has none: the token that opens a document, without words."""
+
+
+def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
+    """A row of another schema in the columns of TRL's, and what was taken for what."""
+    told = ""
+    for name in ("prompt", "completion", "chosen", "rejected", "messages", "conversations"):
+        value = row.get(name)
+        if isinstance(value, list) and value and all(map(_is_share_gpt, value)):
+            row = {**row, name: [_from_share_gpt(turn) for turn in value]}
+            told = "`from` and `value` taken as `role` and `content`"
+    if "conversations" in row and "messages" not in row:
+        row = {"messages" if name == "conversations" else name: row[name] for name in row}
+        told = "`conversations` taken as `messages`"
+    lacks_prompt, lacks_completion = "prompt" not in row, "completion" not in row
+    if "messages" in row:
+        turns: Any = row["messages"]
+        is_usable = is_messages(turns) or is_blank(turns)
+        if columns == ("completion",) and lacks_completion and is_usable:
+            return {**row, "completion": turns}, told
+        if not columns and lacks_prompt and is_usable:
+            is_answered = not is_blank(turns) and turns[-1]["role"] == "assistant"
+            told = "`messages` without a last answer taken as `prompt`"
+            return {**row, "prompt": turns[:-1] if is_answered else turns}, told
+    elif lacks_prompt and "instruction" in row and len(columns) < 2:
+        row = {**row, "prompt": _alpaca_prompt(row["instruction"], row.get("input"))}
+        told = "`instruction` and `input` taken as `prompt` by Alpaca's template"
+        if columns and lacks_completion and "output" in row:
+            return {**row, "completion": row["output"]}, f"{told}, `output` as `completion`"
+    elif lacks_prompt and lacks_completion and "text" in row and columns == ("completion",):
+        told = "`text` taken as `completion` behind the tokenizer's bos, or eos where it has none"
+        return {**row, "prompt": Opening(), "completion": row["text"]}, told
+    return row, told
+
+
+def way_out(row: Row, kind: str, column: str) -> str:
+    """What to do about a column that is not there, a clause: by the schema that a row has."""
+    if "labels" in row and "completions" in row:
+        return "stepwise supervision has no stage; join the steps to one text"
+    if kind == "preference" and row.keys() >= {"completion", "label"}:
+        return "unpaired preferences (KTO) have no stage; pair a good and a bad completion"
+    if kind == "preference" and row.keys() & {"messages", "text", "completion"}:
+        return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
+    if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
+        return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
+    return f"--column_map {column}=NAME takes another one"
+
+
+def _is_share_gpt(turn: Any) -> bool:
+    """Whether a message is one by ShareGPT's names."""
+    return isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn
+
+
+def _from_share_gpt(turn: Row) -> Row:
+    """A message by TRL's names."""
+    rest = {name: turn[name] for name in turn if name not in ("from", "value")}
+    return {"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"], **rest}
+
+
+def _alpaca_prompt(instruction: Any, given: Any) -> Any:
+    """Alpaca's prompt, with its input if there is one; what is blank or no text as it is."""
+    if not isinstance(instruction, str) or is_blank(instruction):
+        return instruction
+    if is_blank(given):
+        return ALPACA.format("", instruction, "")
+    if not isinstance(given, str):
+        return given
+    return ALPACA.format(ALPACA_INPUT, instruction, f"### Input:\n{given}\n\n")
+
+
+def is_blank(cell: Any) -> bool:
+    """Whether a cell is null, white space, messages of it, or one with null for its content."""
+    if isinstance(cell, str):
+        return not cell.strip() and not isinstance(cell, Opening)
+    if is_messages(cell):
+        return not any(turn["content"].strip() for turn in cell)
+    turns = cell if isinstance(cell, list) else []
+    nulls = (isinstance(t, dict) and t.get("content", "") is None for t in turns)
+    return cell is None or any(nulls)
+
+
+def _emptied(row: Row, names: Sequence[str]) -> Row:
+    """A row with a blank cell as one of texts, empty there: it is dropped and counted as such.
+
+    A pair may have its prompt in front of its texts.
+    """
+    texts = {}
+    for name in names:
+        cell = row.get(name, "-")
+        if is_messages(cell):
+            cell = " ".join(turn["content"] for turn in cell)
+        texts[name] = "" if is_blank(row.get(name, "-")) else cell
+    return {**row, **texts}
 
 
 def with_own_prompts(
     rows: Sequence[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
 ) -> list[Row]:
-    """Rows with what all completions share in `prompt` and nowhere else; tells what it cut.
+    """Rows with what all completions share in `prompt` and nowhere else; tells what it changed.
 
     A column `messages` is prompt and completion in one (TRL's conversational language modelling).
-    What does not fit a form stays as it is, and is refused by its own names.
+    What does not fit a form stays as it is, and is refused by its own names. A row with a blank
+    cell becomes one of texts with an empty one, which is dropped and counted with the others.
 
     TRL's rows with an implicit prompt have it in front of every completion; some data sets give it
     in a column beside (UltraFeedback as text, the completions as messages), and would be trained
     with the prompt twice. Texts are cut only if all rows are so: a short prompt may by chance be
     how its completions begin.
     """
+    read = [in_trl_names(row, columns) for row in rows]
+    for told, number in Counter(told for _, told in read if told).items():
+        tell(f"{source}: {told} in {number} of {len(rows)} rows")
+    rows = [row for row, _ in read]
+    cells = ("prompt", *columns)
+    blank = {
+        index: name
+        for index, row in enumerate(rows)
+        if (name := next((n for n in cells if n in row and is_blank(row[n])), ""))
+    }
+    if blank:
+        index, name = next(iter(blank.items()))
+        what = f"{len(blank)} of {len(rows)} rows have a blank or null cell and are dropped"
+        tell(f"{source}: {what}, the first is row {index + 1}, column {name!r}")
+    rows = [_emptied(row, cells) if i in blank else row for i, row in enumerate(rows)]
     if not columns:
-        return list(rows)
-    if columns == ("completion",):
-        rows = [
-            {**row, "completion": row["messages"]}
-            if "completion" not in row and is_messages(row.get("messages"))
-            else row
-            for row in rows
-        ]
+        return rows
     cut = [_without_repetition(row, columns) for row in rows]
     num_found = len(rows) - cut.count(None)
-    is_layout = num_found == len(rows)
+    is_layout = num_found == len(rows) - len(blank)
     result = [
         new if new and (is_layout or is_messages(row[columns[0]])) else row
         for row, new in zip(rows, cut, strict=True)

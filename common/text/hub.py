@@ -1,8 +1,23 @@
-"""The Hugging Face hub: found out once whether it answers, and left alone if it does not."""
+"""The Hugging Face hub: what may be there, and whether it answers, which is found out once."""
 
 import functools
+import os
+import re
+from typing import Any
+
+from common.errors import UserError, gist
 
 TIMEOUT = 5  # seconds for its first answer
+ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+OURS = ("assets", "data", "output")  # folders that recipes name, there or not
+NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is here)"
+
+
+def may_be_id(path: str) -> bool:
+    """Whether what is no file or folder may be a hub id, and no misspelt path."""
+    owner, slash, _ = path.partition("/")
+    is_local = slash and (owner in OURS or os.path.isdir(owner))
+    return ID.fullmatch(path) is not None and not is_local
 
 
 @functools.cache
@@ -19,3 +34,29 @@ def is_reachable() -> bool:
         except Exception:  # what its HTTP library raises; which one that is depends on its version
             constants.HF_HUB_OFFLINE = True
     return not constants.HF_HUB_OFFLINE
+
+
+@functools.lru_cache(1)
+def rows_of(name: str, split: str, config: str | None, revision: str | None) -> Any:
+    """A split of a hub data set, or one sentence quickly if it cannot be had."""
+    import datasets
+
+    is_reachable()
+    try:
+        return datasets.load_dataset(name, config or None, split=split, revision=revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # It lists the splits or the configurations that there are in its second sentence.
+        listed = re.search(r"\[.*?\]", str(error))
+        there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
+        of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
+        raise UserError(
+            f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
+            f"loaded from the hub: {gist(error)}{there or ''}."
+        ) from None
+
+
+def commit_of(data: Any) -> str:
+    """The commit that the hub's rows are of, which their library names its cache's folder after."""
+    files = " ".join(str(file["filename"]) for file in data.cache_files)
+    found = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
+    return found[0] if found else ""

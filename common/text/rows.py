@@ -1,21 +1,24 @@
 """Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common import distributed
+from common.config import CommonConfig
 from common.errors import UserError, gist
 from common.text import checked_file, forms, hub
 from common.text.chat import is_messages
+from common.text.data_report import progress
 from common.text.forms import Row
 
 COMPLETION_COLUMNS: dict[str, tuple[str, ...]] = {
@@ -42,6 +45,9 @@ def load_rows(
     kind: str,
     num_rows: int = 0,
     dataset_config: str | None = None,
+    dataset_revision: str | None = None,
+    column_map: Mapping[str, str] = MappingProxyType({}),
+    may_lack: bool = False,
     tell: Callable[[str], None] = distributed.print_rank0,
 ) -> list[Row]:
     """Read one split and check every row against the schema of its kind.
@@ -58,6 +64,9 @@ def load_rows(
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
         num_rows: Take the first rows only; 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
+        dataset_revision: Branch, tag or commit of the hub data set; None: its main branch.
+        column_map: Names of columns by those that they get.
+        may_lack: Columns of the map need not be there.
         tell: Takes what is to be known of the rows.
 
     Returns:
@@ -74,14 +83,8 @@ def load_rows(
         name, part = _part_of(split)
         limit = part.stop or (num_rows and (part.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
-    source = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    if files := data_files(dataset_name, split):
-        source = os.fspath(files[0]) if len(files) == 1 else source
-        rows = [row for file in files for row in _read_file(file)][_part_of(split)[1]]
-    else:
-        rows = list(_hub_data(dataset_name, split, dataset_config).to_list())
-    if not rows:
-        raise UserError(f"{source} has no rows; at least one is needed.")
+    source, rows = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    rows = forms.renamed(rows, column_map, source, may_lack=may_lack)
     rows = forms.with_own_prompts(rows[: num_rows or None], COMPLETION_COLUMNS[kind], source, tell)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
@@ -89,31 +92,81 @@ def load_rows(
     return rows
 
 
-def has_pairs(dataset_name: str, split: str, dataset_config: str | None) -> bool:
-    """Whether a split has a column `chosen` or `rejected`; says so where it has not.
+def _read(
+    dataset_name: str,
+    split: str,
+    config: str | None,
+    revision: str | None,
+    tell: Callable[[str], None],
+) -> tuple[str, list[Row]]:
+    """What names a split, and its rows as they are, at least one."""
+    source = f"{os.path.expanduser(dataset_name)} split {split!r}"
+    found: Iterator[Row]
+    if files := data_files(dataset_name, split):
+        source = os.fspath(files[0]) if len(files) == 1 else source
+        part = _part_of(split)[1]
+        every = (row for file in files for row in _read_file(file))
+        found = islice(every, part.start, part.stop)
+    else:
+        data = hub.rows_of(dataset_name, split, config, revision)
+        found = (row for part in data.with_format("arrow").iter(1000) for row in part.to_pylist())
+        if commit := hub.commit_of(data):
+            tell(f"{source} is of commit {commit}")
+    rows = list(progress(found, "reading"))
+    if not rows:
+        raise UserError(f"{source} has no rows; at least one is needed.")
+    return source, rows
+
+
+def has_pairs(config: CommonConfig, split: str) -> bool:
+    """Whether a split's first row has a column `chosen` or `rejected`; says so where it has not.
 
     Raises:
         UserError: it is not there, or cannot be read.
     """
-    if dataset_name == "synthetic":
+    name = config.dataset_name
+    if name == "synthetic":
         return True
-    files = data_files(dataset_name, split)
-    columns = (
-        _columns(files[0]) if files else _hub_data(dataset_name, split, dataset_config).features
-    )
-    found = not {"chosen", "rejected"}.isdisjoint(columns)
+    if files := data_files(name, split):
+        first = next(_read_file(files[0]), {})
+    else:
+        how = (config.dataset_config or None, config.dataset_revision or None)
+        first = next(iter(hub.rows_of(name, split, *how)), {})
+    names = {old: new for new, old in config.renamed_columns.items()}
+    found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in first)
     if not found:
-        distributed.print_rank0(f"{dataset_name} has no columns chosen and rejected: prompts only")
+        distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")
     return found
 
 
-def identity(dataset_name: str, split: str, dataset_config: str | None) -> str:
+def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
+    """How a run reads a data set, as arguments of `load_rows`.
+
+    A configuration and a revision belong to the data set that they were given with, not to a second
+    one; columns are renamed in both, where they are there.
+    """
+    is_main = dataset_name == config.dataset_name
+    return {
+        "dataset_config": (is_main and config.dataset_config) or None,
+        "dataset_revision": (is_main and config.dataset_revision) or None,
+        "column_map": config.renamed_columns,
+        "may_lack": not is_main,
+    }
+
+
+def identity(
+    dataset_name: str,
+    split: str,
+    dataset_config: str | None = None,
+    dataset_revision: str | None = None,
+    **_: Any,
+) -> str:
     """What tells the content of a split from another: a digest of its files, or the hub's name."""
     if dataset_name == "synthetic":
         return dataset_name
     files = data_files(dataset_name, split)
     if not files:
-        return str(_hub_data(dataset_name, split, dataset_config)._fingerprint)
+        return str(hub.rows_of(dataset_name, split, dataset_config, dataset_revision)._fingerprint)
     digest = hashlib.sha256()
     for file in files:
         with _readable(file), file.open("rb") as stream:
@@ -175,9 +228,8 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     how = _how_it_is_made(dataset_name)
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", dataset_name) is not None  # or a path
-    if how or is_named or not is_hub_id:
-        end = f": {how}" if how else "; give a file or a folder"
+    if how or is_named or not hub.may_be_id(dataset_name):
+        end = f": {how}" if how else f" {hub.NO_ID}; give a file or a folder"
         raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
     return []
 
@@ -234,26 +286,17 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
-def _columns(path: Path) -> Iterable[str]:
-    """The columns of a file; of JSON those of its first row."""
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
-        with _readable(path):
-            return list(pyarrow.parquet.read_schema(path).names)
-    with _readable(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-        return next(_json_rows(stream, os.fspath(path)), {})
-
-
-def _read_file(path: Path) -> list[Row]:
+def _read_file(path: Path) -> Iterator[Row]:
     """Rows of one local file; a UserError names the file, and the line where one is at fault."""
     with _readable(path):
         if path.suffix == ".parquet":
-            import pyarrow.parquet
+            import pyarrow.parquet  # type: ignore[import-untyped]
 
-            return list(pyarrow.parquet.read_table(path).to_pylist())
+            for part in pyarrow.parquet.ParquetFile(path).iter_batches():
+                yield from part.to_pylist()
+            return
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            return list(_json_rows(stream, os.fspath(path)))
+            yield from _json_rows(stream, os.fspath(path))
 
 
 def _json_rows(stream: Any, source: str) -> Iterator[Row]:
@@ -300,28 +343,13 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
-@functools.lru_cache(1)
-def _hub_data(name: str, split: str, config: str | None) -> Any:
-    """A split of a hub data set, or one sentence quickly if it cannot be had."""
-    import datasets
-
-    hub.is_reachable()
-    try:
-        return datasets.load_dataset(name, config or None, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"dataset_name {name!r} (split {split!r}) is no local file or folder and cannot be "
-            f"loaded from the hub: {gist(error)}."
-        ) from None
-
-
 # ---- the schema ----------------------------------------------------------------------------------
 
 
 def _fault(row: Row, kind: str) -> str:
     """Why a row does not fit the schema of its kind, empty if it does."""
     for column in ("prompt", *COMPLETION_COLUMNS[kind]):
-        if fault := _column_fault(row, column):
+        if fault := _column_fault(row, column, kind):
             return f"column {column!r} {fault}"
         if is_messages(row[column]) != is_messages(row["prompt"]):
             return f"{column!r} and 'prompt' must both be text or both be messages"
@@ -337,12 +365,12 @@ def _fault(row: Row, kind: str) -> str:
     return f"column {clash[0]!r} {rename}" if clash else ""
 
 
-def _column_fault(row: Row, column: str) -> str:
+def _column_fault(row: Row, column: str, kind: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
         is_odd = "messages" in row and not is_messages(row["messages"])
-        odd = f", of which 'messages' is no {LIST}" if is_odd else ""
-        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}{odd}"
+        odd = f"'messages' is no {LIST}" if is_odd else forms.way_out(row, kind, column)
+        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {odd}"
     value = row[column]
     if value == []:
         return "is an empty list of messages; a conversation needs one before the answer"

@@ -8,19 +8,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
 from common.text import token_cache
 from common.text.chat import Conversation, render
-from common.text.data_report import DataReport
+from common.text.data_report import DataReport, progress
 from common.text.example import Example
-from common.text.forms import Row
-from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, row_source
+from common.text.forms import Opening, Row
+from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, options, row_source
 from common.text.truncate import (
     CHUNK_ROWS,
     encode,
@@ -55,8 +54,7 @@ def load(
     num_rows: int = 0,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`."""
-    # A configuration belongs to the data set it was given with, not to a second one.
-    dataset_config = (dataset_name == config.dataset_name and config.dataset_config) or None
+    how = options(config, dataset_name)
     settings = {
         "dataset_name": dataset_name,
         "num_rows": num_rows,
@@ -66,22 +64,19 @@ def load(
         "max_completion_length": config.max_completion_length,
         "truncation": config.prompt_truncation,
         "split": split,
+        "column_map": config.column_map,
     }
-    of_data = partial(identity, dataset_name, split, dataset_config)
+    of_data = partial(identity, dataset_name, split, **how)
     file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
     with distributed.host_first():
         stored = token_cache.read(file)
         if stored is None:
             notes: list[str] = []
             rows = load_rows(
-                dataset_name,
-                split,
-                kind=kind,
-                num_rows=num_rows,
-                dataset_config=dataset_config,
-                tell=notes.append,
+                dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
             )
-            rows = [_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows]
+            texts = (_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows)
+            rows = list(progress(texts, "rendering", len(rows)))
             found, report = tokenize_rows(
                 rows, tokenizer, config, kind=kind, stop_id=stop_id, split=split
             )
@@ -192,11 +187,9 @@ def _in_chunks(
         return list(zip(prompts, *completions, strict=True))
 
     starts = range(0, len(rows), CHUNK_ROWS)
-    is_shown = distributed.is_rank0() and len(starts) > 10
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(tokenized, starts)
-        for part in tqdm(parts, "tokenising", len(starts), leave=False, disable=not is_shown):
-            yield from part
+        yield from progress(chain.from_iterable(parts), "tokenising", len(rows))
 
 
 def _tokenize_prompts(
@@ -212,6 +205,11 @@ def _tokenize_prompts(
         )
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
+        if isinstance(prompt, Opening):
+            bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+            start = leading or [eos if bos is None else bos]
+            result.append(_Text(tokenizer.decode(start), start, False))
+            continue
         may_be_cut = not isinstance(prompt, Conversation)
         prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
         if len(ids) <= room:

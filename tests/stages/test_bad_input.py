@@ -64,7 +64,7 @@ ROWS: list[Case] = [
     ("train_reward", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("evaluate", {"dataset_name": "sft", "num_prompts": 0}, ["sft has no pairs", "no policy"]),
     ("train_sft", {"dataset_name": "number"}, ["row 2", "'completion'", "holds int", "text"]),
-    ("train_sft", {"dataset_name": "null"}, ["row 2", "'prompt' holds NoneType", "must be text"]),
+    ("train_sft", {"dataset_name": "null"}, ["1 of 2 rows", "1 empty prompt", "first is row 2"]),
     ("train_sft", {"dataset_name": "nested"}, ["row 1", "'prompt' holds dict", "must be text"]),
     ("train_sft", {"dataset_name": "texts"}, ["row 1", "'prompt' holds list", "list of messages"]),
     ("train_sft", {"dataset_name": "nan_text"}, ["row 1", "'completion' holds float"]),
@@ -95,7 +95,7 @@ ROWS: list[Case] = [
     (
         "train_sft",
         {"dataset_name": "messages_null"},
-        ["row 1", "'messages' is no list", "'content'"],
+        ["1 of 1 rows", "1 empty completion", "first is row 1"],
     ),
     ("train_sft", {"dataset_name": "messages_one"}, ["row 1", "needs one before the answer"]),
     ("train_sft", {"dataset_name": "messages_user"}, ["row 1", "messages of user", "assistant"]),

@@ -361,7 +361,6 @@ def test_a_template_that_does_not_fit_is_refused(template, words):
         {"prompt": ASKED, "completion": " text"},
         {"prompt": "text", "completion": ANSWER},
         {"prompt": [{"role": "user"}], "completion": ANSWER},
-        {"prompt": [{"role": "user", "content": None}], "completion": ANSWER},
         {"prompt": [], "completion": ANSWER},
         {"prompt": ASKED, "completion": []},
     ],

@@ -120,7 +120,6 @@ def test_the_embedded_task_fits_the_schema(kind, split):
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("sft", {"prompt": None}, ["row 2", "'prompt'", "NoneType", "text"]),
         ("sft", {"prompt": 7}, ["row 2", "'prompt'", "int"]),
         ("sft", {"completion": "absent"}, ["row 2", "'completion'", "missing", "'prompt', 'n'"]),
         ("sft", {"completion": [{"role": "user", "content": "x"}]}, ["'completion'", "both"]),
@@ -167,10 +166,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope", "~nosuchuser/a"]
+    "name",
+    [
+        *("data/nope.jsonl", "./nope", "/nope/nope", "a/b/c", "~/nope", "~nosuchuser/a"),
+        *("data/nope", "output/nope", "mine/nope"),  # the last is in a folder of this name
+    ],
 )
-def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatch):
-    monkeypatch.setattr(rows_module, "_hub_data", lambda *_: pytest.fail("asked the hub"))
+def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(hub, "rows_of", lambda *_: pytest.fail("asked the hub"))
     assert f"{name!r} does not exist" in refusal(name, "train")
 
 
@@ -185,7 +190,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, monkeypatc
 )
 def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(rows_module, "_hub_data", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "rows_of", lambda *_: pytest.fail("asked the hub"))
     assert told in refusal(name, "train")
 
 
@@ -234,23 +239,53 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
     hub.is_reachable.cache_clear()
 
 
-def test_hub_rows_pass_through_the_same_checks(monkeypatch):
+def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     import datasets
 
     asked = []
 
-    def load_dataset(name: str, config: str | None, *, split: str) -> datasets.Dataset:
-        asked.append((name, config, split))
-        return datasets.Dataset.from_list([PAIR, {**PAIR, "chosen": None}])
+    def load_dataset(name: str, config: str | None, **how: Any) -> datasets.Dataset:
+        asked.append((name, config, how))
+        return datasets.Dataset.from_list([PAIR, {**PAIR, "chosen": None}, {"chosen": "c"}])
 
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    rows = load_rows("a/b", "test", kind="preference", num_rows=1, dataset_config="c")
+    choice: dict[str, Any] = {"dataset_config": "c", "dataset_revision": "v1"}
+    rows = load_rows("a/b", "test", kind="preference", num_rows=1, **choice)
     assert rows == [PAIR]
-    assert asked == [("a/b", "c", "test")]
-    message = refusal("a/b", "test", kind="preference", dataset_config="")
-    assert asked[1] == ("a/b", None, "test")
-    assert message.startswith("a/b split 'test', row 2: column 'chosen' holds NoneType")
+    rows = load_rows("a/b", "test", kind="preference")
+    assert [row["chosen"] for row in rows] == [PAIR["chosen"], "", "c"]
+    assert "a/b split 'test': 2 of 3 rows have a blank or null cell" in capsys.readouterr().out
+    assert asked == [
+        ("a/b", "c", {"split": "test", "revision": "v1"}),
+        ("a/b", None, {"split": "test", "revision": None}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("split", "config", "told"),
+    [
+        ("validation", "main", "Unknown split \"validation\"; it has ['train', 'test']."),
+        ("train", "zzz", "'zzz' not found; it has ['main', 'socratic']."),
+        ("train", None, "Config name is missing; it has ['main', 'socratic']."),
+    ],
+)
+def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
+    tmp_path, monkeypatch, split, config, told
+):
+    """By the sentences of `datasets`, to which a folder with a README is as a hub's data set."""
+    import datasets
+
+    own = ["- config_name: main\n  data_files: [{split: train, path: a}, {split: test, path: a}]"]
+    own = [text.replace("path: a", "path: a.jsonl") for text in own]
+    own += ["- config_name: socratic\n  data_files: a.jsonl"]
+    (tmp_path / "README.md").write_text("---\nconfigs:\n" + "\n".join(own) + "\n---\n")
+    write_jsonl(tmp_path / "a.jsonl", SFT)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(UserError) as caught:
+        hub.rows_of(str(tmp_path), split, config, None)
+    assert str(caught.value).endswith(told)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from common.pairs.from_rollouts import (
 )
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.rows import load_rows
+from common.text.rows import load_rows, options
 
 Item = TypeVar("Item")
 
@@ -38,7 +38,7 @@ MARK = "made_by.json"
 LIMITS = (  # what else a measurement depends on
     *("gold", "missing_eos_penalty", "max_prompt_length", "max_completion_length"),
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
-    *("prompts_dataset_name", "prompt_truncation", "stop_token"),
+    *("dataset_revision", "column_map", "prompts_dataset_name", "prompt_truncation", "stop_token"),
 )
 
 
@@ -64,12 +64,9 @@ class Chain:
         self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
         self.config.model_name_or_path = str(self.sft)
         self.folder.mkdir(parents=True, exist_ok=True)
-        pairs = load_rows(
-            config.dataset_name,
-            config.dataset_train_split,
-            kind="preference",
-            dataset_config=config.dataset_config or None,
-        )
+        name = config.dataset_name
+        how = options(config, name)
+        pairs = load_rows(name, config.dataset_train_split, kind="preference", **how)
         own = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
         write_atomically(self.folder / "proxy_pairs.jsonl", own)
         self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")

@@ -1,0 +1,270 @@
+"""Claim: a row of each of TRL's schemas is read by its stages, or refused with a way out.
+
+The rows are those of its page on dataset formats, and of ShareGPT and Alpaca; what a stage reads of
+them is written out by hand. Rows with a blank or null cell are dropped, counted and named; columns
+may have other names.
+"""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import tiny
+
+from common.data import load_examples
+from common.errors import UserError
+from common.text import synthetic
+from common.text.rows import load_rows
+
+ASKED = [{"role": "user", "content": "What color is the sky?"}]
+BLUE, GREEN = ([{"role": "assistant", "content": f"It is {c}."}] for c in ("blue", "green"))
+SHARE_GPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "What color is the sky?"},
+    {"from": "gpt", "value": "It is blue."},
+]
+INSTRUCTION = {"instruction": "Name the sky's color.", "input": "A clear day", "output": "Blue."}
+ROWS: dict[str, dict[str, Any]] = {
+    "text": {"text": "The sky is blue."},
+    "messages": {"messages": ASKED + BLUE},
+    "conversations": {"conversations": SHARE_GPT},
+    "alpaca": INSTRUCTION,
+    "alpaca without input": {**INSTRUCTION, "input": ""},
+    "prompt": {"prompt": "The sky is"},
+    "chat prompt": {"prompt": ASKED},
+    "completion": {"prompt": "The sky is", "completion": " blue."},
+    "chat completion": {"prompt": ASKED, "completion": BLUE},
+    "pair": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
+    "implicit pair": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    "chat pair": {"prompt": ASKED, "chosen": BLUE, "rejected": GREEN},
+    "implicit chat pair": {"chosen": ASKED + BLUE, "rejected": ASKED + GREEN},
+    "unpaired": {"prompt": "The sky is", "completion": " blue.", "label": True},
+    "stepwise": {
+        "prompt": "Which number is larger, 9.8 or 9.11?",
+        "completions": ["The fractional part of 9.8 is 0.8.", "Hence, 9.11 > 9.8."],
+        "labels": [True, False],
+    },
+}
+END = "<|im_end|>"
+QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
+BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
+PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\nName the sky's color.\n\n### Response:\n"
+)
+PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "Name the sky's color.\n\n### Input:\nA clear day\n\n### Response:\n"
+)
+NO_PAIR = "a pair is `chosen` and `rejected`"
+# By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
+# with the stop token; or what they say.
+READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, ...] | str]] = {
+    "text": ((END, "The sky is blue."), NO_PAIR, "--column_map prompt=NAME"),
+    "messages": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
+    "conversations": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "alpaca": ((PROMPT_WITH_INPUT, "Blue."), "--column_map prompt=NAME", (PROMPT_WITH_INPUT,)),
+    "alpaca without input": ((PROMPT, "Blue."), "--column_map prompt=NAME", (PROMPT,)),
+    "prompt": ("--column_map completion=NAME", "--column_map chosen=NAME", ("The sky is",)),
+    "chat prompt": ("--column_map completion=NAME", "--column_map chosen=NAME", (QUESTION,)),
+    "completion": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
+    "chat completion": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
+    "pair": ("column_map completion=chosen", ("The sky is", " blue.", " green."), ("The sky is",)),
+    "implicit pair": (
+        "--column_map completion=chosen",
+        ("The sky is", " blue.", " green."),
+        "--column_map prompt=NAME",
+    ),
+    "chat pair": (
+        "--column_map completion=chosen",
+        (QUESTION, "It is blue.", "It is green."),
+        (QUESTION,),
+    ),
+    "implicit chat pair": (
+        "--column_map completion=chosen",
+        (QUESTION, "It is blue.", "It is green."),
+        "--column_map prompt=NAME",
+    ),
+    "unpaired": (("The sky is", " blue."), "unpaired preferences (KTO)", ("The sky is",)),
+    "stepwise": (*["stepwise supervision has no stage"] * 2, "a reward function's argument"),
+}
+KINDS = ("sft", "preference", "prompts")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One whose turns end in its eos; it has no bos."""
+    tokenizer = synthetic.train_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.bos_token = None
+    tokenizer.chat_template = tiny.CHATML
+    return tokenizer
+
+
+def read(tmp_path, tokenizer, kind, rows, **flags):
+    """The examples that a stage makes of rows, which are those of its main data set."""
+    name = str(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tiny.train_config(
+        max_prompt_length=200, dataset_name=name, token_cache_dir="", **flags
+    )
+    return load_examples(config, name, "train", kind, tokenizer, [tokenizer.eos_token_id])
+
+
+def texts(example, tokenizer):
+    ids = (example.prompt_ids, *example.completions)
+    return tuple(map(tokenizer.decode, ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schema", ROWS)
+def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, schema, kind):
+    expected = READ[schema][KINDS.index(kind)]
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=r"row 1: column '\w+' .*\.$") as caught:
+            read(tmp_path, tokenizer, kind, [ROWS[schema]])
+        assert expected in str(caught.value)
+        return
+    (example,) = read(tmp_path, tokenizer, kind, [ROWS[schema]])
+    assert texts(example, tokenizer) == (expected[0], *(text + END for text in expected[1:]))
+
+
+def test_texts_alone_begin_with_what_the_tokenizer_begins_with(tmp_path, tokenizer):
+    with_bos = copy.deepcopy(tokenizer)
+    with_bos.bos_token = "<|endoftext|>"
+    (example,) = read(tmp_path, with_bos, "sft", [ROWS["text"]])
+    assert texts(example, with_bos) == ("<|endoftext|>", "The sky is blue." + END)
+
+
+def test_share_gpt_is_read_as_by_trl(tmp_path, tokenizer, capsys):
+    """All but its words for the roles, which TRL leaves."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed (Python 3.11 or later)")
+    row = {"conversations": SHARE_GPT, "n": 3}
+    expected = trl.maybe_convert_to_chatml(copy.deepcopy(row))["messages"]
+    for turn, role in zip(expected, ("system", "user", "assistant"), strict=True):
+        turn["role"] = role
+    rows = [row, {"messages": expected, "n": 3}]
+    first, second = read(tmp_path, tokenizer, "sft", rows)
+    assert texts(first, tokenizer) == texts(second, tokenizer)
+    assert "`conversations` taken as `messages` in 1 of 2 rows" in capsys.readouterr().out
+
+
+# ---- blank and null cells ------------------------------------------------------------------------
+
+PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "column"),
+    [
+        ("preference", PAIR, {**PAIR, "chosen": None}, "chosen"),
+        ("preference", PAIR, {**PAIR, "rejected": " \n"}, "rejected"),
+        ("preference", PAIR, {**PAIR, "prompt": None}, "prompt"),
+        ("preference", CHAT, {**CHAT, "chosen": None}, "chosen"),
+        ("preference", CHAT, {**CHAT, "prompt": None}, "prompt"),
+        ("preference", CHAT, {**CHAT, "chosen": [{**BLUE[0], "content": None}]}, "chosen"),
+        ("preference", ROWS["implicit pair"], {"chosen": None, "rejected": "The"}, "chosen"),
+        (
+            "preference",
+            ROWS["implicit chat pair"],
+            {"chosen": ASKED + BLUE, "rejected": None},
+            "rejected",
+        ),
+        ("sft", ROWS["messages"], {"messages": None}, "completion"),
+        ("sft", ROWS["conversations"], {"conversations": None}, "completion"),
+        ("sft", ROWS["alpaca"], {**INSTRUCTION, "output": None}, "completion"),
+        ("sft", ROWS["alpaca"], {**INSTRUCTION, "instruction": None}, "prompt"),
+        ("sft", ROWS["text"], {"text": None}, "completion"),
+        ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
+        ("prompts", ROWS["chat prompt"], {"prompt": None}, "prompt"),
+        ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
+    ],
+)
+def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, good, bad, column):
+    rows = [good, {**good, "n": 1}, bad, good, bad, good]
+    examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
+    assert [example.row for example in examples] == [0, 1, 3, 5]
+    output = capsys.readouterr().out
+    assert "2 of 6 rows have a blank or null cell and are dropped" in output
+    assert f"the first is row 3, column {column!r}" in output
+    assert "train: 4 of 6 rows (2 empty" in output
+    with pytest.raises(UserError, match=r"lose 2 of 6 rows \(2 empty .*; the first is row 3\)"):
+        read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.3)
+
+
+def test_texts_that_all_repeat_their_prompt_are_cut_beside_a_blank_one(tmp_path, tokenizer):
+    repeating = {"prompt": "The sky is", "completion": "The sky is blue."}
+    rows = [repeating, {**repeating, "completion": None}]
+    (example,) = read(tmp_path, tokenizer, "sft", rows, max_dropped_fraction=0.5)
+    assert texts(example, tokenizer) == ("The sky is", " blue." + END)
+
+
+# ---- other names for columns ---------------------------------------------------------------------
+
+QUESTIONS = [{"question": "The sky is", "answer": " blue.", "solution": "x"}]
+
+
+def test_columns_get_other_names(tmp_path, tokenizer):
+    flags = {"column_map": ["prompt=question", "completion=answer", "gold=solution"]}
+    (example,) = read(tmp_path, tokenizer, "sft", QUESTIONS, **flags)
+    assert texts(example, tokenizer) == ("The sky is", " blue." + END)
+    assert example.columns == {"gold": "x"}
+    swapped = {"column_map": ["chosen=rejected", "rejected=chosen"]}
+    (example,) = read(tmp_path, tokenizer, "preference", [PAIR], **swapped)
+    assert texts(example, tokenizer) == ("The sky is", " green." + END, " blue." + END)
+
+
+@pytest.mark.parametrize(
+    ("column_map", "told"),
+    [
+        (["prompt=query"], "no column 'query', it has: 'question', 'answer', 'solution'."),
+        (["question=answer"], "a column 'question', which that would replace"),
+        (["prompt"], "it must be pairs NEW=OLD"),
+        (["prompt="], "it must be pairs NEW=OLD"),
+        (["prompt=question", "prompt=answer"], "it must be one new name for each column"),
+        (["prompt=question", "completion=question"], "it must be one new name for each column"),
+    ],
+)
+def test_a_column_map_that_cannot_be_is_refused(tmp_path, tokenizer, column_map, told):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, tokenizer, "sft", QUESTIONS, column_map=column_map)
+    assert told in str(caught.value)
+
+
+def test_a_further_data_set_need_not_have_every_column_of_the_map(tmp_path, tokenizer):
+    (tmp_path / "prompts.jsonl").write_text('{"question": "The sky is"}\n')
+    config = tiny.train_config(
+        dataset_name="pairs", column_map=["prompt=question", "chosen=better"], token_cache_dir=""
+    )
+    rest = ("train", "prompts", tokenizer, [tokenizer.eos_token_id])
+    (example,) = load_examples(config, str(tmp_path / "prompts.jsonl"), *rest)
+    assert example.prompt == "The sky is"
+
+
+def test_a_map_or_a_revision_without_effect_is_refused(tmp_path):
+    with pytest.raises(UserError, match="column_map .* must be empty with --dataset_name synth"):
+        tiny.train_config(column_map=["prompt=question"])
+    for name in ("synthetic", str(tmp_path)):
+        with pytest.raises(UserError, match="--dataset_revision is v1; it must be empty with a"):
+            tiny.train_config(dataset_name=name, dataset_revision="v1")
+
+
+def test_a_new_map_is_not_served_with_the_tokens_of_an_old_one(tmp_path, tokenizer):
+    name = str(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_text((json.dumps(PAIR) + "\n") * 1000)
+    found = []
+    for column_map in ([], ["chosen=rejected", "rejected=chosen"]):
+        config = tiny.train_config(
+            dataset_name=name, column_map=column_map, token_cache_dir=str(tmp_path / "cache")
+        )
+        rest = ("train", "preference", synthetic.train_tokenizer(), [0])
+        found.append(load_examples(config, name, *rest)[0].completions)
+    assert found[0] == found[1][::-1]
+
+
+def test_rows_that_load_rows_gives_keep_what_a_reward_function_reads(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(INSTRUCTION) + "\n")
+    (row,) = load_rows(str(tmp_path / "a.jsonl"), "train", kind="prompts")
+    assert row == {**INSTRUCTION, "prompt": PROMPT_WITH_INPUT}
