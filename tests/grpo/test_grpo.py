@@ -576,6 +576,8 @@ RUN = {
     "num_generations": 3,
     "missing_eos_penalty": -0.2,
 }
+EVALUATED = {"dataset_test_split": "validation", "num_eval_rows": 4, "eval_steps": 1}
+EVALUATED |= {"eval_pairs_dataset_name": "synthetic"}
 OFF_POLICY = {"num_iterations": 2, "learning_rate": 3e-3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -749,13 +751,17 @@ def test_the_kl_of_the_loop_is_the_estimator_that_was_asked_for(
 def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     base: Path, num_ranks: int, kind: dict[str, Any]
 ):
-    flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **kind}
+    flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **EVALUATED, **kind}
     folder = base / f"resume_{num_ranks}_{next(iter(kind))}"
     whole = grpo_job(base, folder / "whole", **flags)
     saved = checkpoint_files.folder_of(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
     launch(run_stages, num_ranks, base, jobs=[whole, resumed])
-    assert untimed_lines(folder / "again") == untimed_lines(folder / "whole")[2:]
+    lines = untimed_lines(folder / "whole")
+    assert untimed_lines(folder / "again") == [line for line in lines if line["step"] > 2]
+    accuracy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+    assert len(accuracy) == 1 + RUN["max_steps"]
+    assert accuracy[0] == 0.5  # of the policy that the run starts from
     files = [folder / name / "model" / "model.safetensors" for name in ("whole", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
     model: Any = None  # refused before a parameter is looked at
