@@ -17,20 +17,20 @@ from common.data import Example
 from common.errors import EngineError
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import Kept, of_rejection, reward
-from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
+    from common.record.logger import RunLogger
     from common.rewards.scorer import RewardScorer
 
 MOST_FLAT = 0.9  # share of flat groups that is worth a word
 
 
 def show_samples(
-    logger: RunLogger,
+    logger: "RunLogger",
     sampler: Sampler,
     scorer: "RewardScorer",
     reference: "Policy | AdapterReference | None",
