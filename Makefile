@@ -4,6 +4,7 @@
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 20 minutes)
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
+# make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
 # make overoptimization   gold against proxy reward over the distance from SFT
 # make clean   removes .venv and output
 #

@@ -125,6 +125,9 @@ class CommonConfig:
     prefetch_blocks: int = free_flag(0, "gather this many blocks ahead of the one that computes")
     compile: bool = free_flag(False, "torch.compile every block")
     cpu_offload: bool = free_flag(False, "keep parameters and optimiser state in host memory")
+    offload_frozen: bool = free_flag(
+        False, "keep reference and reward models there; plans count them on the GPU all the same"
+    )
     num_replicas: int = free_flag(1, "HSDP: groups of processes, each with all shards", gt=0)
     ddp_timeout: int = free_flag(1800, "seconds to wait for others, as for a download", gt=0)
 
@@ -285,4 +288,5 @@ class SFTConfig(TrainConfig):
     """Rows have the columns `prompt` and `completion`."""
 
     stage: ClassVar = "SFT"
+    unused: ClassVar = ("offload_frozen",)
     eval_metrics: ClassVar = ("eval_loss",)

@@ -30,7 +30,7 @@ class EvaluateConfig(EngineConfig):
     # A flag of a recipe that one of these in the command line leaves without effect is let be
     deciding: ClassVar = {"policies", "dataset_name", "score_pairs", "num_prompts"}
 
-    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward")
+    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward", "offload_frozen")
 
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")

@@ -91,15 +91,17 @@ def shard(
     set_mode(module, config)
     for block in blocks(module) if config.compile else []:
         block.compile(dynamic=True)
-    if distributed.world_size() == 1 and not config.bf16 and not config.cpu_offload:
+    trains = any(p.requires_grad for p in module.parameters())
+    offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
+    if distributed.world_size() == 1 and not config.bf16 and not offloads:
         return module.to(device)  # nothing to shard, to cast or to offload
     if config.bf16 and not moves:
         hold_in_bfloat16(module, float32_modules)
 
     full_state = module.state_dict() if distributed.is_rank0() else {}
-    make_units(module, config, mesh, float32_modules)
+    make_units(module, config, mesh, float32_modules, offloads=offloads)
     if not distributed.is_rank0():
-        module.to_empty(device="cpu" if config.cpu_offload else device)
+        module.to_empty(device="cpu" if offloads else device)
     set_model_state_dict(
         module,
         full_state,
@@ -138,10 +140,12 @@ def make_units(
     config: CommonConfig,
     mesh: DeviceMesh,
     float32_modules: Sequence[nn.Module],
+    *,
+    offloads: bool,
 ) -> None:
     """Turn every block, every float32 module and the rest into FSDP units."""
     offload = OffloadPolicy()
-    if config.cpu_offload:  # pinning speeds up copies to a GPU, and fails on a machine without one
+    if offloads:  # pinning speeds up copies to a GPU, and fails on a machine without one
         offload = CPUOffloadPolicy(pin_memory=distributed.device().type != "cpu")
     compute_dtype = torch.bfloat16 if config.bf16 else None
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

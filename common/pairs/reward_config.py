@@ -13,7 +13,12 @@ class RewardConfig(TrainConfig):
 
     stage: ClassVar = "reward model"
     eval_metrics: ClassVar = ("eval_accuracy",)
-    unused: ClassVar = ("generation_batch_size", "generation_cache_tokens", "sample_steps")
+    unused: ClassVar = (
+        "generation_batch_size",
+        "generation_cache_tokens",
+        "offload_frozen",
+        "sample_steps",
+    )
 
     _reward: ClassVar = "reward model"
     head_init: str = flag(

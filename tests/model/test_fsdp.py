@@ -24,6 +24,7 @@ import torch
 from ranks import hash_of, launch, local, state_hashes, whole
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -202,6 +203,21 @@ def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layo
         assert type(again.transformer.h[0].mlp.act) is NewGELUActivation
     with torch.no_grad():
         torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+
+
+def test_only_frozen_models_are_offloaded_where_only_they_are_asked_for() -> None:
+    """A unit of FSDP's in one process of float32 is one that offloads; one that moves stays."""
+    distributed.start()
+    config, mesh = tiny.train_config(offload_frozen=True), distributed.mesh()
+    batch = padded_batch([[3, 4, 5]], [[[6, 7]]], 1)
+    scores = {}
+    for name, moves in (("policy", False), ("frozen", False), ("moving", True)):
+        policy = Policy(tiny.causal_lm("gpt2")).requires_grad_(name == "policy")
+        policy = fsdp.shard(policy, config, mesh, moves=moves)
+        assert isinstance(policy, FSDPModule) == (name == "frozen")
+        scores[name] = policy(batch).token_logps.detach()
+    for found in scores.values():
+        torch.testing.assert_close(found, scores["policy"], rtol=0, atol=1e-6)
 
 
 # --- on two ranks ---------------------------------------------------------------------------------
