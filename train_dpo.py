@@ -90,7 +90,7 @@ def main(config: DPOConfig) -> None:
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
         pair_logps = score.score_examples(policy, train_set[:1], config, pad_id, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
-    run = Run(policy, order, config, resume_from)
+    run = Run(policy, order, config, resume_from, tokenizer, stop_ids)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -131,7 +131,7 @@ def main(config: DPOConfig) -> None:
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
-    run.finish(tokenizer, stop_ids, looks=[evaluate, show_samples])
+    run.finish(looks=[evaluate, show_samples])
 
 
 def load_pairs(

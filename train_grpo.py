@@ -104,7 +104,7 @@ def main(config: GRPOConfig) -> None:
     moving_reference = reference if config.ref_update_steps > 0 else None
     if moving_reference is not None:
         lora.require_same_shapes(moving_reference, policy)
-    run = Run(policy, order, config, resume_from, moving_reference)
+    run = Run(policy, order, config, resume_from, tokenizer, stop_ids, moving_reference)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
 
@@ -157,7 +157,7 @@ def main(config: GRPOConfig) -> None:
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
-    run.finish(tokenizer, stop_ids, looks=[evaluate, show_samples])
+    run.finish(looks=[evaluate, show_samples])
     sampler.close()
 
 

@@ -79,7 +79,7 @@ def main(config: RewardConfig) -> None:
     self_checks.only_tokens_matter(model, config)
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
-    run = Run(model, order, config, resume_from)
+    run = Run(model, order, config, resume_from, tokenizer)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -116,7 +116,7 @@ def main(config: RewardConfig) -> None:
         return -float(rewards.mean())
 
     # Export, shifted to mean 0 over reference summaries; final evaluation
-    run.finish(tokenizer, looks=[evaluate], shift=shift)
+    run.finish(looks=[evaluate], shift=shift)
 
 
 def load_data(

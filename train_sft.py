@@ -53,7 +53,7 @@ def main(config: SFTConfig) -> None:
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
-    run = Run(policy, order, config, resume_from)
+    run = Run(policy, order, config, resume_from, tokenizer, stop_ids)
 
     def evaluate(step: int) -> None:
         if eval_set:
@@ -76,7 +76,7 @@ def main(config: SFTConfig) -> None:
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation
-    run.finish(tokenizer, stop_ids, looks=[evaluate, show_samples])
+    run.finish(looks=[evaluate, show_samples])
 
 
 if __name__ == "__main__":

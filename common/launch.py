@@ -26,7 +26,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
-    from common.checkpoint import best
+    from common.checkpoint import best, plain
     from common.exits import failures, signals
     from common.flags.parser import parse
     from common.planning.plan import fit_to_gpu
@@ -49,6 +49,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             folder.refuse_unwritable(config.output_dir)
+        plain.use_folders(config)
         main(fit_to_gpu(config))
         dist.barrier()
     except signals.Stopped as stopped:
@@ -62,10 +63,12 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 
 def plan(config: TrainConfig) -> None:
     """Print on rank 0 what a run takes, before any process group."""
+    from common.checkpoint import plain
     from common.planning import plan as planner
 
     if distributed.is_rank0():
         distributed.quieten()
+        plain.use_folders(config, has_weights=False)
         planner.dry_run(config)
 
 

@@ -38,12 +38,16 @@ class Run:
         order: BatchOrder,
         config: TrainConfig,
         resume_from: Path | None,
+        tokenizer: Any = None,
+        stop_ids: Sequence[int] = (),
         moving_reference: nn.Module | Any | None = None,
     ) -> None:
         """Restore the state that `find_checkpoint` has found, if there is one. Collective.
 
+        Checkpoints, and the exported model, hold the tokenizer and at which ids to stop generating.
         A `moving_reference` follows the sharded module and is saved with it.
         """
+        from common.checkpoint import plain
         from common.checkpoint.saver import Checkpointer
         from common.model import optim
         from common.record.logger import RunLogger
@@ -53,7 +57,12 @@ class Run:
         self.shards_gradients = config.shard_gradients == "true"
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
-        self.saver = Checkpointer(config, module, self.optimizer, self.metrics, moving_reference)
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        has_settings = tokenizer is not None and distributed.is_rank0()
+        settings = plain.settings_of(module.lm, tokenizer, stop_ids) if has_settings else {}
+        self.saver = Checkpointer(
+            config, module, self.optimizer, self.metrics, moving_reference, settings
+        )
         self.step = self.saver.load(resume_from)  # that is being made, counted from 0
         self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None
@@ -140,18 +149,12 @@ class Run:
         if config.save_steps and (is_last or is_due(done, config.save_steps)):
             self.saver.save(done)
 
-    def finish(
-        self,
-        tokenizer: Any,
-        stop_ids: Sequence[int] = (),
-        *,
-        looks: Sequence[Look],
-        shift: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def finish(self, looks: Sequence[Look], shift: Callable[[], float] = lambda: 0.0) -> None:
         """Export, then look, as `export.finish`. Collective."""
         from common.checkpoint import export
 
-        export.finish(self.saver, self.logger, tokenizer, stop_ids, looks=looks, shift=shift)
+        model = (self.tokenizer, self.stop_ids)
+        export.finish(self.saver, self.logger, *model, looks=looks, shift=shift)
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -1,21 +1,32 @@
-"""Plain model folders, which transformers, TRL and peft load as they are; the end of a run."""
+"""The end of a run: its plain model folder, and only then a last look at it.
 
+Also a command, which makes such a folder of a checkpoint, whatever became of its run:
+
+    python -m common.checkpoint.export output/sft/checkpoints/step_00000500 --output_dir exported
+"""
+
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
-from common.checkpoint.files import replacing
+from common.checkpoint import files, plain
 from common.checkpoint.saver import Checkpointer, cause
 from common.checkpoint.state import once_each
+from common.config import MODELS, CommonConfig, path_flag
 from common.errors import UserError, gist
 from common.exits import signals
+from common.flags.parser import parse
 from common.model import fsdp, lora
+from common.record.folder import refuse_unwritable
 from common.record.logger import RunLogger
+from common.record.terminal import run_command
 
 
 def finish(
@@ -122,38 +133,60 @@ def write(
 ) -> None:
     """Write the folders of `save_pretrained`, given the whole state by the module's names."""
     lm = module.lm
-    state = {name.removeprefix("lm."): tensor for name, tensor in state.items()}
-    if lora.adapted_layers(lm):
-        with replacing(folder.with_name("adapter")) as partial:
-            lora.save_adapter(lm, state, partial)
-            tokenizer.save_pretrained(partial)
-        state = lora.merged_state(lm, state)
-    if reward_shift and not fold_reward_shift(lm, state, reward_shift):
+    state = {name.removeprefix("lm."): state.pop(name) for name in list(state)}
+    if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
         lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
-    if stop_ids and getattr(lm, "generation_config", None) is not None:
-        lm.generation_config.eos_token_id = list(stop_ids)
-        lm.generation_config.pad_token_id = tokenizer.pad_token_id
-    lm.config.use_cache = True
-    with replacing(folder) as partial:
-        lm.save_pretrained(partial, state_dict=state)
-        lm.config.dtype = torch.float32  # not that of a base under adapters
-        lm.config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+    settings = plain.settings_of(lm, tokenizer, stop_ids)
+    if lora.adapted_layers(lm):
+        plain.write_adapter(lm, state, settings, folder.with_name("adapter"))
+        state = lora.merged_state(lm, state)
+    plain.write_model(lm, state, settings, folder)
 
 
-def fold_reward_shift(lm: Any, state: dict[str, torch.Tensor], shift: float) -> bool:
-    """Add a constant to every score by moving the bias of the final LayerNorm along the head.
+# ---- the command ---------------------------------------------------------------------------------
 
-    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head itself has no bias
-    in transformers' classifiers, so this is how plain transformers sees the shift as well. RMSNorm
-    has no bias; then nothing is changed and the result is False.
+
+@dataclass
+class ExportConfig(CommonConfig):
+    """Which checkpoint is exported."""
+
+    unused: ClassVar = (
+        *("seed", "tokenizer_name_or_path", "stop_token", "data", CommonConfig._speed),
+        "checks and watching",
+    )
+
+    _what: ClassVar = "what"
+    checkpoint: str = path_flag("", "its folder; also as first word, without --", required=True)
+
+    _model: ClassVar = "model"
+    model_name_or_path: str = path_flag("", "base of adapters (empty: where the run had it)")
+
+
+def main(config: ExportConfig) -> None:
+    """Export a checkpoint.
+
+    Raises:
+        UserError: it is none, or is damaged, or there is a model already.
     """
-    head = state["score.weight"][0]  # (D,)
-    inside = fsdp.inside_blocks(lm)
-    for name, part in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
-        is_norm = isinstance(part, nn.LayerNorm) and part not in inside
-        if is_norm and part.bias is not None and part.bias.shape == head.shape:
-            key = f"{lm.base_model_prefix}.{name}.bias"
-            state[key] = state[key] + shift * head / head.square().sum()
-            return True
-    return False
+    checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
+    if distributed.world_size() > 1:
+        raise UserError("a checkpoint is exported by one process; start it without torchrun.")
+    if not (checkpoint / files.MANIFEST).is_file():
+        known = files.newest_first(checkpoint) or files.newest_first(checkpoint.parent)
+        advice = f"; give {known[0]}" if known else ""
+        raise UserError(f"{checkpoint} is no folder of a checkpoint{advice}.")
+    if reason := files.damage(checkpoint):
+        raise UserError(f"the checkpoint {checkpoint} cannot be exported: {reason}.")
+    refuse_unwritable(config.output_dir)
+    for place in (output_dir / name for name in MODELS):
+        if place.exists():
+            raise UserError(f"{place} is there already; remove it or name another --output_dir.")
+    distributed.quieten()
+    plain.export(checkpoint, output_dir, config, config.model_name_or_path)
+    print(f"the model is in {output_dir / 'model'}", flush=True)
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    is_named = not words or words[0].startswith("-")
+    run_command(lambda: main(parse(ExportConfig, words if is_named else ["--checkpoint", *words])))

@@ -2,7 +2,9 @@
 
     checkpoints/step_00000500/
         shard-00001-model-00001-of-00001.safetensors    a rank's part, and one for each other rank
-        manifest.json                                   step, config, and checksums of the shards
+        settings/                                       config, tokenizer: a model without weights
+        manifest.json                                   step, config, and checksums of the files
+        model/                                          once it was exported
 
 It is written under another name, flushed to the disk and renamed, so what has the name was whole
 once; the checksums tell whether it still is. Nothing in it is pickled.
@@ -25,7 +27,8 @@ from common.record.glossary import is_defined
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
-SHARD = re.compile(r"shard-\d{5}-[\w.-]+\.safetensors")
+SETTINGS = "settings"  # what stands beside the weights in an exported folder
+FILE = re.compile(rf"shard-\d{{5}}-[\w.-]+\.safetensors|{SETTINGS}(/\w[\w.-]*)+")
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
 
@@ -129,7 +132,7 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
     names = set(contents["files"])
     # torch reads every file with this ending, whether the manifest knows it or not.
     strays = {path.name for path in folder.glob("*.safetensors")} - names
-    odd = sorted(strays) or sorted(name for name in names if not SHARD.fullmatch(name))
+    odd = sorted(strays) or sorted(name for name in names if not FILE.fullmatch(name))
     if odd or not names:
         return f"{odd[0]} does not belong to it" if odd else f"{MANIFEST} lists no file", {}
     return "", contents["files"]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files, resume
+from common.checkpoint import files, plain, resume
 from common.checkpoint.state import (
     ShardWriter,
     State,
@@ -54,6 +54,7 @@ class Checkpointer:
         optimizer: of the model.
         metrics: what the run sums up between two lines of `metrics.jsonl`.
         reference: a sharded model that is not what the run started with any more.
+        settings: files that an export of the checkpoint takes, on rank 0 (`plain.settings_of`).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         metrics: Accumulator,
         reference: nn.Module | None = None,
+        settings: Mapping[str, bytes] | None = None,
     ) -> None:
         """Make the thread and its process group. Collective."""
         self.config = config
@@ -70,6 +72,7 @@ class Checkpointer:
         self.optimizer = optimizer
         self.metrics = metrics
         self.reference = reference
+        self.settings = settings or {}
         self.output_dir = Path(config.output_dir)
         self._group = distributed.another_group()
         self._thread = ThreadPoolExecutor(max_workers=1)
@@ -148,8 +151,7 @@ class Checkpointer:
         try:
             writer = ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
-            mine = partial.glob(f"shard-{distributed.rank() + 1:05d}-*")
-            parts = self._all_of(lambda: {file.name: files.describe(file) for file in mine})
+            parts = self._all_of(lambda: self._finish_files(partial))
             contents["files"] = {name: entry for part in parts for name, entry in part.items()}
             self._all_of(lambda: self._name(partial, folder, contents))
             return
@@ -160,6 +162,14 @@ class Checkpointer:
         raise UserError(
             f"the checkpoint {folder} could not be written ({reason}); earlier ones are whole."
         )
+
+    def _finish_files(self, partial: Path) -> dict[str, Any]:
+        """Write the settings, on rank 0, and describe the files of this rank by their names."""
+        mine = [*partial.glob(f"shard-{distributed.rank() + 1:05d}-*")]
+        if distributed.is_rank0():
+            plain.write_settings(self.settings, partial / files.SETTINGS)
+            mine += [partial / files.SETTINGS / name for name in self.settings]
+        return {path.relative_to(partial).as_posix(): files.describe(path) for path in mine}
 
     def _all_of(self, action: Callable[[], Any]) -> list[Any]:
         """What an action gives on each rank; the OSError of one is raised on all. Collective."""

@@ -97,6 +97,9 @@ def check_location(path: str, what: str) -> None:
         patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
         if not any(file for pattern in patterns for file in folder.glob(pattern)):
             inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
+            saved = [*folder.glob("step_*/manifest.json"), *folder.glob("*/step_*/manifest.json")]
+            if saved and not inside:
+                inside = f"; give a checkpoint in it, as {str(max(saved).parent)!r}"
             raise UserError(f"the folder {path!r} holds no {what}{inside}.")
     elif folder.exists():
         return

@@ -139,7 +139,8 @@ def find_config(
     """
     from common.model import checks, lora
 
-    path = lora.base_path(path)
+    if not (Path(path) / "config.json").is_file():  # as beside the adapters of a checkpoint
+        path = lora.base_path(path)
     checks.check_location(path, "model")
     try:
         if path.endswith(".json"):
@@ -227,8 +228,10 @@ def load_reward_model(
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
-    if num_ids > lm.config.vocab_size:
+    if num_ids > (known := lm.config.vocab_size):
         lm.resize_token_embeddings(num_ids, mean_resizing=False)
+        with torch.no_grad():  # no random numbers, which a checkpoint of adapters would not have
+            lm.get_input_embeddings().weight[known:] = 0
     lm.config.pad_token_id = tokenizer.pad_token_id
     if is_fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))

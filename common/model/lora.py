@@ -111,10 +111,7 @@ def load_weights(lm: Any, folder: str, adapter: str) -> None:
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained adapter, given the model's whole state, into a folder that peft loads."""
-    settings = lm.peft_config[TRAINED]
-    settings.inference_mode = True  # as peft writes it
-    settings.save_pretrained(str(folder))
+    """Write the trained adapter, given its weights among others, as peft's file of weights."""
     weights = {
         saved_name(name, TRAINED): tensor.contiguous()
         for name, tensor in state.items()
@@ -368,9 +365,12 @@ def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return weight.float() + (update.t() if layer.fan_in_fan_out else update)
 
 
-def merged_state(lm: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of the plain model that computes what a model with adapters and this one does."""
-    base = {plain_name(name): tensor for name, tensor in state.items() if ".lora_" not in name}
+def merged_state(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the plain model that computes what a model with adapters and this one does.
+
+    What is not of an adapter is taken out of `state`, so that no weight is held twice.
+    """
+    base = {plain_name(name): state.pop(name) for name in list(state) if ".lora_" not in name}
     merged = {name: x.float() if x.is_floating_point() else x for name, x in base.items()}
     for name, layer in adapted_layers(lm).items():
         a, b = (state[f"{name}.lora_{matrix}.{TRAINED}.weight"] for matrix in "AB")

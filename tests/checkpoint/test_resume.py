@@ -17,10 +17,11 @@ from ranks import launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
 from common import distributed
+from common.checkpoint import export, plain, resume
 from common.checkpoint import files as checkpoint_files
-from common.checkpoint import resume
 from common.errors import UserError
 from common.model import fsdp, load, optim
+from common.record import folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.scoring import Policy
@@ -144,6 +145,19 @@ def test_weights_are_identical(folder: Path, num_ranks: int, task: str) -> None:
     files = [run / name / "model" / "model.safetensors" for name in ("whole", "resumed")]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert difference(run / "whole", folder / "base") > 1e-3
+
+
+@pytest.mark.parametrize(("num_ranks", "task"), RUNS)
+def test_an_exported_checkpoint_is_the_run_s_own_model(
+    folder: Path, num_ranks: int, task: str, tmp_path: Path
+) -> None:
+    """By this one process, from nothing but the checkpoint: the run may be gone."""
+    run = folder / str(num_ranks) / task / "whole"
+    moved = shutil.copytree(checkpoint_files.folder_of(run, STEPS), tmp_path / "saved")
+    export.main(export.ExportConfig(checkpoint=str(moved), output_dir=str(tmp_path / "out")))
+    own, exported = (plain.read_settings(place / "model") for place in (run, tmp_path / "out"))
+    assert own == exported
+    assert folder_module.read_config(tmp_path / "out") == folder_module.read_config(run)
 
 
 @pytest.mark.parametrize(("num_ranks", "task"), RUNS)

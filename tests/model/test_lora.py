@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from common import distributed
-from common.checkpoint import export, files
+from common.checkpoint import export, files, plain
+from common.checkpoint.export import ExportConfig
 from common.config import TrainConfig
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
@@ -607,6 +608,25 @@ def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
     assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
     assert len(names) == 16 + 16 * 3
     assert all(".default." in name for name in names)
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo on", "bfloat16"])
+def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name, tmp_path):
+    """Saved by two ranks; the base is not in it, and what peft needs is written without one."""
+    run, base = folder / "2" / name, folder / BASE
+    paths = (str(tmp_path / "out"), str(files.folder_of(run, STEPS)))
+    config = ExportConfig(output_dir=paths[0], checkpoint=paths[1])
+    base.rename(base.with_name("moved"))
+    try:
+        with pytest.raises(UserError, match=f"adapter is written.*{base}.* as --model_name_or_p"):
+            export.main(config)
+        shutil.rmtree(tmp_path / "out")
+        config.model_name_or_path = str(base.with_name("moved"))
+        export.main(config)
+    finally:
+        base.with_name("moved").rename(base)
+    for part in ("model", "adapter"):
+        assert plain.read_settings(tmp_path / "out" / part) == plain.read_settings(run / part)
 
 
 def test_under_bfloat16_adapters_stay_float32(folder):

@@ -4,6 +4,7 @@ Whole runs of the stage: what moved, what peft computes with the exported adapte
 and that a resumed run is the one that never stopped.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ranks import launch, run_stages
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from common.checkpoint import export, plain
 from common.checkpoint import files as checkpoint_files
 from common.config import TrainConfig
 from common.errors import UserError
@@ -58,7 +60,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
 
     saved = str(checkpoint_files.folder_of(folder / "one", 2))
     again = job("again", resume_from_checkpoint=saved)
-    run_stages([job("one"), again])  # in this process: quicker than a launch
+    own_pad = copy.deepcopy(tiny.tokenizer())
+    own_pad.add_special_tokens({"pad_token": "<|padding|>"})
+    own_pad.save_pretrained(folder / "own_pad")
+    padded = job("padded", tokenizer_name_or_path=str(folder / "own_pad"), max_steps=2)
+    run_stages([job("one"), again, padded])  # in this process: quicker than a launch
     launch(run_stages, 2, folder, jobs=[job("two", micro_batch_size=1)])
     return folder
 
@@ -106,6 +112,16 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder: Path):
     assert series(folder, "again", "loss") == series(folder, "one", "loss")[2:]
     files = [folder / name / "model" / "model.safetensors" for name in ("one", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder: Path, tmp_path: Path):
+    """With the head, and the row of a pad token that the base does not have."""
+    checkpoint = checkpoint_files.folder_of(folder / "padded", 2)
+    export.main(export.ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path)))
+    for part in ("model", "adapter"):
+        assert plain.read_settings(tmp_path / part) == plain.read_settings(folder / "padded" / part)
+    trained = load_file(tmp_path / "model" / "model.safetensors")
+    assert len(trained["transformer.wte.weight"]) == 301
 
 
 def test_an_adapter_to_start_from_is_refused(folder: Path):

@@ -1,0 +1,245 @@
+"""Plain model folders, which transformers, TRL and peft load as they are: of runs and checkpoints.
+
+A checkpoint keeps what stands beside the weights in such a folder. So one can be made of it when
+nothing else of its run is left, and is the run's own to the bit. Only adapters need their base.
+"""
+
+import copy
+import dataclasses
+import fcntl
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.dynamic_module_utils import custom_object_save
+
+from common import distributed
+from common.checkpoint import files
+from common.checkpoint.state import once_each
+from common.config import CommonConfig
+from common.errors import UserError, gist, values_of
+from common.model import checks, fsdp, load, lora
+from common.record.folder import CONFIG
+
+OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights only
+
+
+# ---- what stands beside the weights --------------------------------------------------------------
+
+
+def settings_of(lm: Any, tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[str, bytes]:
+    """The files beside the weights of a model, and those beside its adapter, by name.
+
+    `generate` stops at the `stop_ids`, which are recorded as the generation config's eos ids.
+    """
+    config = copy.deepcopy(lm.config)
+    config.architectures = [type(lm).__name__]
+    config.use_cache = True
+    config.dtype = torch.float32  # not that of a base under adapters
+    with TemporaryDirectory() as name:
+        if lm.is_remote_code():
+            custom_object_save(lm, name, config=config)
+        config.save_pretrained(name)
+        if lm.can_generate():
+            generation = copy.deepcopy(lm.generation_config)
+            if stop_ids:
+                generation.eos_token_id = list(stop_ids)
+                generation.pad_token_id = tokenizer.pad_token_id
+            generation.save_pretrained(name)
+        if settings := getattr(lm, "peft_config", {}).get(lora.TRAINED):
+            settings = copy.copy(settings)
+            settings.inference_mode = True  # as peft writes it
+            settings.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        return read_settings(Path(name))
+
+
+def read_settings(folder: Path) -> dict[str, bytes]:
+    """The files in a folder and those below it, by name."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def write_settings(
+    settings: Mapping[str, bytes], folder: Path, without: Sequence[str] = ()
+) -> None:
+    """Write such files into a folder."""
+    for name, content in settings.items():
+        if name not in without:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+# ---- folders -------------------------------------------------------------------------------------
+
+
+def write_model(
+    lm: Any, state: dict[str, Tensor], settings: Mapping[str, bytes], folder: Path
+) -> None:
+    """Write a model whose `state` has no adapters; of the `lm` itself no number is read."""
+    with files.replacing(folder) as partial:
+        # safetensors makes bytes of a whole file
+        lm.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
+        write_settings(settings, partial, without=[lora.SETTINGS_FILE])
+
+
+def write_adapter(
+    lm: Any, state: Mapping[str, Tensor], settings: Mapping[str, bytes], folder: Path
+) -> None:
+    """Write the trained adapter in the state of a model with one."""
+    with files.replacing(folder) as partial:
+        lora.save_adapter(lm, state, partial)
+        write_settings(settings, partial, without=OF_MODEL)
+
+
+def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
+    """Add a constant to every score by moving the bias of the final LayerNorm along the head.
+
+    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head itself has no bias
+    in transformers' classifiers, so this is how plain transformers sees the shift as well. RMSNorm
+    has no bias; then nothing is changed and the result is False.
+    """
+    head = state["score.weight"][0]  # (D,)
+    inside = fsdp.inside_blocks(lm)
+    for name, part in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
+        is_norm = isinstance(part, nn.LayerNorm) and part not in inside
+        if is_norm and part.bias is not None and part.bias.shape == head.shape:
+            key = f"{lm.base_model_prefix}.{name}.bias"
+            state[key] = state[key] + shift * head / head.square().sum()
+            return True
+    return False
+
+
+# ---- of a checkpoint -----------------------------------------------------------------------------
+
+
+def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str = "") -> None:
+    """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
+
+    Needs no process group, and one copy of the weights in memory.
+
+    Args:
+        checkpoint: a whole one.
+        output_dir: where these are replaced.
+        config: says whether code that comes with a model is run.
+        base: of adapters; empty: where the run had it.
+
+    Raises:
+        UserError: it does not hold what that takes, or the base of its adapters cannot be read;
+            `adapter` is written before.
+    """
+    manifest, folder = files.read_manifest(checkpoint), checkpoint / files.SETTINGS
+    if not folder.is_dir():
+        raise UserError(
+            f"the checkpoint {checkpoint} is of an older version, without what an export takes; go "
+            "on with its run, which exports at its end."
+        )
+    settings = read_settings(folder)
+    model_config = load.find_config(str(folder), None, config)
+    is_classifier = checks.is_classifier(model_config)
+    auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+    with torch.device("meta"):
+        lm: Any = load.build(auto_class, str(folder), model_config, config)
+    state = read_weights(checkpoint)
+    if manifest["adapters"]:
+        base = base or manifest["adapters"]["model_name_or_path"]
+        of_adapter = lora.read_settings(str(folder))
+        lora.inject(lm, of_adapter, lora.TRAINED, str(folder))
+        lm.peft_config = {lora.TRAINED: of_adapter}
+        write_adapter(lm, state, settings, output_dir / "adapter")
+        try:
+            below = read_base(base, folder, config, is_classifier=is_classifier)
+        except UserError as error:
+            raise UserError(
+                f"{output_dir / 'adapter'} is written, and cannot be merged into a model without "
+                f"its base: {error} Give that as --model_name_or_path."
+            ) from None
+        state = lora.merged_state(lm, below | state)
+        del below
+    write_model(lm, state, settings, output_dir / "model")
+    text = yaml.safe_dump(manifest["config"], sort_keys=False)
+    (output_dir / CONFIG).write_text(text, encoding="utf-8")
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """What a checkpoint holds of the Hugging Face model, by its names, whole."""
+    reader, prefix = HuggingFaceStorageReader(str(checkpoint)), "model.lm."
+    known: Any = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in known.items()
+        if name.startswith(prefix)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")  # not started, says torch
+        load_shards(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def read_base(
+    path: str, settings: Path, config: CommonConfig, *, is_classifier: bool
+) -> dict[str, Tensor]:
+    """The weights below adapters, as the run had loaded them."""
+    model_config = load.find_config(path, None, config)
+    if is_classifier:
+        tokenizer = load.load_tokenizer(str(settings), config, needs_eos=False)
+        lm = load.load_reward_model(path, model_config, tokenizer, config)
+    else:
+        lm = load.load_policy(path, model_config, config)
+    return once_each(lm, lm.state_dict())
+
+
+def use_folders(config: CommonConfig, *, has_weights: bool = True) -> None:
+    """Wherever a config names a checkpoint as a model, name its `model` in its place. Collective.
+
+    That is made once, in the checkpoint's folder, with which it goes. The ranks check the shards
+    together; rank 0 writes. Where no weights are needed its settings do, and no rank is asked.
+
+    Raises:
+        UserError: it is damaged, or cannot be exported.
+    """
+    fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
+    fields = [f for f in fields if f.name not in ("output_dir", "resume_from_checkpoint")]
+    names = dict.fromkeys(name for f in fields for name in values_of(config, f))
+    found = [name for name in names if (Path(name) / files.MANIFEST).is_file()]
+    folders = {name: str(Path(name) / files.SETTINGS) for name in found}
+    if has_weights:
+        found = distributed.from_rank0(found)
+        folders = {name: exported(Path(name), config) for name in found}
+    for f in fields:
+        new = [folders.get(name, name) for name in values_of(config, f)]
+        setattr(config, f.name, new if isinstance(getattr(config, f.name), list) else new[0])
+
+
+def exported(checkpoint: Path, config: CommonConfig) -> str:
+    """The folder `model` in a checkpoint, made if it is not there. Collective."""
+    model, failure = checkpoint / "model", ""
+    if distributed.from_rank0(model.is_dir()):
+        return str(model)
+    if reason := files.damage(checkpoint):
+        raise UserError(f"the checkpoint {checkpoint} cannot be read: {reason}.")
+    if distributed.is_rank0():
+        try:
+            with (checkpoint / files.MANIFEST).open("a") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX)  # of two commands one waits
+                if not model.is_dir():
+                    export(checkpoint, checkpoint, config)
+                    print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)
+        except UserError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = (
+                f"no model can be written into the checkpoint {checkpoint} ({gist(error)}); give "
+                "what `python -m common.checkpoint.export` makes of it."
+            )
+    if failure := distributed.from_rank0(failure):
+        raise UserError(failure)
+    return str(model)

@@ -1,0 +1,111 @@
+"""A checkpoint becomes a plain folder by a command, and wherever a flag names one as a model.
+
+That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
+`test_lora.py`, `test_lora_reward.py`.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import distributed
+from common.checkpoint import export, files, plain
+from common.checkpoint.export import ExportConfig
+from common.checkpoint.saver import Checkpointer
+from common.errors import UserError
+from common.grpo.config import GRPOConfig
+from common.model import fsdp, load, optim
+from common.record.metrics import Accumulator
+from common.scoring import Policy
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
+    """A run's folder with checkpoints after steps 1 and 2."""
+    run = tmp_path_factory.mktemp("run")
+    config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
+    policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
+    settings = plain.settings_of(policy.lm, tiny.tokenizer(), [5, 0])
+    optimizer = optim.build_optimizer(policy, config)
+    metrics = Accumulator(distributed.device())
+    saver = Checkpointer(config, policy, optimizer, metrics, settings=settings)
+    for step in (1, 2):
+        saver.save(step)
+    saver.close()
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "run")
+
+
+def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> None:
+    newest, before = files.newest_first(run)
+    for is_there in (False, True):
+        config = GRPOConfig(
+            output_dir="unused",
+            model_name_or_path=str(newest),
+            reward_funcs=["gold", str(before)],
+            resume_from_checkpoint=str(before),
+        )
+        plain.use_folders(config)
+        assert config.model_name_or_path == config.ref_model_name_or_path == str(newest / "model")
+        assert config.reward_funcs == ["gold", str(before / "model")]
+        assert config.resume_from_checkpoint == str(before)
+        assert (newest / "model" / "seen").exists() == is_there
+        (newest / "model" / "seen").touch()
+    lm = AutoModelForCausalLM.from_pretrained(newest / "model")
+    expected = tiny.causal_lm("gpt2", vocab_size=300, is_plain=True).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in lm.state_dict().items())
+    assert lm.generation_config.eos_token_id == [5, 0]
+    assert len(AutoTokenizer.from_pretrained(newest / "model")) == len(tiny.tokenizer())
+    assert files.damage(newest) == ""  # it can still be resumed from
+    files.remove_old(run, 1, None)
+    assert not before.exists()  # with its model
+
+
+def test_what_is_no_checkpoint_or_damaged_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, before = files.newest_first(run)
+
+    def refused(checkpoint: Path, output_dir: str = "out") -> str:
+        config = ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / output_dir))
+        with pytest.raises(UserError) as caught:
+            export.main(config)
+        return str(caught.value)
+
+    for place in (run, newest.parent):
+        assert refused(place) == f"{place} is no folder of a checkpoint; give {newest}."
+        with pytest.raises(
+            UserError, match=f"holds no model; give a checkpoint in it, as '{newest}"
+        ):
+            load.find_config(str(place), None, tiny.train_config())
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    assert "model is there already; remove it or name another --output_dir" in refused(newest)
+    (newest / "settings" / "config.json").write_text("{}")
+    reason = "settings/config.json has 2 bytes, not "
+    assert f"{newest} cannot be exported: {reason}" in refused(newest)
+    with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
+        plain.use_folders(tiny.train_config(model_name_or_path=str(newest)))
+    shutil.rmtree(before / "settings")
+    manifest = files.read_manifest(before)
+    manifest["files"] = {k: v for k, v in manifest["files"].items() if k.startswith("shard")}
+    files.write_manifest(before, manifest)
+    assert "is of an older version, without what an export takes" in refused(before, "other")
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    assert "by one process; start it without torchrun" in refused(before)
+
+
+def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> None:
+    own = str(files.newest_first(run)[0])
+    tiny.train_config(output_dir=str(run), resume_from_checkpoint=own)
+    with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would write"):
+        tiny.train_config(output_dir=str(run), model_name_or_path=own)
