@@ -69,6 +69,7 @@ class CommonConfig:
 
     unused: ClassVar[Sequence[str]] = ()
     given = frozenset[str]()  # names of the flags in the command line and its recipe
+    model_commit = ""  # that model_name_or_path was found at on the hub
     typed = frozenset[str]()  # of those in the command line itself
 
     _what: ClassVar = "what"
@@ -77,6 +78,7 @@ class CommonConfig:
 
     _model: ClassVar = "model"
     model_name_or_path: str = path_flag("", "hub id, folder, or config .json (random weights)")
+    model_revision: str = flag("main", "branch, tag or commit of model_name_or_path on the hub")
     tokenizer_name_or_path: str = path_flag("", "the same or `synthetic` (empty: beside the model)")
     trust_remote_code: bool = free_flag(False, "run Python code that comes with a model folder")
     stop_token: str = flag("eos", "what ends a completion: `eos` or a text that is one token")

@@ -150,8 +150,10 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
         lm: Any = load.build(auto_class, str(folder), model_config, config)
     state = read_weights(checkpoint)
     if manifest["adapters"]:
-        base = base or manifest["adapters"]["model_name_or_path"]
-        of_adapter = lora.read_settings(str(folder))
+        of_adapter, config = lora.read_settings(str(folder)), copy.copy(config)
+        if not base:
+            base = config.model_name_or_path = manifest["adapters"]["model_name_or_path"]
+            config.model_revision = of_adapter.revision or "main"
         lora.inject(lm, of_adapter, lora.TRAINED, str(folder))
         lm.peft_config = {lora.TRAINED: of_adapter}
         write_adapter(lm, state, settings, output_dir / "adapter")

@@ -130,14 +130,16 @@ def check_weight_files(path: str, folder: Path) -> None:
                 )
 
 
-def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:
+def check_weights(
+    path: str, model: Any, report: dict[str, Any], *, has_new_head: bool, revision: str = "main"
+) -> None:
     """Raise a UserError for weights that are not those of the model, or no finite numbers.
 
     What transformers `report`s of its reading are tensors of other shapes, and those that only the
     model or only the files have. With a new head the old one's are dropped: what is outside of the
     trunk.
     """
-    check_weight_files(path, Path(cached_file(path, "config.json")).parent)
+    check_weight_files(path, Path(cached_file(path, "config.json", revision=revision)).parent)
     trunk = {model.base_model_prefix, *dict(model.base_model.named_children())}
     wrong = [
         f"{name!r} has the shape {tuple(found)} in place of {tuple(expected)}"

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from common import distributed
 from common.config import CommonConfig
@@ -37,6 +38,24 @@ HEAD_STDS: dict[str, Callable[[int], float]] = {
     "zeros": lambda d: 0.0,
 }
 HEAD_INITS = tuple(HEAD_STDS)
+
+
+def revision_of(path: str, config: CommonConfig) -> str:
+    """Which revision is read of a hub id: `model_revision` of the `model_name_or_path` only.
+
+    Of an adapter it is that of its base.
+
+    Raises:
+        UserError: one was asked for of a file or folder.
+    """
+    from common.model import lora
+
+    is_asked = config.model_revision != "main" and path == config.model_name_or_path
+    if is_asked and (Path(path).exists() or path.endswith(".json")):
+        raise config.refused("model_revision", f"main with {path!r}, which is not on the hub")
+    if lora.is_adapter(path):
+        return lora.read_settings(path).revision or "main"
+    return config.model_revision if is_asked else "main"
 
 
 def load_tokenizer(
@@ -58,11 +77,14 @@ def load_tokenizer(
         return synthetic.train_tokenizer()
     if path.endswith(".json"):
         raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
+    revision = revision_of(path, config)
     if lora.is_adapter(path) and not any(Path(path).glob("tokenizer*")):
         path = lora.base_path(path)
     checks.check_location(path, "tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
     except Exception as error:  # the tokenizers library raises no subclass of it
         why = checks.reason(error)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
@@ -114,8 +136,8 @@ def read_model_config(
     """
     from common.model import checks, lora
 
-    path = lora.base_path(path)
     model_config = find_config(path, tokenizer, config)
+    path = lora.base_path(path)
     checks.check_kind(path, model_config, kind)
     checks.check_sizes(path, model_config, kind, tokenizer)
     if kind != "encoder":  # its texts are other tokens
@@ -139,7 +161,8 @@ def find_config(
     """
     from common.model import checks, lora
 
-    if not (Path(path) / "config.json").is_file():  # as beside the adapters of a checkpoint
+    revision, is_own = revision_of(path, config), path == config.model_name_or_path
+    if not (Path(path).parent / "manifest.json").is_file():  # of a checkpoint: it has its own
         path = lora.base_path(path)
     checks.check_location(path, "model")
     try:
@@ -151,7 +174,13 @@ def find_config(
                 fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
             return AutoConfig.for_model(**fields)
-        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=config.trust_remote_code
+        )
+        if is_own:
+            file = cached_file(path, "config.json", revision=revision)
+            config.model_commit = extract_commit_hash(file, None) or ""
+        return found
     except UserError:
         raise
     except Exception as error:  # of many kinds: a folder is a foreign thing
@@ -263,6 +292,7 @@ def load(
     """
     from common.model import checks, lora
 
+    revision = revision_of(path, config)
     adapter, path = path, lora.base_path(path)
     if not distributed.is_rank0():
         with torch.device("meta"):
@@ -275,6 +305,7 @@ def load(
     try:
         model, report = auto_class.from_pretrained(
             path,
+            revision=revision,
             config=model_config,
             dtype=torch.float32,
             use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
@@ -291,7 +322,7 @@ def load(
         raise UserError(f"no safetensors weights could be loaded from {path!r}: {why}.") from None
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
-    checks.check_weights(path, model, report, has_new_head=has_new_head)
+    checks.check_weights(path, model, report, has_new_head=has_new_head, revision=revision)
     if merge and lora.is_adapter(adapter):
         lora.merge_folder(model, adapter)
     return model

@@ -191,6 +191,7 @@ def new_settings(lm: nn.Module, path: str, config: TrainConfig) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
+        revision=config.model_revision if config.model_revision != "main" else None,
         fan_in_fan_out=any(isinstance(part, Conv1D) for part in linear.values()),
     )
 

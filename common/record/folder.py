@@ -62,6 +62,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         **accelerator(world_size),
         "compute_dtype": "bfloat16" if getattr(config, "bf16", False) else "float32",
         "git_commit": git_commit(),
+        "model_commit": getattr(config, "model_commit", "") or None,
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,

@@ -17,8 +17,9 @@ import pytest
 import ranks
 import tiny
 import torch
+from huggingface_hub import constants
 from safetensors import safe_open
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import (
@@ -75,6 +76,54 @@ def eos_padded_tokenizer() -> PreTrainedTokenizerFast:
     """As GPT-2's: no pad token, so the eos token pads."""
     backend = tiny.tokenizer().backend_tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
+    """As from a hub's cache on a machine without network: two commits, of which main is one."""
+    cache = tmp_path / "models--lab--tiny"
+    commits = {"main": "a" * 40, "v2": "b" * 40}
+    for seed, (name, commit) in enumerate(commits.items()):
+        save_policy(cache / "snapshots" / commit, seed=seed)
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / name).write_text(commit)
+    one = AddedToken("<|of_v2|>")
+    of_v2 = copy.deepcopy(tiny.tokenizer())
+    of_v2.add_tokens([one])
+    of_v2.save_pretrained(cache / "snapshots" / commits["v2"])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def read(path: str, config: Any) -> tuple[Tensor, int]:
+        tokenizer = models.load_tokenizer(path, config)
+        model_config = models.find_config(path, tokenizer, config)
+        lm = models.load_policy(path, model_config, config)
+        return lm.get_input_embeddings().weight, len(tokenizer)
+
+    for name, commit in commits.items():
+        config = short_config(model_name_or_path="lab/tiny", model_revision=name)
+        weight, num_ids = read("lab/tiny", config)
+        expected = AutoModelForCausalLM.from_pretrained(cache / "snapshots" / commit)
+        assert torch.equal(weight, expected.get_input_embeddings().weight)
+        assert num_ids == len(tiny.tokenizer()) + (name == "v2")
+        assert config.model_commit == commit
+    # another model of the run, as a judge, is not meant
+    (tmp_path / "models--lab--judge").symlink_to(cache)
+    assert read("lab/judge", config)[1] == len(tiny.tokenizer())
+    with pytest.raises(UserError, match="no tokenizer could be loaded from 'lab/tiny'"):
+        read("lab/tiny", short_config(model_name_or_path="lab/tiny", model_revision="v3"))
+    local = str(cache / "snapshots" / commits["main"])
+    config = short_config(model_name_or_path=local, model_revision="v2")
+    with pytest.raises(UserError, match="--model_revision is v2; it must be main with '.*hub"):
+        read(local, config)
+    # adapters on it: peft is told, and whoever reads the adapter reads that base
+    lm = models.load_policy(
+        "lab/tiny",
+        models.find_config("lab/tiny", None, config),
+        short_config(model_name_or_path="lab/tiny", model_revision="v2", lora_r=2),
+        trains=True,
+    )
+    lm.peft_config["default"].save_pretrained(tmp_path / "adapter")
+    assert models.revision_of(str(tmp_path / "adapter"), config) == "v2"
 
 
 # ---- policies ------------------------------------------------------------------------------------
