@@ -275,9 +275,10 @@ class TrainConfig(CommonConfig):
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""
-        written = {Path(self.output_dir, name).resolve() for name in MODELS}
+        written = {Path(self.output_dir, name).resolve() for name in (*MODELS, "checkpoints")}
         for f in dataclasses.fields(self):
-            for name in values_of(self, f) if f.metadata["is_path"] else []:
+            is_read = f.metadata["is_path"] and f.name != "resume_from_checkpoint"
+            for name in values_of(self, f) if is_read else []:
                 # `os.path`: a pattern as reward function may be longer than any name of a file
                 place = Path(os.path.realpath(name))
                 if os.path.exists(name) and written & {place, *place.parents}:
