@@ -257,7 +257,7 @@ def describe(
     scores = table.systems.get(reading)  # (N, 2); none without pairs
     sources = [pair["source"] for pair in table.pairs]
     rows_of = {source: [s == source for s in sources] for source in dict.fromkeys(sources)}
-    cost = score.run_cost(Path(path).parent)
+    cost = score.run_cost(*score.run_of(path))
     system: dict[str, Any] = {
         "name": scorer.short[path],
         "kind": "reward_model" if path in scorer.reward_models else "policy",

@@ -12,14 +12,8 @@ from common.sampling.engine_config import EngineConfig, default_of
 OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
 OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
 OF_GENERATIONS = (
-    *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens"),
-    *(
-        "reward_funcs",
-        "judge_funcs",
-        "num_sample_prompts",
-        "generation_batch_size",
-        "generation_cache_tokens",
-    ),
+    *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens", "reward_funcs"),
+    *("judge_funcs", "num_sample_prompts", "generation_batch_size", "generation_cache_tokens"),
 )
 
 

@@ -236,17 +236,18 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
 
 
 def run_beta(path: str) -> float | None:
-    """Beta in the config.yaml of the run that wrote a model's folder, None where there is none.
+    """Beta in the config.yaml of the run that wrote a model, None where there is none.
 
     Without one an implicit reward is known up to its scale.
 
     Raises:
         UserError: the file cannot be read.
     """
+    from common.evaluation.score import run_of
     from common.record.folder import read_config
 
     try:
-        beta = read_config(Path(path).parent).get("beta") if Path(path).is_dir() else None
+        beta = read_config(run_of(path)[0]).get("beta") if Path(path).is_dir() else None
     except ValueError as error:
         raise UserError(f"{error}; give the --beta of implicit rewards.") from None
     return float(beta) if isinstance(beta, int | float) and beta > 0 else None

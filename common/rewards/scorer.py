@@ -233,11 +233,16 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def short_name(path: str, depth: int = 1) -> str:
-    """The last `depth` parts of the path of a function or model; `run` for `run/model`."""
+    """The last `depth` parts of the path of a function or model.
+
+    `run` for `run/model`, and `run step 5` for the model of that checkpoint.
+    """
     if is_built_in(path):
         return path
     if ".py:" in path:
         return path.rpartition(":")[2] if depth == 1 else path
     parts = Path(path).parts
     parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
+    if len(parts) > 2 and parts[-2] == "checkpoints":
+        parts = (*parts[:-3], f"{parts[-3]} step {parts[-1].removeprefix('step_').lstrip('0')}")
     return "/".join(parts[-depth:])

@@ -223,6 +223,10 @@ def test_a_run_s_cost_is_read_from_its_metrics(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     assert evaluation.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
+    assert evaluation.run_of("a/sft/model") == (Path("a/sft"), math.inf)
+    found = evaluation.run_of("a/sft/checkpoints/step_00000012/model")
+    assert found == (Path("a/sft"), 12)
+    assert evaluation.run_cost(tmp_path, 1) == {"elapsed_minutes": 0.5, "peak_memory_gb": 1.0}
 
 
 # ---- reward models as reward functions -----------------------------------------------------------
@@ -401,3 +405,5 @@ def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path
 )
 def test_names_in_tables_are_as_short_as_tells_them_apart(expected):
     assert short_names([*expected, *expected]) == expected
+    checkpoint = "a/sft/checkpoints/step_00000120/model"
+    assert short_names([checkpoint, "a/sft/model"])[checkpoint] == "sft step 120"
