@@ -49,10 +49,13 @@ def load_splits(
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     train, test = config.dataset_train_split, config.dataset_test_split
     name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
-    return (
-        load_examples(config, name, train, *rest, num_rows=config.num_train_rows),
-        load_examples(config, name, test, *rest, num_rows=config.num_eval_rows),
-    )
+    train_set = load_examples(config, name, train, *rest, num_rows=config.num_train_rows)
+    if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
+        from common.text import tokenise
+
+        shown = tokenise.marked(train_set[0], tokenizer)
+        distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
+    return train_set, load_examples(config, name, test, *rest, num_rows=config.num_eval_rows)
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:

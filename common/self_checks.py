@@ -113,7 +113,7 @@ def stop_token_is_trained(
     if not (config.self_check and config.require_stop_token):
         return
     looked_at = examples[:256]
-    ends = [(e, end - 1) for e in looked_at for _, end in e.trained or [[0, len(e.completions[0])]]]
+    ends = [(e, end - 1) for e in looked_at for _, end in e.answers]
     ended = [(e, place) for e, place in ends if e.completions[0][place] in stop_ids]
     if not ended:
         raise UserError(

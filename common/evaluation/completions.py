@@ -217,7 +217,8 @@ def reference_completions(
     written = []  # as the policy would write it: in a conversation, by the chat template
     for example, text in zip(examples, texts.values(), strict=True):
         answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
-        row = {"prompt": example.messages or example.prompt, "completion": answer}
+        asked = example.messages or example.prompt
+        row = {**example.columns, "prompt": asked, "completion": answer}
         written.append(render(row, ["completion"], judges.tokenizer)["completion"])
     cut = tokenize_completions(written, judges.tokenizer, stop_id, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
@@ -232,7 +233,7 @@ def reference_text(example: "Example") -> str:
 
     value: Any = example.columns.get("completion")
     if is_messages(value):
-        return str(value[-1]["content"])
+        return str(value[-1].get("content") or "")
     return value if isinstance(value, str) else ""
 
 

@@ -150,7 +150,7 @@ def rouge_l_f1(candidate: str, reference: str) -> float:
 
 def text_of(value: Any) -> str:
     """A text as it is, or the contents of its messages."""
-    return value if isinstance(value, str) else "\n".join(message["content"] for message in value)
+    return value if isinstance(value, str) else "\n".join(m.get("content") or "" for m in value)
 
 
 BUILT_IN: dict[str, RewardFunction] = {"gold": gold, "length": length, "gsm8k": gsm8k}

@@ -50,6 +50,7 @@ class DataReport:
     num_boundaries_checked: int = 0
     prompt_lengths: Sequence[int] = ()
     completion_lengths: Sequence[int] = ()
+    answers: str = ""  # of conversations: how much of the completions they are
     notes: list[str] = field(default_factory=list)  # on the rows as they were read
 
     @property
@@ -86,7 +87,7 @@ class DataReport:
                 f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, self.answers] if self.answers else lines)
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:
         """Raise a UserError if too few rows are left."""

@@ -29,3 +29,8 @@ class Example:
     source: str = "other"
     messages: list[dict[str, Any]] = field(default_factory=list)
     trained: list[list[int]] = field(default_factory=list)
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """Ranges of the one completion that count in the loss, also where that is all of it."""
+        return self.trained or [[0, len(self.completions[0])]]

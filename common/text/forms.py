@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from common.errors import UserError
-from common.text.chat import is_messages
+from common.text.chat import content, is_call, is_messages
 
 Row = dict[str, Any]
 
@@ -124,7 +124,7 @@ def is_blank(cell: Any) -> bool:
     if isinstance(cell, str):
         return not cell.strip() and not isinstance(cell, Opening)
     if is_messages(cell):
-        return not any(turn["content"].strip() for turn in cell)
+        return not any(content(turn).strip() or is_call(turn) for turn in cell)
     turns = cell if isinstance(cell, list) else []
     nulls = (isinstance(t, dict) and t.get("content", "") is None for t in turns)
     return cell is None or any(nulls)
@@ -139,7 +139,7 @@ def _emptied(row: Row, names: Sequence[str]) -> Row:
     for name in names:
         cell = row.get(name, "-")
         if is_messages(cell):
-            cell = " ".join(turn["content"] for turn in cell)
+            cell = " ".join(map(content, cell))
         texts[name] = "" if is_blank(row.get(name, "-")) else cell
     return {**row, **texts}
 
@@ -203,7 +203,7 @@ def _without_repetition(row: Row, columns: Sequence[str]) -> Row | None:
     values: list[Any] = [row.get(column) for column in columns]
     is_chat = all(map(is_messages, values))
     if is_chat and isinstance(prompt, str):
-        earlier = [[message["content"].strip() for message in value[:-1]] for value in values]
+        earlier = [[content(message).strip() for message in value[:-1]] for value in values]
         is_there = all(prompt.strip() in texts for texts in earlier)
         return {k: v for k, v in row.items() if k != "prompt"} if is_there else None
     is_text = isinstance(prompt, str) and all(isinstance(value, str) for value in values)
@@ -217,8 +217,9 @@ def _without_repetition(row: Row, columns: Sequence[str]) -> Row | None:
 def _with_shared_prompt(row: Row, columns: Sequence[str]) -> Row:
     """The row with what its completions share at the end of the prompt, or as the prompt.
 
-    Of messages those before the last one, which answers: so earlier turns, also those of the
-    assistant, are read and not trained. Of the texts of a pair without a `prompt` column the
+    Of one completion of messages those before the first answer: a conversation may open with a turn
+    of the assistant, which is read. Of a pair those before the last message, which answers: so
+    earlier turns are read and not trained. Of the texts of a pair without a `prompt` column the
     prefix. It ends at a word boundary, and a single space there goes to the completions, as in the
     layout of `trl-lib/tldr`; other white space stays with the prompt.
     """
@@ -228,6 +229,12 @@ def _with_shared_prompt(row: Row, columns: Sequence[str]) -> Row:
         earlier = zip(*(value[:-1] for value in values), strict=False)
         alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
         shared: Any = [turn[0] for turn in alike]
+        if len(columns) == 1:  # every answer is trained
+            answers = [
+                m["role"] == "assistant" and (i > 0 or bool(prompt))
+                for i, m in enumerate(values[0])
+            ]
+            shared = values[0][: answers.index(True)] if True in answers else shared
         prompt = [*prompt, *shared]
     elif len(columns) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
         shared = os.path.commonprefix(values)

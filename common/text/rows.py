@@ -17,7 +17,7 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError, gist
 from common.text import checked_file, forms, hub
-from common.text.chat import is_messages
+from common.text.chat import content, is_messages
 from common.text.data_report import progress
 from common.text.forms import Row
 
@@ -355,7 +355,7 @@ def _fault(row: Row, kind: str) -> str:
             return f"{column!r} and 'prompt' must both be text or both be messages"
         if column != "prompt" and is_messages(row[column]):
             roles = ", ".join(message["role"] for message in row[column])
-            if roles != "assistant":
+            if roles != "assistant" and not (kind == "sft" and roles.startswith("assistant,")):
                 return (
                     f"column {column!r} has messages of {roles} behind those that all completions "
                     "share; it must be one, of the assistant"
@@ -376,7 +376,7 @@ def _column_fault(row: Row, column: str, kind: str) -> str:
         return "is an empty list of messages; a conversation needs one before the answer"
     if not isinstance(value, str) and not is_messages(value):
         return f"holds {type(value).__name__}, it must be text or a {LIST}"
-    text = value if isinstance(value, str) else "".join(message["content"] for message in value)
+    text = value if isinstance(value, str) else "".join(map(content, value))
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON may escape half of a pair, which no file can hold

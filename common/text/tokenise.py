@@ -15,10 +15,10 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
 from common.text import token_cache
-from common.text.chat import Conversation, render
+from common.text.chat import Conversation, Turns, render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example
-from common.text.forms import Opening, Row
+from common.text.forms import Opening, Row, is_blank
 from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, options, row_source
 from common.text.truncate import (
     CHUNK_ROWS,
@@ -36,12 +36,17 @@ SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
 
 
 class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut."""
+    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut.
+
+    Of several turns also which ids are trained, as in `Example`, and how many turns there were.
+    """
 
     text: str
     ids: list[int]
     is_truncated: bool
     is_cue_cut: bool = False
+    trained: Sequence[list[int]] = ()
+    num_turns: int = 1
 
 
 def load(
@@ -96,7 +101,7 @@ def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
     if isinstance(row["prompt"], str):
         return row
     names = ("prompt", *columns)
-    blank = {n: "" for n in names if not any(m["content"].strip() for m in row[n])}
+    blank = {name: "" for name in names if is_blank(row[name])}
     return render(row, [name for name in columns if name not in blank], tokenizer) | blank
 
 
@@ -131,6 +136,7 @@ def tokenize_rows(
     report = DataReport(split=split, num_rows=len(rows))
     kept: list[Example] = []
     answers: list[list[str]] = []  # of those kept
+    num_turns = 0  # of the assistant in conversations
     cut: dict[int, _Text] = {}
     tokenized = _in_chunks(rows, columns, tokenizer, stop_id, config)
     for index, (row, (prompt, *completions)) in enumerate(zip(rows, tokenized, strict=True)):
@@ -142,18 +148,16 @@ def tokenize_rows(
             cut[index] = prompt
         report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        ids = [text.ids for text in completions]
-        others = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
-        messages = getattr(row["prompt"], "messages", [])
-        source = row_source(row)
-        kept.append(Example(index, prompt.text, prompt.ids, ids, others, source, messages))
+        kept.append(_example(index, row, prompt, completions, columns))
         answers.append([text.text for text in completions])
+        num_turns += completions[0].num_turns if kept[-1].messages and kind == "sft" else 0
 
     report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
     report.num_duplicates = len(rows) - len({tuple(map(r.get, ("prompt", *columns))) for r in rows})
     report.truncated_prompt = _before_and_after(rows, cut, config.prompt_truncation)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
+    report.answers = _answers(kept, num_turns) if num_turns else ""
     sample = range(0, len(kept), -(-len(kept) // MERGE_SAMPLE) or 1)
     pairs = [(kept[i].prompt, text) for i in sample for text in answers[i]]
     report.num_boundaries_checked = len(pairs)
@@ -235,6 +239,44 @@ def _tokenize_prompts(
     return result
 
 
+def _example(
+    index: int, row: Row, prompt: _Text, completions: Sequence[_Text], columns: Sequence[str]
+) -> Example:
+    """A row in tokens; only a conversation has one completion of which not all is trained."""
+    ids = [text.ids for text in completions]
+    others = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
+    messages = getattr(row["prompt"], "messages", [])
+    trained = [list(own) for text in completions for own in text.trained]
+    return Example(index, prompt.text, prompt.ids, ids, others, row_source(row), messages, trained)
+
+
+def _answers(examples: Sequence[Example], num_turns: int) -> str:
+    """A line on what the completions of conversations hold of the assistant's turns."""
+    chats = [e for e in examples if e.messages]
+    ranges = [own for e in chats for own in e.answers]
+    share = sum(end - start for start, end in ranges) / sum(len(e.completions[0]) for e in chats)
+    return (
+        f"  conversations: {num_turns / len(chats):.3g} answers each, {share:.0%} of the "
+        f"completions' tokens; {num_turns - len(ranges)} answers lost to max_completion_length"
+    )
+
+
+def marked(example: Example, tokenizer: Any) -> str:
+    """A row decoded from its ids, with what is trained in [[]]; long parts without their middle."""
+    (ids,) = example.completions
+    last, parts = 0, [example.prompt_ids]
+    for start, end in example.answers:
+        parts += [ids[last:start], ids[start:end]]
+        last = end
+    found = ""
+    for i, text in enumerate(map(tokenizer.decode, parts)):
+        is_long = len(text) > 2 * SHOWN_CHARACTERS
+        shown = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
+        line = repr(shown)[1:-1]
+        found += f"[[{line}]]" if i and i % 2 == 0 else line
+    return found
+
+
 def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation: str) -> str:
     """A line that shows the side at which prompts were cut, of the row that changed most there."""
     part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
@@ -251,20 +293,52 @@ def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation:
 def tokenize_completions(
     completions: Sequence[str], tokenizer: Any, stop_id: int, max_length: int
 ) -> list[_Text]:
-    """Completions that end in the first stop token they have, in an appended one, or cut short."""
+    """Completions that end in the first stop token they have, in an appended one, or cut short.
+
+    So does the last of several turns; of those before it all is there that the template writes.
+    """
     stop_text = tokenizer.decode([stop_id])
     # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
     # would miss. Where the text is not that of the token (SentencePiece bytes), the ids decide.
-    if stop_text and encode([stop_text], tokenizer) == [[stop_id]]:
-        completions = [text.split(stop_text, 1)[0] for text in completions]
+    if not stop_text or encode([stop_text], tokenizer) != [[stop_id]]:
+        stop_text = ""
+    texts = [text.parts[-1] if isinstance(text, Turns) else text for text in completions]
+    if stop_text:
+        texts = [text.split(stop_text, 1)[0] for text in texts]
     result = []
-    for text, ids in zip(completions, encode(completions, tokenizer), strict=True):
+    for whole, text, ids in zip(completions, texts, encode(texts, tokenizer), strict=True):
         if stop_id in ids:
             ids = ids[: ids.index(stop_id)]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         ids = [*ids, stop_id]
-        result.append(_Text(text, ids[:max_length], len(ids) > max_length))
+        if isinstance(whole, Turns):
+            result.append(_tokenize_turns(whole, ids, tokenizer, stop_text, max_length))
+        else:
+            result.append(_Text(text, ids[:max_length], len(ids) > max_length))
     return result
+
+
+def _tokenize_turns(
+    turns: Turns, last: list[int], tokenizer: Any, stop_text: str, max_length: int
+) -> _Text:
+    """A conversation behind its prompt, with the ids of its last turn: an answer ends as that does.
+
+    Its stop token is trained also where the template's {% generation %} leaves it out, and what
+    follows the stop token is read only. What follows the last trained id is left out.
+    """
+    parts: list[str] = []
+    for answer, read in zip(turns.parts[:-1:2], turns.parts[1::2], strict=True):
+        stop = (answer + read).find(stop_text, 0, len(answer + stop_text)) if stop_text else -1
+        end = len(answer) if stop < 0 else stop + len(stop_text)
+        parts += [(answer + read)[:end], (answer + read)[end:]]
+    ids: list[int] = []
+    ends = [0]
+    for own in [*encode(parts, tokenizer), last]:
+        ids += own
+        ends.append(len(ids))
+    found = list(zip(ends[::2], ends[1::2], strict=True))
+    trained = [[a, min(b, max_length)] for a, b in found if a < min(b, max_length)]
+    return _Text(turns, ids[: trained[-1][1]], len(ids) > max_length, False, trained, len(found))
 
 
 def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
