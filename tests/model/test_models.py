@@ -37,6 +37,7 @@ from common.model import fsdp, optim
 from common.model import load as models
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
+from common.text import hub
 
 PROMPTS = [[n % 50 + 2 for n in tiny.random_ids(k, seed=k)] for k in (7, 2, 11)]
 COMPLETIONS = [[*tiny.random_ids(k, seed=90 + k), 0] for k in (4, 6, 1)]  # id 0: eos
@@ -516,10 +517,16 @@ def test_the_wrong_kind_of_model_is_refused(tmp_path):
         ({"vocab": 299}, ["300 tokens", "299", "--tokenizer_name_or_path"]),
         ({"path": "./nowhere"}, ["'./nowhere'", "does not exist"]),
         ({"path": "a/b/c"}, ["'a/b/c'", "does not exist"]),
+        ({"path": "output/model"}, ["'output/model' does not exist and is no hub id"]),
+        ({"path": "tests/model_"}, ["'tests/model_' does not exist and is no hub id"]),
         ({"path": "shape.json"}, ["'shape.json'", "does not exist"]),
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(fields, parts, tmp_path):
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+    fields, parts, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(hub, "is_reachable", lambda: pytest.fail("asked the hub"))
     fields = dict(fields)
     path = save_policy(tmp_path / "policy", vocab_size=fields.pop("vocab", 300))
     path = fields.pop("path", path)

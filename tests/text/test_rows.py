@@ -262,6 +262,18 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     ]
 
 
+def test_the_commit_of_hub_rows_is_told(monkeypatch, capsys):
+    """The hub's library names the folder of its cache after it: seen in datasets 5.2."""
+    import datasets
+
+    data = datasets.Dataset.from_list([PAIR])
+    cache = {"filename": f"/cache/a___b/default/0.0.0/{'0a' * 20}/b-train.arrow"}
+    monkeypatch.setattr(datasets.Dataset, "cache_files", [cache])
+    monkeypatch.setattr(hub, "rows_of", lambda *_: data)
+    load_rows("a/b", "train", kind="preference")
+    assert f"a/b split 'train' is of commit {'0a' * 20}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("split", "config", "told"),
     [

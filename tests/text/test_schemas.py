@@ -151,6 +151,23 @@ def test_share_gpt_is_read_as_by_trl(tmp_path, tokenizer, capsys):
     assert "`conversations` taken as `messages` in 1 of 2 rows" in capsys.readouterr().out
 
 
+def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
+    tmp_path, tokenizer, monkeypatch
+):
+    import tqdm
+
+    bars = []
+
+    def bar(rows, title, total, **_):
+        found = list(rows)
+        bars.append((title, total, len(found)))
+        return found
+
+    monkeypatch.setattr(tqdm, "tqdm", bar)
+    read(tmp_path, tokenizer, "sft", [ROWS["messages"]] * 3)
+    assert bars == [("reading", None, 3), ("rendering", 3, 3), ("tokenising", 3, 3)]
+
+
 # ---- blank and null cells ------------------------------------------------------------------------
 
 PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
