@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from common.errors import UserError, check_fields, values_of
 
+REPORT_TO = ("none", "wandb", "tensorboard")
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
 
@@ -207,7 +208,7 @@ class TrainConfig(CommonConfig):
     )
 
     _logging: ClassVar = "logging, evaluation, checkpoints"
-    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
+    report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
     run_name: str = free_flag("", "name of the run in wandb; empty: the name of output_dir")
     logging_steps: int = free_flag(10, "steps between lines of metrics.jsonl", gt=0)
     eval_steps: int = free_flag(0, "steps between evaluations (0: at the end only)")
@@ -270,8 +271,8 @@ class TrainConfig(CommonConfig):
             default = getattr(type(self), name)
             if getattr(self, name) != default and not getattr(self, what):
                 raise self.refused(name, f"{default} without --{what}")
-        if self.run_name and self.report_to == "none":
-            raise self.refused("run_name", "empty with --report_to none")
+        if self.run_name and "wandb" not in self.report_to:
+            raise self.refused("run_name", "empty without --report_to wandb")
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""

@@ -30,7 +30,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     from common.exits import failures, signals
     from common.flags.parser import parse
     from common.planning.plan import fit_to_gpu
-    from common.record import folder, terminal
+    from common.record import folder, terminal, tracking
 
     def has_failed() -> bool:  # another rank
         return failures.is_claimed_by_peer(distributed.store(), distributed.rank())
@@ -49,6 +49,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             folder.refuse_unwritable(config.output_dir)
+            tracking.refuse_impossible(getattr(config, "report_to", ()))
         plain.use_folders(config)
         main(fit_to_gpu(config))
         dist.barrier()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from common.config import flag, free_flag, path_flag
+from common.config import REPORT_TO, flag, free_flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
 from common.sampling.engine_config import EngineConfig, default_of
@@ -69,7 +69,7 @@ class EvaluateConfig(EngineConfig):
     judge_funcs: list[str] = path_flag(
         [], "judges of two generations: file.py:function (your file is run as code)"
     )
-    report_to: str = free_flag("none", "none or wandb", ["none", "wandb"])
+    report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
 
     def __post_init__(self) -> None:
         """Refuse values that no evaluation may have."""

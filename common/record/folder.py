@@ -27,7 +27,7 @@ CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 FOLDERS = (
     *(*MODELS, "model.partial", "adapter.partial", "checkpoints", "failed", "plots"),
-    *("profile", "wandb"),
+    *("profile", "wandb", "tensorboard"),
 )
 FILES = (
     *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),

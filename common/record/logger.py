@@ -1,4 +1,4 @@
-"""Where a run's metrics and samples go: files, the bar, the terminal, wandb.
+"""Where a run's metrics and samples go: files, the bar, the terminal, wandb, tensorboard.
 
 `metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
 and evaluations are lines of their own. Every name is defined in `common/record/glossary.py`.
@@ -38,7 +38,7 @@ class RunLogger:
     """
 
     def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
-        """Open the files, the bar and, if asked for, wandb."""
+        """Open the files, the bar, and what `report_to` names."""
         if start_step > total_steps:
             raise UserError(
                 f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
@@ -129,7 +129,7 @@ class RunLogger:
         rows: Sequence[Mapping[str, Any]],
         shown: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Add completions to `samples.jsonl`; print them, or some, as a table, also in wandb.
+        """Add completions to `samples.jsonl`; of all, or `shown`, a table in every other place.
 
         Rows are of the same columns: text, numbers, None, or what is measured of single tokens.
         Those are lists, which go to `samples.jsonl` only.
@@ -147,7 +147,7 @@ class RunLogger:
         self._mark = time.monotonic()
 
     def close(self) -> None:
-        """End the bar, the files and the wandb run. The run is complete."""
+        """End the bar, the files and what `report_to` names. The run is complete."""
         if not self._active:
             return
         self._active = False

@@ -1,81 +1,146 @@
-"""Runs of wandb, if one is asked for: the names and tables of `metrics.jsonl` and of evaluation.
+"""Other places for the names and tables of `metrics.jsonl` and of evaluation: wandb, tensorboard.
 
-What a run logs last stands in wandb's summary under the same name. Nothing here stops a run.
+Nothing here stops a run.
 """
 
+import importlib.util
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import gist
+from common.errors import UserError, gist
+from common.record.terminal import markdown_table
+
+Rows = Sequence[Sequence[Any]]
+
+
+def refuse_impossible(report_to: Sequence[str]) -> None:
+    """Raise a UserError for `none` beside others, and for what is not installed."""
+    if "none" in report_to and len(set(report_to)) > 1:
+        raise UserError(f"--report_to is {report_to}; it must be none alone, or others.")
+    # wandb is a requirement, tensorboard is not
+    if "tensorboard" in report_to and not importlib.util.find_spec("tensorboard"):
+        advice = "`pip install tensorboard`, or leave it out"
+        raise UserError(f"--report_to tensorboard needs a package that is not there; {advice}.")
+
+
+class Wandb:
+    """A wandb run. Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...).
+
+    A resumed run goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`. What a
+    run logs last stands in wandb's summary under the same name.
+    """
+
+    def __init__(self, config: Any, start_step: int) -> None:
+        """Start it, or go on with it."""
+        import wandb
+
+        output_dir = Path(config.output_dir)
+        id_file = output_dir / "wandb" / "run_id"
+        resumed = start_step > 0 and id_file.exists()
+        run_id = (id_file.read_text().strip() if resumed else "") or uuid.uuid4().hex[:8]
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(run_id)
+        self._run: Any = wandb.init(
+            dir=str(output_dir),
+            name=getattr(config, "run_name", "") or output_dir.name,
+            config=asdict(config),
+            id=run_id,
+            resume="allow" if resumed else None,
+            settings=wandb.Settings(init_timeout=60),
+        )
+        # Our own axis: wandb's counter refuses a step that a resumed run logs a second time.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log values by name."""
+        self._run.log(dict(values))
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
+        """Log a table, of its own at every step."""
+        import wandb
+
+        table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({**values, name: table})
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        """End it, with numbers for its summary."""
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+class TensorBoard:
+    """Event files in `output_dir/tensorboard`: scalars by step, tables as texts.
+
+    A resumed run adds a file, and hides what earlier ones hold of the steps that it makes again.
+    """
+
+    def __init__(self, config: Any, start_step: int) -> None:
+        """Open a file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = str(Path(config.output_dir) / "tensorboard")
+        self._writer: Any = SummaryWriter(folder, purge_step=start_step and start_step + 1)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Log values by name, at the one called `step`."""
+        for name in values.keys() - {"step"}:
+            self._writer.add_scalar(name, values[name], values["step"])
+        self._writer.flush()
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int = 0) -> None:
+        """Log a table in Markdown, which tensorboard renders."""
+        texts = [[str(cell) for cell in row] for row in rows]
+        self._writer.add_text(name, markdown_table(columns, texts), step)
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        """End it, with numbers that no step has."""
+        self.log({**summary, "step": 0})
+        self._writer.close()
+
+
+PLACES: Mapping[str, Callable[[Any, int], Any]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Tracker:
-    """A wandb run; at the first call that fails it warns in a sentence, and then does nothing.
-
-    Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...). A resumed run
-    goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`.
-    """
+    """What `report_to` names; at the first call that fails one is warned of and left out."""
 
     def __init__(self, config: Any, start_step: int = 0) -> None:
-        """Start it, or go on with it, if `report_to` asks for it; else every call does nothing."""
-        self.output_dir = output_dir = Path(config.output_dir)
-        self._run: Any = None
-        if config.report_to != "wandb":
-            return
-        with self._outlived("did not start"):
-            import wandb
-
-            id_file = output_dir / "wandb" / "run_id"
-            resumed = start_step > 0 and id_file.exists()
-            run_id = (id_file.read_text().strip() if resumed else "") or uuid.uuid4().hex[:8]
-            id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(run_id)
-            self._run = wandb.init(
-                dir=str(output_dir),
-                name=getattr(config, "run_name", "") or output_dir.name,
-                config=asdict(config),
-                id=run_id,
-                resume="allow" if resumed else None,
-                settings=wandb.Settings(init_timeout=60),
-            )
-            # Our own axis: wandb's counter refuses a step that a resumed run logs a second time.
-            self._run.define_metric("*", step_metric="step")
+        """Start them, or go on with them from a step; without any every call does nothing."""
+        self.output_dir = Path(config.output_dir)
+        self._places: dict[str, Any] = {}
+        for name in PLACES.keys() & config.report_to:
+            with self._outlived(name, "did not start"):
+                self._places[name] = PLACES[name](config, start_step)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values by name; those of a step have one called `step`."""
-        if self._run is not None:
-            with self._outlived():
-                self._run.log(dict(values))
+        for name, place in list(self._places.items()):
+            with self._outlived(name):
+                place.log(values)
 
-    def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], **values: Any
-    ) -> None:
+    def log_table(self, title: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
         """Log a table, of its own at every step."""
-        if self._run is not None:
-            with self._outlived():
-                import wandb
-
-                table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-                self._run.log({**values, name: table})
+        for name, place in list(self._places.items()):
+            with self._outlived(name):
+                place.log_table(title, columns, rows, **values)
 
     def finish(self, summary: Mapping[str, float] | None = None) -> None:
-        """End it, with numbers for its summary."""
-        if self._run is not None:
-            with self._outlived():
-                self._run.summary.update(dict(summary or {}))
-                self._run.finish()
+        """End them, with numbers of no step."""
+        for name, place in list(self._places.items()):
+            with self._outlived(name):
+                place.finish(summary or {})
 
     @contextmanager
-    def _outlived(self, what: str = "stopped") -> Iterator[None]:
+    def _outlived(self, name: str, what: str = "stopped") -> Iterator[None]:
         """A block that may fail: a run of hours outlives its dashboard."""
         try:
             yield
         except Exception as error:
-            self._run = None
+            self._places.pop(name, None)
             advice = f"metrics go to {self.output_dir} only"
-            print(f"warning: wandb {what} ({gist(error)}); {advice}.", file=sys.stderr, flush=True)
+            print(f"warning: {name} {what} ({gist(error)}); {advice}.", file=sys.stderr, flush=True)

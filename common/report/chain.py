@@ -87,7 +87,7 @@ def system_numbers(results: Results) -> dict[str, float]:
 
 
 def send(results: Results, config: Any) -> None:
-    """Give the systems to wandb where `report_to` says so: the table, and what it holds as numbers.
+    """Give the systems to what `report_to` names: the table, and what it holds as numbers.
 
     The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
     """

@@ -16,8 +16,9 @@ from ranks import launch
 
 from common import distributed
 from common.config import SFTConfig
+from common.errors import UserError
 from common.record import logger as run_logger
-from common.record import metrics
+from common.record import metrics, tracking
 from common.record.glossary import CONSOLE, METRICS, POSTFIX
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
@@ -202,7 +203,7 @@ def test_other_ranks_write_and_print_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_logger, "is_rank0", lambda: False)
-    run = logger(tmp_path / "run", report_to="wandb")
+    run = logger(tmp_path / "run", report_to=["wandb"])
     run.status("sampling")
     run.update(1)
     run.log(1, {"loss": 1.0})
@@ -381,7 +382,7 @@ def test_wandb_offline_records_a_run_and_resumes_it(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = logger(tmp_path, report_to="wandb", run_name="sft-7")
+    run = logger(tmp_path, report_to=["wandb"], run_name="sft-7")
     run.log(10, {"loss": 1.5, "reward/gold": 0.5})
     run.samples(10, [{"completion": "a table row", "reward": 1.0}])
     run.close()
@@ -399,9 +400,9 @@ def test_wandb_offline_records_a_run_and_resumes_it(
     (table,) = recorded.parent.rglob("*.table.json")
     assert json.loads(table.read_text())["data"] == [["a table row", 1.0]]
 
-    logger(tmp_path, report_to="wandb", start_step=10).close()
+    logger(tmp_path, report_to=["wandb"], start_step=10).close()
     assert (tmp_path / "wandb" / "run_id").read_text() == first
-    logger(tmp_path, report_to="wandb").close()
+    logger(tmp_path, report_to=["wandb"]).close()
     assert (tmp_path / "wandb" / "run_id").read_text() != first
 
 
@@ -412,7 +413,7 @@ def test_a_run_goes_on_without_wandb(
         raise OSError("no route to host\nsecond line")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail, Settings=dict))
-    run = logger(tmp_path, report_to="wandb")
+    run = logger(tmp_path, report_to=["wandb"])
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     reason = "no route to host second line"
     assert warnings == [f"warning: wandb did not start ({reason}); metrics go to {tmp_path} only."]
@@ -439,7 +440,7 @@ def test_a_run_outlives_wandb_that_fails_on_the_way(
         Table=calls.get("Table", dict),
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run = logger(tmp_path, report_to="wandb")
+    run = logger(tmp_path, report_to=["wandb"])
     for step in (1, 2):
         run.log(step, {"loss": 1.0})
         run.samples(step, [{"completion": "a"}])
@@ -455,8 +456,58 @@ def test_a_run_goes_on_where_wandb_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it then fails
-    run = logger(tmp_path, report_to="wandb")
+    run = logger(tmp_path, report_to=["wandb"])
     run.log(1, {"loss": 1.0})
     run.close()
     assert "warning: wandb did not start (import of wandb halted" in capsys.readouterr().err
     assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]
+
+
+# --- tensorboard ---
+
+
+def test_tensorboard_gets_scalars_and_samples_and_a_resumed_run_hides_what_it_makes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            calls.append((folder, purge_step))
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append((name, *given))
+
+    module = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what fails leaves the other alone
+    run = logger(tmp_path, report_to=["wandb", "tensorboard"])
+    run.log(3, {"loss": 1.5})
+    run.samples(3, [{"completion": "a | b", "reward": 1.0}])
+    run.close()
+    assert calls[0] == (str(tmp_path / "tensorboard"), 0)
+    assert ("add_scalar", "loss", 1.5, 3) in calls
+    assert not any(call[:2] == ("add_scalar", "step") for call in calls)
+    ((_, title, table, step),) = [call for call in calls if call[0] == "add_text"]
+    assert (title, step) == ("samples", 3)
+    assert "| a \\| b " in table.splitlines()[2]
+    assert calls[-1] == ("close",)
+    assert "warning: wandb did not start" in capsys.readouterr().err
+
+    calls.clear()
+    logger(tmp_path, report_to=["tensorboard"], start_step=3).close()
+    assert calls[0] == (str(tmp_path / "tensorboard"), 4)  # step 3 itself was finished
+
+
+def test_what_cannot_be_reported_to_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    tracking.refuse_impossible(["none"])
+    tracking.refuse_impossible(["wandb"])
+    with pytest.raises(UserError, match="pip install tensorboard"):
+        tracking.refuse_impossible(["wandb", "tensorboard"])
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: name)
+    tracking.refuse_impossible(["tensorboard"])
+    with pytest.raises(UserError, match="none alone"):
+        tracking.refuse_impossible(["none", "tensorboard"])

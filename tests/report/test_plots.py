@@ -365,11 +365,11 @@ def test_wandb_gets_the_table_and_the_numbers_if_asked(
     config = parse(EvaluateConfig, ["--policies", "a", "--output_dir", str(tmp_path / "eval")])
     chain.send(results, config)
     assert not (tmp_path / "eval").exists()
-    chain.send(results, replace(config, report_to="wandb"))
+    chain.send(results, replace(config, report_to=["wandb"]))
     shown, finished = run.logged
     assert finished == "finished"
     systems = chain.systems_table(results)
     assert shown == {"systems": table(columns=systems.headers, data=systems.rows)}
     assert run.summary == chain.system_numbers(results)
     del wandb.Table  # it fails on the way: the evaluation goes on
-    chain.send(results, replace(config, report_to="wandb"))
+    chain.send(results, replace(config, report_to=["wandb"]))
