@@ -51,7 +51,7 @@ def test_the_page_has_every_flag_of_trl_and_no_other() -> None:
 
 def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
     classes = {stage: config_class(script) for stage, script in STAGES.items()}
-    used = {stage: fields_of(cls) for stage, cls in classes.items()}
+    used = {stage: fields_of(cls) - set(cls.unused) for stage, cls in classes.items()}
     every = set.intersection(*used.values())
     by_section = {**used, EVERY: every} | dict.fromkeys([SCRIPTS], set.union(*used.values()))
     for row in read_page():
@@ -96,7 +96,7 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, told: str) 
 
 
 def test_a_flag_of_another_script_is_answered_with_that_script() -> None:
-    told = ": a flag of train_dpo.py, train_grpo.py."
+    told = ": a flag of train_dpo.py, train_grpo.py, evaluate.py."
     assert refusal("train_sft.py", "--num_generations", "8").endswith(told)
     every = ": a flag of train_dpo.py, train_grpo.py, train_reward.py, train_sft.py."
     assert refusal("evaluate.py", "--max_steps", "8").endswith(every)
