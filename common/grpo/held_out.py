@@ -64,8 +64,7 @@ class HeldOut:
         """
         metrics: dict[str, float] = {}
         try:
-            if self.prompts:
-                metrics |= self.of_prompts(step, total_steps)
+            metrics |= self.of_prompts(step, total_steps) if self.prompts else {}
         except EngineError as error:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
@@ -86,15 +85,15 @@ class HeldOut:
         measured = self.rewards(rollouts, step, total_steps)  # (N,) each
         measured["eval_completion_length"] = rollouts.lengths
         if self.reference is not None:
-            measured["eval_kl"] = self.log_ratios(rollouts.completed(prompts))
-        keys, stopped = [e.prompt for e in prompts], rollouts.has_stop.double().tolist()
-        found = {"eval_stop_rate": intervals.share_over_prompts(stopped, keys)}
+            measured["eval_kl"] = self.log_ratios(self.reference, rollouts.completed(prompts))
+        measured["eval_stop_rate"] = rollouts.has_stop.double()
+        keys, metrics = [example.prompt for example in prompts], dict[str, float]()
         for name, values in measured.items():
             known = [None if math.isnan(value) else value for value in values.tolist()]
-            found[name] = intervals.mean_over_prompts(known, keys)
-        metrics: dict[str, float] = {}
-        for name, own in found.items():
-            metrics |= with_interval(name, own["mean"], own["low"], own["high"]) if own else {}
+            is_share = name == "eval_stop_rate"
+            over = intervals.share_over_prompts if is_share else intervals.mean_over_prompts
+            if own := over(known, keys):
+                metrics |= with_interval(name, own["mean"], own["low"], own["high"])
         return metrics
 
     def rewards(self, rollouts: Rollouts, step: int, total_steps: int) -> dict[str, Tensor]:
@@ -115,23 +114,18 @@ class HeldOut:
         values[own] = torch.cat(list(by_name.values()), dim=1)[: len(own)].double()
         return dict(zip(by_name, distributed.all_reduce_sum(values).unbind(1), strict=True))
 
-    def log_ratios(self, sampled: Sequence[Example]) -> Tensor:
+    def log_ratios(self, reference: nn.Module, sampled: Sequence[Example]) -> Tensor:
         """Log pi - log ref (N,) of completions from pi, whose mean is unbiased for the KL.
 
         At the temperature of sampling, in nats. Collective.
         """
+        at = self.config.temperature
 
         def log_ratio(policy: nn.Module, batch: AnyBatch) -> Tensor:  # (B,)
-            own, ref = (
-                model(batch, temperature=self.config.temperature).token_logps  # (B, C)
-                for model in (policy, self.reference)
-                if model is not None
-            )
-            ratios: Tensor = (own - ref).sum(-1)
-            return ratios
+            own, ref = (model(batch, temperature=at).token_logps for model in (policy, reference))
+            return torch.sum(own - ref, -1)  # over (B, C)
 
-        assert self.reference is not None
         arguments = (self.config, self.sampler.tokenizer.pad_token_id, "evaluating")
         found = score.score_examples(self.sampler.policy, sampled, *arguments, score=log_ratio)
-        fsdp.reshard(self.reference)
+        fsdp.reshard(reference)
         return found.squeeze(1)

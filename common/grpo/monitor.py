@@ -38,22 +38,7 @@ def show_samples(
     config: GRPOConfig,
     step: int,
 ) -> None:
-    """Record the `sample_table` after so many steps, and print few lines of it. Collective."""
-    given = (examples, config, step, logger.total_steps)
-    table = sample_table(sampler, scorer, reference, *given)
-    logger.samples(step, table, few_of_each(table, config.num_generations))
-
-
-def sample_table(
-    sampler: Sampler,
-    scorer: "RewardScorer",
-    reference: "Policy | AdapterReference | None",
-    examples: Sequence[Example],
-    config: GRPOConfig,
-    step: int,
-    total_steps: int,
-) -> list[dict[str, object]]:
-    """Some completions of fixed prompts with fixed noise, their rewards and advantages. Collective.
+    """Record completions of fixed prompts with fixed noise, and print some of them. Collective.
 
     Every rank samples the same prompts, so that reward models are called equally often. With a
     reference each row also has its `ref_token_logps`, at the temperature of sampling.
@@ -62,7 +47,7 @@ def sample_table(
     from common.sampling import token_records
 
     if not examples:
-        return []
+        return
     try:
         rollouts = sampler.sample(
             examples,
@@ -73,8 +58,8 @@ def sample_table(
         )
     except EngineError as error:  # which ends the run when it samples to train, and is saved there
         distributed.print_rank0(f"warning: there is no table of samples: {error}")
-        return []
-    scored = reward(scorer, examples, rollouts, config, step, total_steps)
+        return
+    scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)
     columns: dict[str, list[Any]] = {
@@ -87,7 +72,8 @@ def sample_table(
         columns["ref_token_logps"] = token_records.token_logps(
             reference, sampled, config, pad_id, config.temperature
         )
-    return sampler.table(examples, rollouts, **columns)
+    table = sampler.table(examples, rollouts, **columns)
+    logger.samples(step, table, few_of_each(table, config.num_generations))
 
 
 def few_of_each(table: Sequence[dict[str, Any]], per_prompt: int) -> list[dict[str, Any]]:
