@@ -108,7 +108,9 @@ class RewardModelFunction(ModelFunction):
                 rows = zip(prompts, ids, columns["has_stop"], strict=True)
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
-            prompt_ids, ids = self.own_ids(prompts, completions, columns["has_stop"])
+            prompt_ids, ids = self.own_ids(
+                prompts, completions, columns["has_stop"], columns.get("tools")
+            )
         pieces: list[Piece] = []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             places = list(group)  # neighbours with the same prompt
@@ -138,16 +140,21 @@ class RewardModelFunction(ModelFunction):
         return self.tokenizer.chat_template in (None, self.policy_tokenizer.chat_template)
 
     def own_ids(
-        self, prompts: Sequence[Any], completions: Sequence[Any], has_stop: Sequence[bool]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        has_stop: Sequence[bool],
+        tools: Sequence[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions, texts or messages, in this model's own tokens."""
         from common.text.chat import render
         from common.text.truncate import encode, leading_ids, without_leading
 
         leading = leading_ids(self.tokenizer)
-        pairs = zip(prompts, completions, strict=True)
+        given = zip(prompts, completions, tools or [None] * len(prompts), strict=True)
         rows = [
-            render({"prompt": p, "completion": c}, ["completion"], self.tokenizer) for p, c in pairs
+            render({"prompt": p, "completion": c, "tools": t}, ["completion"], self.tokenizer)
+            for p, c, t in given
         ]
         encoded = encode([row["prompt"] for row in rows], self.tokenizer)
         prompt_ids = [leading + without_leading(row, leading) for row in encoded]

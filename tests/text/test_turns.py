@@ -17,6 +17,7 @@ from common import data
 from common.errors import UserError
 from common.evaluation import score
 from common.losses import sft_loss
+from common.rewards.models import RewardModelFunction
 from common.scoring import Policy
 from common.text import synthetic, token_cache
 
@@ -257,6 +258,20 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
     pair = {k: v for k, v in pair.items() if k != "chat_template_kwargs"}
     (example,) = load(tmp_path, tokenizer, pair, kind="preference")
     assert chatml.decode(example.completions[0]) == "<call>add<|im_end|>"
+
+
+def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml):
+    tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
+    with_template(chatml, TOOLS).save_pretrained(tmp_path)
+    config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
+    judge = RewardModelFunction(str(tmp_path), chatml, config)
+    prompts, _ = judge.own_ids([[ASKED]], [[TWO]], [True], [SCHEMA])
+    assert chatml.decode(prompts[0]).startswith("<tools>add\n<|im_start|>user")
+    seen: list[Any] = []
+    judge.own_ids = lambda *given: seen.append(given) or ([[1]], [[2]])  # type: ignore[method-assign]
+    judge.rewards = lambda pieces: [0.0]  # type: ignore[method-assign]
+    judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], tools=[SCHEMA])
+    assert seen[0][-1] == [SCHEMA]
 
 
 def test_tools_that_are_no_json_are_refused(tmp_path, chatml):
