@@ -26,6 +26,7 @@ from common.data import Example
 from common.errors import UserError
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE
+from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.pair_scores import BASELINES, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.flags.parser import parse
@@ -365,6 +366,8 @@ def test_several_samples_of_rows_without_pairs(folder, lines):
         every = [own for group in groups for own in group]
         assert len({tuple(own.completion_ids) for own in every}) > len(answers)
         assert system["length"] == pytest.approx(np.mean([own.num_tokens for own in every]))
+        prompts = [row.prompt for row in answers for _ in range(3)]
+        assert system["kl"] == mean_over_prompts([own.kl for own in every], prompts)
         assert system["kl"]["count"] == 3 * len(answers)
         passed = [[own.rewards["short"] for own in group] for group in groups if group]
         known = np.array([own for own in passed if None not in own])
