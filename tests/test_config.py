@@ -191,6 +191,7 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "gpu",
         "num_gpus",
         "compute_dtype",
+        "model_commit",
         "git_commit",
         "packages",
         "script",

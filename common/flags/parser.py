@@ -50,7 +50,9 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     recipe = recipe_arguments(given["config"], cls, fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
-        raise UserError(f"unknown argument {strays[0]!r}{answer(strays[0], cls, fields)}.")
+        others = [word.partition("=")[0] for word in strays[1:] if word.startswith("--")]
+        more = f"; also unknown: {', '.join(others)}" if others else ""
+        raise UserError(f"unknown argument {strays[0]!r}{answer(strays[0], cls, fields)}{more}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     config.given = frozenset(values)  # type: ignore[attr-defined]

@@ -95,6 +95,13 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, told: str) 
     assert sentence.endswith("; see docs/from-trl.md.")
 
 
+def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
+    given = ("--use_peft", "--packing", "true", "--save_total_limit=3", "--bf16", "true")
+    sentence = refusal("train_sft.py", *given)
+    assert sentence.startswith("unknown argument '--use_peft': TRL's; here it is --lora_r ")
+    assert sentence.endswith("; also unknown: --packing, --save_total_limit.")
+
+
 def test_a_flag_of_another_script_is_answered_with_that_script() -> None:
     told = ": a flag of train_dpo.py, train_grpo.py, evaluate.py."
     assert refusal("train_sft.py", "--num_generations", "8").endswith(told)
