@@ -311,7 +311,7 @@ def test_auto_refuses_a_flag_that_was_on_and_is_gone(
 
 
 def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
-    fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "run_name": "again"}
+    fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "logging_steps": 5}
     assert find(saved, **fields) == files.folder_of(saved, 3)
 
 
