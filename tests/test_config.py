@@ -260,3 +260,15 @@ def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
     assert config.policies == ["sft/model", "dpo/model"]
     assert config.ref_model_name_or_path == "sft/model"
     assert config.model_name_or_path == "/"
+
+
+def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
+    config_module = importlib.import_module("common.evaluation.config")
+    file = tmp_path / "questions.jsonl"
+    file.touch()
+    argv = ["--output_dir", "run", "--policies", "a", "--dataset_name", str(file)]
+    splits = []
+    for more in ([], ["--dataset_test_split", "test"]):
+        config = parse(config_module.EvaluateConfig, [*argv, *more])
+        splits += [config_module.split_of(str(name), config) for name in (file, tmp_path)]
+    assert splits == ["questions", "validation", "test", "test"]
