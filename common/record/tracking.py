@@ -119,21 +119,20 @@ class Tracker:
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Log values by name; those of a step have one called `step`."""
-        for name, place in list(self._places.items()):
-            with self._outlived(name):
-                place.log(values)
+        self._each("log", values)
 
-    def log_table(self, title: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
         """Log a table, of its own at every step."""
-        for name, place in list(self._places.items()):
-            with self._outlived(name):
-                place.log_table(title, columns, rows, **values)
+        self._each("log_table", name, columns, rows, **values)
 
     def finish(self, summary: Mapping[str, float] | None = None) -> None:
         """End them, with numbers of no step."""
+        self._each("finish", summary or {})
+
+    def _each(self, method: str, *given: Any, **values: Any) -> None:
         for name, place in list(self._places.items()):
             with self._outlived(name):
-                place.finish(summary or {})
+                getattr(place, method)(*given, **values)
 
     @contextmanager
     def _outlived(self, name: str, what: str = "stopped") -> Iterator[None]:
