@@ -52,7 +52,6 @@ COMMON = {
     "learning_rate": 1e-3,
 }
 GRPO = {
-    "eval_steps": 0,
     "max_completion_length": 16,
     "batch_size": 4,
     "temperature": 0.7,
