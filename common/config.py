@@ -171,7 +171,26 @@ class CommonConfig:
 
 
 @dataclass
-class TrainConfig(CommonConfig):
+class HubConfig(CommonConfig):
+    """The fields of what exports a model."""
+
+    _hub: ClassVar = "hub"
+    push_to_hub: bool = free_flag(False, "upload the exported model to hub_model_id, at the end")
+    hub_model_id: str = free_flag("", "repository to upload it to; made if it is not there")
+    hub_private_repo: bool = free_flag(False, "make it a private one")
+
+    def __post_init__(self) -> None:
+        """Refuse half of what uploading takes."""
+        super().__post_init__()
+        if self.push_to_hub and not self.hub_model_id:
+            raise UserError("--hub_model_id is required with --push_to_hub: name/of-a-model.")
+        for name in ("hub_model_id", "hub_private_repo"):
+            if getattr(self, name) and not self.push_to_hub:
+                raise self.refused(name, "left out without --push_to_hub true")
+
+
+@dataclass
+class TrainConfig(HubConfig):
     """The fields that the four training stages share."""
 
     stage: ClassVar[str]

@@ -26,7 +26,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
-    from common.checkpoint import best, plain
+    from common.checkpoint import best, plain, push
     from common.exits import failures, signals
     from common.flags.parser import parse
     from common.planning.plan import fit_to_gpu
@@ -50,6 +50,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))
+            if isinstance(config, TrainConfig):
+                push.prepare(config)
         plain.use_folders(config)
         main(fit_to_gpu(config))
         dist.barrier()

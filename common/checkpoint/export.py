@@ -7,7 +7,7 @@ Also a command, which makes such a folder of a checkpoint, whatever became of it
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
-from common.checkpoint import files, plain
+from common.checkpoint import card, files, plain, push
 from common.checkpoint.saver import Checkpointer, cause
 from common.checkpoint.state import once_each
-from common.config import MODELS, CommonConfig, path_flag
+from common.config import MODELS, CommonConfig, HubConfig, path_flag
 from common.errors import UserError, gist
 from common.exits import signals
 from common.flags.parser import parse
@@ -40,9 +40,8 @@ def finish(
 ) -> None:
     """End a run: export, and only then look at what was made. Collective.
 
-    An evaluation, a judge or a user's function that fails cannot take the trained model with it. A
-    run that is killed behind its last checkpoint does all of this again. Where the best checkpoint
-    was asked for, and that is not of the last step, the model is exported a second time.
+    An evaluation or a user's function that fails cannot take the trained model with it. A run that
+    is killed here does it again. The best checkpoint, if of another step, is exported after it.
 
     Args:
         saver: of the run.
@@ -50,14 +49,12 @@ def finish(
         tokenizer: as for `save_pretrained`.
         stop_ids: as for `save_pretrained`.
         looks: evaluate, and show samples, after so many steps.
-        shift: measures the `reward_shift` of `save_pretrained`.
+        shift: measures the `reward_shift` of that.
 
     Raises:
         UserError: the model could not be written; a checkpoint of the last step is kept.
-        RuntimeError: it is written, and what comes after that failed.
+        RuntimeError: it is written, and what comes after that failed, as its upload.
     """
-    from common.report import plots
-
     step, folder = logger.total_steps, saver.output_dir / "model"
 
     def export() -> None:
@@ -70,6 +67,7 @@ def finish(
             except UserError as second:
                 kept = str(second)
             raise UserError(f"{error}; {kept}") from None
+        describe(saver, step)
 
     saver.stop_if_asked(step, at_once=True)
     signals.stop_no_more()
@@ -84,10 +82,26 @@ def finish(
             f"the model is whole in {folder}, its last evaluation or table of samples is not made "
             f"({again}): {gist(error)}"
         ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-    if saver.close():
+    if is_best := saver.close():
         export()
+    describe(saver, None if is_best else step)  # with the last evaluation
     logger.close()
+    hand_over(saver)
+
+
+def hand_over(saver: Checkpointer) -> None:
+    """Draw the curves, and upload the model if asked for. Collective."""
+    from common.report import plots
+
     plots.plot_run(saver.output_dir)
+    push.push(saver.output_dir, saver.config)
+
+
+def describe(saver: Checkpointer, step: int | None) -> None:
+    """Write the model's card on rank 0."""
+    if distributed.is_rank0():
+        about = (type(saver.config).__name__, asdict(saver.config), step)
+        card.write(saver.output_dir, saver.output_dir, *about)
 
 
 def save_pretrained(
@@ -147,7 +161,7 @@ def write(
 
 
 @dataclass
-class ExportConfig(CommonConfig):
+class ExportConfig(HubConfig):
     """Which checkpoint is exported."""
 
     unused: ClassVar = (
@@ -182,8 +196,10 @@ def main(config: ExportConfig) -> None:
         if place.exists():
             raise UserError(f"{place} is there already; remove it or name another --output_dir.")
     distributed.quieten()
+    push.prepare(config)
     plain.export(checkpoint, output_dir, config, config.model_name_or_path)
     print(f"the model is in {output_dir / 'model'}", flush=True)
+    push.push(output_dir, config)
 
 
 if __name__ == "__main__":

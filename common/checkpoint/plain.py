@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import files
+from common.checkpoint import card, files
 from common.checkpoint.state import once_each
 from common.config import CommonConfig
 from common.errors import UserError, gist, values_of
@@ -169,6 +169,8 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
     write_model(lm, state, settings, output_dir / "model")
     text = yaml.safe_dump(manifest["config"], sort_keys=False)
     (output_dir / CONFIG).write_text(text, encoding="utf-8")
+    run = checkpoint.absolute().parents[1]
+    card.write(output_dir, run, manifest["stage"], manifest["config"], manifest["step"])
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

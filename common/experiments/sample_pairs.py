@@ -25,7 +25,8 @@ class PairsConfig(DPOConfig):
     """Rows have the column `prompt`."""
 
     unused: ClassVar = (
-        *("optimisation", "logging, evaluation, checkpoints", "planning", "LoRA", "objective"),
+        *("optimisation", "logging, evaluation, checkpoints", "planning", "LoRA", "hub"),
+        "objective",
         *("reference", "pairs_from", "require_stop_token", "gradient_checkpointing"),
     )
 

@@ -1,26 +1,34 @@
 """A checkpoint becomes a plain folder by a command, and wherever a flag names one as a model.
 
+Every exported folder has a card; it is pushed to the hub if asked for, which is asked before.
+
 That the folder is the run's own is shown where there are whole runs: `test_resume.py`,
 `test_lora.py`, `test_lora_reward.py`.
 """
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 import tiny
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed
-from common.checkpoint import export, files, plain
+from common.checkpoint import card, export, files, plain, push
 from common.checkpoint.export import ExportConfig
 from common.checkpoint.saver import Checkpointer
+from common.config import SFTConfig
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, optim
 from common.record.metrics import Accumulator
 from common.scoring import Policy
+from common.text import hub
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -109,3 +117,74 @@ def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> No
     tiny.train_config(output_dir=str(run), resume_from_checkpoint=own)
     with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would write"):
         tiny.train_config(output_dir=str(run), model_name_or_path=own)
+
+
+# ---- the card, and the hub -----------------------------------------------------------------------
+
+
+def test_a_card_says_what_is_known_and_no_path_of_this_machine(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 0.125}\n')
+    (run / "environment.json").write_text('{"git_commit": "abc", "packages": {"torch": "9.9"}}')
+    given = {"output_dir": str(run), "model_name_or_path": "lab/base", "seed": 77}
+    config = asdict(SFTConfig(**given, dataset_name=f"{tmp_path}/my/rows"))
+    model = tmp_path / "out" / "model"
+    model.mkdir(parents=True)
+    card.write(tmp_path / "out", run, "SFTConfig", config, 1)
+    text = (model / "README.md").read_text()
+    _, header, body = text.split("---\n", 2)
+    known = {"library_name": "transformers", "base_model": "lab/base", "tags": ["sft"]}
+    assert yaml.safe_load(header) == known
+    for cell in ("seed  ", "77", "loss", "2.5", "abc", "9.9", "my/rows", "after 1 steps"):
+        assert cell in body
+    assert "0.125" not in body
+    assert "learning_rate" not in body  # as by default
+    assert str(tmp_path) not in text
+    card.write(tmp_path / "out", run, "SFTConfig", {}, 1)  # a warning
+    assert (model / "README.md").read_text() == text
+
+
+class Api:
+    """The hub, which refuses what it is told to."""
+
+    def __init__(self, calls: list[Any], refuses: str = "") -> None:
+        self.calls, self.refuses = calls, refuses
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            if name == self.refuses:
+                raise OSError("401 Unauthorized. Please log in")
+            self.calls.append((name, *args, options))
+
+        return call
+
+
+def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    config = tiny.train_config(push_to_hub=True, hub_model_id="me/mine", hub_private_repo=True)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    with pytest.raises(UserError, match="me/mine cannot be written on the hub .it does not answer"):
+        push.prepare(config)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls))
+    push.prepare(config)
+    assert calls == [("create_repo", "me/mine", {"private": True, "exist_ok": True})]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "adapter").mkdir()
+    push.push(tmp_path, config)
+    sent = [(options["folder_path"], options["path_in_repo"]) for _, options in calls[1:]]
+    assert sent == [(str(tmp_path / "model"), "."), (str(tmp_path / "adapter"), "adapter")]
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls, "create_repo"))
+    with pytest.raises(UserError, match=r"\(401 Unauthorized\); log in with `hf auth login`"):
+        push.prepare(config)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls, "upload_folder"))
+    with pytest.raises(RuntimeError, match="model is whole in .* `hf upload me/mine .*/model .` u"):
+        push.push(tmp_path, config)
+    num_calls = len(calls)
+    for step in (push.prepare, lambda c: push.push(tmp_path, c)):
+        step(tiny.train_config())  # not asked for
+    assert len(calls) == num_calls
+    for fields in ({"push_to_hub": True}, {"hub_model_id": "a/b"}, {"hub_private_repo": True}):
+        with pytest.raises(UserError, match="hub"):
+            tiny.train_config(**fields)

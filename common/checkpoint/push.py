@@ -1,0 +1,55 @@
+"""Uploading an exported model to the Hugging Face hub."""
+
+from pathlib import Path
+
+from common import distributed
+from common.config import MODELS, HubConfig
+from common.errors import UserError, gist
+from common.text import hub
+
+
+def prepare(config: HubConfig) -> None:
+    """Make the repository before anything is trained for it, if the model is to be pushed.
+
+    Raises:
+        UserError: the hub does not answer, or does not let this user write there.
+    """
+    if not config.push_to_hub:
+        return
+    what, reason = f"--push_to_hub: {config.hub_model_id} cannot be written", "it does not answer"
+    if hub.is_reachable():
+        from huggingface_hub import HfApi
+
+        private = config.hub_private_repo or None  # as the account has it
+        try:
+            HfApi().create_repo(config.hub_model_id, private=private, exist_ok=True)
+            return
+        except Exception as error:  # of its HTTP library too
+            reason = gist(error)
+    raise UserError(
+        f"{what} on the hub ({reason}); log in with `hf auth login`, or leave the flag out and "
+        "upload the exported folder later."
+    )
+
+
+def push(output_dir: Path, config: HubConfig) -> None:
+    """Upload `model`, and `adapter` into a folder of that name, if asked for. Collective.
+
+    Raises:
+        RuntimeError: that failed; says how to do it by hand.
+    """
+    failure = ""
+    for name in MODELS if config.push_to_hub and distributed.is_rank0() else ():
+        from huggingface_hub import HfApi
+
+        to, folder, place = config.hub_model_id, output_dir / name, "." if name == "model" else name
+        try:
+            if folder.is_dir():
+                HfApi().upload_folder(repo_id=to, folder_path=str(folder), path_in_repo=place)
+        except Exception as error:  # of its HTTP library too
+            failure = failure or (
+                f"the model is whole in {output_dir / 'model'} and not on the hub ({gist(error)}); "
+                f"`hf upload {to} {folder} {place}` uploads it"
+            )
+    if failure := distributed.from_rank0(failure):
+        raise RuntimeError(failure)
