@@ -53,7 +53,7 @@ ROWS: dict[str, list[Any]] = {
     "messages_text": [{"messages": "p"}],
     "messages_null": [{"messages": [USER, {**ANSWER, "content": None}]}],
     "messages_one": [{"messages": [ANSWER]}],
-    "messages_user": [{"messages": [USER, ANSWER, USER]}],
+    "messages_user": [{"messages": [USER, USER]}],
     "two_answers": [{"prompt": [USER], "chosen": [ANSWER, ANSWER], "rejected": [USER, ANSWER]}],
     "chat": [{"messages": [USER, ANSWER]}],  # well-formed, for a tokenizer without a template
     # other columns

@@ -158,6 +158,12 @@ VARIANTS: dict[str, list[Flags]] = {
         {"ref_model_name_or_path": "OTHER"},
         {"ref_update_steps": 2},
         {"ref_update_steps": 2, "ref_mixup_alpha": 0.6},
+        {
+            "eval_pairs_dataset_name": "synthetic",
+            "dataset_test_split": "validation",
+            "eval_steps": 2,
+            "max_dropped_fraction": 0.2,  # cut to 8 tokens some pairs are identical
+        },
         *FURTHER_LORA,
         {**LORA, "ref_update_steps": 2},
     ],

@@ -7,6 +7,7 @@ nothing else of its run is left, and is the run's own to the bit. Only adapters 
 import copy
 import dataclasses
 import fcntl
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -213,7 +214,7 @@ def use_folders(config: CommonConfig, *, has_weights: bool = True) -> None:
     fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
     fields = [f for f in fields if f.name not in ("output_dir", "resume_from_checkpoint")]
     names = dict.fromkeys(name for f in fields for name in values_of(config, f))
-    found = [name for name in names if (Path(name) / files.MANIFEST).is_file()]
+    found = [name for name in names if os.path.isfile(os.path.join(name, files.MANIFEST))]
     folders = {name: str(Path(name) / files.SETTINGS) for name in found}
     if has_weights:
         found = distributed.from_rank0(found)

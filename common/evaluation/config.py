@@ -124,7 +124,6 @@ def settle(config: EvaluateConfig) -> None:
     only_prompts = not config.score_pairs and config.prompts_dataset_name != name
     idle = (
         (True, config.unused, "in evaluate.py"),
-        (config.tokenizer_name_or_path, ["model_name_or_path"], "with --tokenizer_name_or_path"),
         (not config.generates, OF_GENERATIONS, "without policies that generate"),
         (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
         (not has_ratio, ["beta"], "without an implicit_reward of a policy beside the reference"),

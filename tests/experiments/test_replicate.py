@@ -251,7 +251,8 @@ def test_published_values_have_sources(folder):
 def test_a_list_may_be_overridden(folder):
     arguments = ["--recipe", "demo", "--overrides", "dpo.loss_type=[ipo, hinge]", "beta=0.5"]
     config, stages = parse(ReplicateConfig, arguments), {"dpo": {}, "grpo": {}}
-    found = replicate.read_overrides(config, stages, stages)
+    known = {"dpo": {"loss_type", "beta"}, "grpo": {"beta"}}
+    found = replicate.read_overrides(config.overrides, stages, stages, known)
     assert found == {"dpo": {"loss_type": ["ipo", "hinge"], "beta": "0.5"}, "grpo": {"beta": "0.5"}}
 
 

@@ -329,8 +329,9 @@ def test_bfloat16_keeps_float32_masters(runs: Runs, task: str) -> None:
     weights = load_file(runs.folder / "bfloat16" / task / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     if task != "grpo":  # whose completions are others
-        # bfloat16 has 8 bits: close to float32, and not the same.
-        assert 1e-4 < runs.difference("bfloat16", task, "grad_norm", 1) < 0.05
+        # bfloat16 has 8 bits: close to float32, and not the same (in one step it may be by chance).
+        assert runs.difference("bfloat16", task, "grad_norm", 1) < 0.05
+        assert runs.difference("bfloat16", task, "grad_norm", SHORT) > 1e-4
         assert runs.difference("bfloat16", task, "loss", SHORT) < 0.05
 
 
