@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
+OTHERWISE = "see --help for the flags"  # the hint where no name is alike
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
 LONG_WORD = re.compile(r"(\S{60})\S{240,}")  # longer than most paths
 
@@ -61,7 +62,7 @@ def gist(error: BaseException) -> str:
     return text.split(". ")[0][:240].rstrip(".")
 
 
-def hint(word: Any, known: Iterable[str], otherwise: str = "see --help for the flags") -> str:
+def hint(word: Any, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
     """What an unknown flag or key may have been meant to be."""
     name = str(word).lstrip("-").split("=")[0].replace("-", "_")
     close = difflib.get_close_matches(name, list(known), 1)

@@ -2,12 +2,13 @@
 
 import difflib
 import importlib
+import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 
-from common.errors import hint
+from common.errors import OTHERWISE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "from-trl.md"  # the only table; without it answers are of our flags only
@@ -23,27 +24,47 @@ class Row(NamedTuple):
     note: str
 
 
-def answer(word: Any, cls: type[Any], known: Collection[str]) -> str:
-    """What follows an unknown flag or key in the sentence that refuses it.
+def answer(words: Sequence[Any], cls: type[Any], known: Sequence[str]) -> str:
+    """Unknown flags or keys as the end of the sentence that refuses them, the first answered.
 
     Args:
-        word: As it was given, with dashes and value or without.
+        words: As they were given, with dashes and value or without.
         cls: The config class of the script, which may be a `stage`.
-        known: The script's flags.
+        known: The script's flags, in their order.
     """
-    name = str(word).lstrip("-").partition("=")[0].replace("-", "_")
+    name = str(words[0]).lstrip("-").partition("=")[0].replace("-", "_")
     rows = read_page()
     own = [row for row in rows if row.section == getattr(cls, "stage", "").lower()]
     is_own = any(row.flag == name for row in own)
+    told = f" ({OTHERWISE})"
     if not is_own and (scripts := having({name})):
-        return f": a flag of {scripts}"
-    # One that is mistyped may be TRL's too
-    close = difflib.get_close_matches(name, [*known, *(row.flag for row in rows)], 1)
-    for meant in (name, *close):
-        for row in [*own, *rows]:
-            if row.flag == meant and meant not in known:
-                return told(row, name, known)
-    return f" ({hint(word, known)})"
+        told = f": a flag of {scripts}"
+    elif meant := likely(name.lower(), known, [row.flag for row in rows]):
+        row = next((row for row in [*own, *rows] if row.flag == meant), None)
+        told = (
+            f" (did you mean {meant}?)" if meant in known or not row else of_trl(row, name, known)
+        )
+    others = ", ".join(str(word).partition("=")[0] for word in words[1:])
+    return f"{words[0]!r}{told}" + (f"; also unknown: {others}" if others else "")
+
+
+def likely(name: str, known: Sequence[str], rows: Sequence[str]) -> str:
+    """The flag that a name was meant to be, ours before one of TRL's; empty if none is likely.
+
+    First initials (lr) and beginnings of ours (model), then what is spelt almost so, what has ours
+    in it (lora_rank), and at last what is alike or the end of ours (epochs).
+    """
+    every = [*known, *rows]
+    ways: Iterable[Iterable[str]] = (
+        (f for f in every if f == name),
+        (f for f in known if name == "".join(word[0] for word in f.split("_"))),
+        (f for f in known if f.replace("_", "").startswith(name.replace("_", ""))),
+        difflib.get_close_matches(name, every, 1, cutoff=0.9),
+        (f for f in known if name.startswith(f) or name.endswith(f"_{f}")),
+        difflib.get_close_matches(name, every, 1, cutoff=0.7),
+        (f for f in known if f.endswith(f"_{name}")),
+    )
+    return next(itertools.chain(*ways), "")
 
 
 def read_page() -> list[Row]:
@@ -57,7 +78,7 @@ def read_page() -> list[Row]:
     return rows
 
 
-def told(row: Row, name: str, known: Collection[str]) -> str:
+def of_trl(row: Row, name: str, known: Collection[str]) -> str:
     """A row as the end of a sentence about the flag `name`."""
     whose = "TRL's" if row.flag == name else f"TRL's {row.flag}"
     ours = set(re.findall(r"--(\w+)", row.here))

@@ -50,9 +50,8 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     recipe = recipe_arguments(given["config"], cls, fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
-        others = [word.partition("=")[0] for word in strays[1:] if word.startswith("--")]
-        more = f"; also unknown: {', '.join(others)}" if others else ""
-        raise UserError(f"unknown argument {strays[0]!r}{answer(strays[0], cls, fields)}{more}.")
+        others = [word for word in strays[1:] if word.startswith("--")]
+        raise UserError(f"unknown argument {answer([strays[0], *others], cls, list(fields))}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     config.given = frozenset(values)  # type: ignore[attr-defined]
@@ -111,10 +110,12 @@ def recipe_arguments(
         UserError: it cannot be read, or has a key or a value that no command line could have.
     """
     arguments = []
-    for key, value in read_recipe(file).items():
-        if key not in fields:
-            what = f"the unknown key {key!r}{answer(key, cls, fields)}"
-            raise UserError(f"--config {file} has {what}.")
+    recipe = read_recipe(file)
+    if unknown := [key for key in recipe if key not in fields]:
+        raise UserError(
+            f"--config {file} has the unknown key {answer(unknown, cls, list(fields))}."
+        )
+    for key, value in recipe.items():
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
         is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)

@@ -110,9 +110,30 @@ def test_a_flag_of_another_script_is_answered_with_that_script() -> None:
 
 
 def test_a_recipe_is_answered_like_a_command_line(tmp_path: Path) -> None:
-    (tmp_path / "trl.yaml").write_text("per_device_train_batch_size: 8\n")
-    sentence = refusal("train_sft.py", "--config", str(tmp_path / "trl.yaml"))
+    recipe = tmp_path / "trl.yaml"
+    recipe.write_text("per_device_train_batch_size: 8\npacking: true\nbf16: true\nlr: 1\n")
+    sentence = refusal("train_sft.py", "--config", str(recipe))
     assert "the unknown key 'per_device_train_batch_size': TRL's; here it is --batch_" in sentence
+    assert sentence.endswith("; also unknown: packing, lr.")
+
+
+@pytest.mark.parametrize(
+    ("script", "pairs"),
+    [
+        (
+            "train_sft.py",
+            "lr learning_rate, epochs num_train_epochs, batch batch_size, model model_name_or_path,"
+            "dataset dataset_name, tokenizer tokenizer_name_or_path, lora_rank lora_r,"
+            "train_batch_size batch_size, steps max_steps, Learnig-rate learning_rate",
+        ),
+        ("train_dpo.py", "refmodel ref_model_name_or_path"),
+        ("evaluate.py", "models reward_models"),
+    ],
+)
+def test_a_short_or_misspelt_name_is_answered_with_ours(script: str, pairs: str) -> None:
+    for pair in pairs.split(","):
+        given, meant = pair.split()
+        assert refusal(script, f"--{given}").endswith(f"(did you mean {meant}?)."), given
 
 
 def test_a_typo_of_ours_is_ours_and_without_the_page_all_are(
@@ -128,8 +149,8 @@ def test_a_typo_of_ours_is_ours_and_without_the_page_all_are(
 def test_every_flag_of_the_page_that_a_script_lacks_is_answered_from_it() -> None:
     for stage, script in STAGES.items():
         cls = config_class(script)
-        known = {f.name for f in dataclasses.fields(cls)}
+        known = [f.name for f in dataclasses.fields(cls)]
         for row in read_page():
             if row.section in (EVERY, stage) and row.flag not in known:
-                answered = hints.answer(f"--{row.flag}", cls, known)
+                answered = hints.answer([f"--{row.flag}"], cls, known)
                 assert row.note in answered, (script, row.flag)
