@@ -159,7 +159,6 @@ def main(config: EvaluateConfig) -> None:
         "comparison": compare(table) if pairs else None,
         "reference_completions": completions.summary(answers, REFERENCE),
         "win_rates": all_win_rates(answers),
-        "samples": [row.texts() for row in answers[: config.num_sample_prompts]],
     }
     show(results, config)
 
@@ -194,17 +193,17 @@ def load_data(
     config: EvaluateConfig, tokenizer: Any, stop_ids: list[int]
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
-    rest = (tokenizer, stop_ids)
+
+    def load_rows(name: str, kind: str, number: int) -> Sequence[Example]:
+        split = split_of(name, config)
+        return data.load_examples(config, name, split, kind, tokenizer, stop_ids, number)
+
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []
     if config.score_pairs:
-        name, number = config.dataset_name, config.num_eval_rows
-        split = split_of(name, config)
-        pairs = data.load_examples(config, name, split, "preference", *rest, number)
+        pairs = load_rows(config.dataset_name, "preference", config.num_eval_rows)
     if config.generates:
-        name, number = config.prompts_dataset_name, config.num_prompts
-        split = split_of(name, config)
-        prompts = data.load_examples(config, name, split, "prompts", *rest, number)
+        prompts = load_rows(config.prompts_dataset_name, "prompts", config.num_prompts)
     num_systems = len({config.ref_model_name_or_path, *config.policies})
     if config.judge_funcs and num_systems < 2 and not any(map(reference_text, prompts)):
         raise UserError(
@@ -247,7 +246,7 @@ def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> 
 def describe(
     path: str, reading: str, scorer: Any, table: PairScores, answers: Sequence[Answers]
 ) -> dict[str, Any]:
-    """A system's row: accuracy on all pairs and by source, what its run cost, its generations.
+    """A system's row: accuracy on all pairs, what its run cost, its generations.
 
     `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
     reward model.
@@ -255,19 +254,12 @@ def describe(
     from common.evaluation.intervals import preference_accuracy
 
     scores = table.systems.get(reading)  # (N, 2); none without pairs
-    sources = [pair["source"] for pair in table.pairs]
-    rows_of = {source: [s == source for s in sources] for source in dict.fromkeys(sources)}
     cost = score.run_cost(*score.run_of(path))
     system: dict[str, Any] = {
         "name": scorer.short[path],
         "kind": "reward_model" if path in scorer.reward_models else "policy",
         "path": path,
         "accuracy": None if scores is None else asdict(preference_accuracy(*scores.T)),
-        "accuracy_by_source": {
-            source: asdict(preference_accuracy(*scores[rows].T))
-            for source, rows in rows_of.items()
-            if scores is not None
-        },
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }

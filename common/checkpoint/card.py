@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,12 @@ from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.pairs.reward_config import RewardConfig
 from common.record.folder import read_environment, read_metrics
+from common.report.figures import dataset_title
 from common.report.markdown import table
+from common.text import hub
 
 STAGES: dict[str, Any] = {c.__name__: c for c in (SFTConfig, RewardConfig, DPOConfig, GRPOConfig)}
-CARD = """---
-{header}---
-
-# {title}
-
-{stage} of {base} on {data}{step}.
-
-```python
-from transformers import {auto_class}, AutoTokenizer
-
-model = {auto_class}.from_pretrained("{title}")
-tokenizer = AutoTokenizer.from_pretrained("{title}")
-```
-
-{tables}
-"""
+SOFTWARE = ("git_commit", "model_commit", "python", "gpu")
 
 
 def write(
@@ -59,46 +45,38 @@ def write(
 
 def card(run: Path, stage: str, config: Mapping[str, Any], step: int | None) -> str:
     """The text; of a path on this machine it has the last two names only."""
-    cls, base, data = STAGES[stage], config["model_name_or_path"], config["dataset_name"]
-    header: dict[str, Any] = {"library_name": "transformers"}
-    header |= {"base_model": base} if is_hub_id(base) else {}
-    header |= {"datasets": [data]} if is_hub_id(data) else {}
+    cls, sources = STAGES[stage], (config["model_name_or_path"], config["dataset_name"])
+    header = {"library_name": "transformers", "tags": [cls.stage.lower()]}
+    named = zip(("base_model", "datasets"), sources, strict=True)
+    header |= {key: [name] for key, name in named if is_on_hub(name)}
     defaults = {f.name: f.metadata["default"] for f in dataclasses.fields(cls)}
-    flags = {key: value for key, value in config.items() if value != defaults.get(key)}
     lines = [line for line in read_metrics(run) if step is None or line["step"] <= step]
     known = read_environment(run)
-    software = {key: known.get(key) for key in ("git_commit", "model_commit", "python", "gpu")}
-    contents = {
-        ("flag", "value"): flags,
+    contents: dict[tuple[str, str], dict[str, Any]] = {
+        ("flag", "value"): {k: v for k, v in config.items() if v != defaults.get(k)},
         ("metric", "last value"): {name: x for line in lines for name, x in line.items()},
-        ("software", "version"): software | known.get("packages", {}),
+        ("software", "version"): {k: known.get(k) for k in SOFTWARE} | known.get("packages", {}),
     }
-    tables = [
-        table(head, [[name, shown(x)] for name, x in rows.items() if x is not None])
-        for head, rows in contents.items()
+    base, data = map(shown, sources)
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
+        f"# {config.get('hub_model_id') or run.name}",
+        f"{cls.stage} of {base} on {data}{'' if step is None else f', after {step} steps'}.",
+        *(
+            table(head, [[name, shown(x)] for name, x in rows.items() if x is not None])
+            for head, rows in contents.items()
+        ),
     ]
-    kind = "SequenceClassification" if cls is RewardConfig else "CausalLM"
-    return CARD.format(
-        header=yaml.safe_dump(header | {"tags": [cls.stage.lower()]}, sort_keys=False),
-        title=config.get("hub_model_id") or run.name,
-        stage=cls.stage,
-        base=shown(base),
-        data=shown(data),
-        step="" if step is None else f", after {step} steps",
-        auto_class=f"AutoModelFor{kind}",
-        tables="\n\n".join(tables),
-    )
+    return "\n\n".join(parts) + "\n"
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether it may be one; a name with one part is taken for a folder or the embedded task."""
-    return re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and not os.path.exists(name)
+def is_on_hub(name: str) -> bool:
+    """Whether it may be a hub id, and is nothing that is here."""
+    return hub.may_be_id(name) and name != "synthetic" and not os.path.exists(name)
 
 
 def shown(value: Any) -> str:
     """A value in a table."""
     if isinstance(value, list):
         return " ".join(map(shown, value))
-    if isinstance(value, str) and os.path.isabs(value):
-        return "/".join(Path(value).parts[-2:]).lstrip("/")
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else dataset_title(str(value))

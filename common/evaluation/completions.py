@@ -83,12 +83,6 @@ class Answers:
         first = self.of(name)
         return [first, *self.further.get(name, [])] if first else []
 
-    def texts(self) -> dict[str, Any]:
-        """What the report shows of it."""
-        own = {name: generation.completion for name, generation in self.systems.items()}
-        reference = self.reference and self.reference.completion
-        return {"prompt": self.prompt, "reference": reference, "completions": own}
-
     def pair(self, a: str, b: str) -> tuple[Generation, Generation] | None:
         """The completions of both; None unless both are there."""
         own, other = self.of(a), self.of(b)

@@ -13,7 +13,7 @@ OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_to
 OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
 OF_GENERATIONS = (
     *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens", "reward_funcs"),
-    *("judge_funcs", "num_sample_prompts", "generation_batch_size", "generation_cache_tokens"),
+    *("judge_funcs", "generation_batch_size", "generation_cache_tokens"),
 )
 
 
@@ -24,7 +24,10 @@ class EvaluateConfig(EngineConfig):
     # A flag of a recipe that one of these in the command line leaves without effect is let be
     deciding: ClassVar = {"policies", "dataset_name", "score_pairs", "num_prompts"}
 
-    unused: ClassVar = ("gradient_checkpointing", "reshard_after_forward", "offload_frozen")
+    unused: ClassVar = (
+        *("gradient_checkpointing", "reshard_after_forward", "offload_frozen"),
+        "num_sample_prompts",
+    )
 
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
@@ -116,8 +119,8 @@ def settle(config: EvaluateConfig) -> None:
         config.score_pairs = has_pairs(config, split_of(name, config))
     if not config.score_pairs and not config.generates:
         raise UserError(
-            f"nothing to evaluate on: {name} has no pairs (columns chosen and rejected), and no "
-            "policy generates; give --policies and --num_prompts."
+            f"nothing to evaluate on: no pairs of {name} are judged (columns chosen and rejected), "
+            "and no policy generates; give --policies and --num_prompts."
         )
     others = {*config.policies} - {config.ref_model_name_or_path}
     has_ratio = others and "implicit_reward" in config.policy_scores

@@ -32,7 +32,8 @@ class Outcome:
         return f"{self.label}, {self.unit}"
 
 
-JUDGED = "judged/"  # and a judge's name: the mean reward that evaluate.py has of that judge
+# And a judge's name: the mean reward that evaluate.py has of it; or this, a slash and a pass rate
+JUDGED = "judged/"
 # Of evaluate.py's results.json; any other name is a metric that the run itself has logged last.
 OUTCOMES = {
     "accuracy": Outcome("accuracy on held-out pairs", "points", 100),
@@ -47,6 +48,9 @@ OUTCOMES = {
 def about(name: str) -> Outcome:
     """What an outcome is."""
     if name.startswith(JUDGED):
+        judge, _, rate = name.removeprefix(JUDGED).rpartition("/")
+        if "@" in rate:
+            return Outcome(f"{rate} by {judge}", "points", 100)
         return Outcome(f"reward by {name.removeprefix(JUDGED)}", "units of reward")
     return OUTCOMES.get(name, Outcome(name, "as recorded"))
 
@@ -61,7 +65,7 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
     """An outcome of a run, in its unit; None where it was not measured."""
     system = systems.get(str(run_dir), {})
     if name.startswith(JUDGED):
-        value = (system.get("rewards") or {}).get(name.removeprefix(JUDGED))
+        value = judged(system).get(name)
     elif name in OUTCOMES:
         value = system.get(name)
     else:
@@ -72,13 +76,26 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
     return None if value is None else float(value) * about(name).scale
 
 
+def judged(system: Mapping[str, Any]) -> dict[str, Any]:
+    """The mean rewards of a system, and how often it passes checks, by the outcome."""
+    found = {f"{JUDGED}{judge}": mean for judge, mean in (system.get("rewards") or {}).items()}
+    for judge, rates in (system.get("pass_rates") or {}).items():
+        found |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
+    return found
+
+
 def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Outcomes of the judges that have no name of their own among `OUTCOMES`."""
+    """Outcomes by judges that have no name of their own among `OUTCOMES`.
+
+    Of a check its rates: its mean reward is pass@1.
+    """
     found: dict[str, None] = {}
     for system in systems.values():
         own = (system.get("gold_reward"), system.get("reward"))
-        rewards = system.get("rewards") or {}
-        found |= dict.fromkeys(name for name, value in rewards.items() if value not in own)
+        rates = system.get("pass_rates") or {}
+        for judge, mean in (system.get("rewards") or {}).items():
+            names = [f"{judge}/{rate}" for rate in rates.get(judge, ())] or [judge]
+            found |= dict.fromkeys(names if mean not in own else ())
     return [f"{JUDGED}{name}" for name in found]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
+from common.evaluation.score import run_of
 from common.record.folder import METRICS, read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
@@ -110,8 +111,9 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    folders = {system["name"]: Path(system["path"]).parent for system in results["systems"]}
-    runs = {name: folder for name, folder in folders.items() if (folder / METRICS).is_file()}
+    folders = {system["name"]: run_of(system["path"])[0] for system in results["systems"]}
+    first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
+    runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
     records = {name: read_metrics(run) for name, run in runs.items()}
     colours = system_colours(folders)
     picture = summary_figure(results, records, colours, output_dir / "plots" / "summary.png")

@@ -11,9 +11,7 @@ from common.report.blocks import Section, Table
 
 Comparison = Mapping[str, Any]  # what `comparison.compare` returns
 SMALLEST_P = 1e-4
-LEVEL = 0.05
 MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
-NO_DIFFERENCE, SAME = "?", "\N{MIDDLE DOT}"
 
 ACCURACY_NOTE = (
     "a tie counts one half. Wilson's interval takes pairs as independent; the bootstrap over "
@@ -110,29 +108,8 @@ def difference_table(comparison: Comparison) -> Table:
 
 def summary(comparison: Comparison) -> str:
     """The accuracies and who is better than whom, for the terminal."""
-    return (
-        f"{num_compared(comparison)}\n\n{accuracy_table(comparison)}\n\n"
-        f"Row minus column in points, the same pairs; {NO_DIFFERENCE}: p over prompts is "
-        f"above {LEVEL}\n\n{difference_matrix(comparison)}"
-    )
-
-
-def difference_matrix(comparison: Comparison) -> Table:
-    """Every system against every other, the columns by number."""
-    names = [system["name"] for system in comparison["systems"]]
-    cells = {(name, name): SAME for name in names}
-    for d in comparison["differences"]:
-        mark = NO_DIFFERENCE if d["prompt_p_value"] > LEVEL else ""
-        cells[d["first"], d["second"]] = signed(d["difference"]) + mark
-        cells[d["second"], d["first"]] = signed(-d["difference"]) + mark
-    numbered = {f"{i} {name}": name for i, name in enumerate(names, start=1)}
-    rows = [[row, *(cells[name, other] for other in names)] for row, name in numbered.items()]
-    return Table(["system", *(row.split()[0] for row in numbered)], rows)
-
-
-def signed(share: float) -> str:
-    """A difference of shares in points, with its sign."""
-    return f"{100 * share or 0.0:+.1f}"  # not -0.0
+    found = (accuracy_table(comparison), difference_table(comparison))
+    return "\n\n".join([num_compared(comparison), *(str(table) for table in found if table.rows)])
 
 
 def with_interval(accuracy: Mapping[str, Any]) -> str:

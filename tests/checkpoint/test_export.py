@@ -132,7 +132,7 @@ def test_a_card_says_what_is_known_and_no_path_of_this_machine(run: Path, tmp_pa
     card.write(tmp_path / "out", run, "SFTConfig", config, 1)
     text = (model / "README.md").read_text()
     _, header, body = text.split("---\n", 2)
-    known = {"library_name": "transformers", "base_model": "lab/base", "tags": ["sft"]}
+    known = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
     assert yaml.safe_load(header) == known
     for cell in ("seed  ", "77", "loss", "2.5", "abc", "9.9", "my/rows", "after 1 steps"):
         assert cell in body

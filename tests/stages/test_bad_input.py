@@ -62,7 +62,11 @@ ROWS: list[Case] = [
     ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
     ("train_dpo", {"dataset_name": "sft"}, ["'chosen' is missing"]),
     ("train_reward", {"dataset_name": "sft"}, ["'chosen' is missing"]),
-    ("evaluate", {"dataset_name": "sft", "num_prompts": 0}, ["sft has no pairs", "no policy"]),
+    (
+        "evaluate",
+        {"dataset_name": "sft", "num_prompts": 0},
+        ["no pairs of sft are judged", "no policy"],
+    ),
     ("train_sft", {"dataset_name": "number"}, ["row 2", "'completion'", "holds int", "text"]),
     ("train_sft", {"dataset_name": "null"}, ["1 of 2 rows", "1 empty prompt", "first is row 2"]),
     ("train_sft", {"dataset_name": "nested"}, ["row 1", "'prompt' holds dict", "must be text"]),
@@ -403,7 +407,7 @@ FLAGS: list[Case] = [
             ({"score_pairs": False}, {"margin_column": "a", "policy_scores": "logp"}),
             ({"num_prompts": 0}, {"temperature": 0, "reward_funcs": "length"}),
             ({"policies": [], "reward_models": "judge"}, {"num_prompts": 2, "beta": 1}),
-            ({}, {"beta": 1, "reshard_after_forward": False}),
+            ({}, {"beta": 1, "reshard_after_forward": False, "num_sample_prompts": 1}),
         )
         for name, value in idle.items()
     ),
