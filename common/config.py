@@ -142,8 +142,9 @@ class CommonConfig:
         """Refuse values that no field may have."""
         check_fields(self)
         is_local = self.dataset_name == "synthetic" or os.path.exists(self.dataset_name)
-        if self.dataset_revision and is_local:
-            raise self.refused("dataset_revision", "empty with a local --dataset_name")
+        for name in ("dataset_config", "dataset_revision") if is_local else ():
+            if getattr(self, name):
+                raise self.refused(name, "empty with a local --dataset_name")
         names = [name for pair in self.column_map for name in pair.split("=", 1)]
         ends = (names[::2], names[1::2])
         if any(not name for name in names) or len(names) != 2 * len(self.column_map):

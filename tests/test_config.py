@@ -74,7 +74,7 @@ def test_a_recipe_says_what_a_command_line_would(tmp_path):
     assert parse_text("max_steps: 010\n", tmp_path).max_steps == 10
     assert parse_text("stop_token: 1:30\n", tmp_path).stop_token == "1:30"
     assert parse_text("run_name: yes\nreport_to: wandb\n", tmp_path).run_name == "yes"
-    assert parse_text("dataset_config: 2024-13-45\n", tmp_path).dataset_config == "2024-13-45"
+    assert parse_text("stop_token: 2024-13-45\n", tmp_path).stop_token == "2024-13-45"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_saved_config_is_a_recipe_for_the_same_config(stage, tmp_path):
     missing_eos_penalty=st.floats(-1e38, 1e38).filter(lambda x: x == 0 or abs(x) > 1e-37),
     max_steps=st.integers(min_value=0, max_value=2**31 - 1),
     bf16=st.booleans(),
-    dataset_config=st.text().filter(lambda text: text != "--"),  # which argparse drops
+    stop_token=st.text().filter(lambda text: text != "--"),  # which argparse drops
     reward_funcs=st.lists(st.text("abc /.:", min_size=1), min_size=1, max_size=3),
 )
 def test_any_value_survives_saving(tmp_path, **values):

@@ -64,6 +64,7 @@ def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
         row = {"messages" if name == "conversations" else name: row[name] for name in row}
         told = "`conversations` taken as `messages`"
     lacks_prompt, lacks_completion = "prompt" not in row, "completion" not in row
+    is_alpaca = "instruction" in row and ("input" in row or "output" in row)
     if "messages" in row:
         turns: Any = row["messages"]
         is_usable = is_messages(turns) or is_blank(turns)
@@ -73,7 +74,7 @@ def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
             is_answered = not is_blank(turns) and turns[-1]["role"] == "assistant"
             told = "`messages` without a last answer taken as `prompt`"
             return {**row, "prompt": turns[:-1] if is_answered else turns}, told
-    elif lacks_prompt and "instruction" in row and len(columns) < 2:
+    elif lacks_prompt and is_alpaca and len(columns) < 2:
         row = {**row, "prompt": _alpaca_prompt(row["instruction"], row.get("input"))}
         told = "`instruction` and `input` taken as `prompt` by Alpaca's template"
         if columns and lacks_completion and "output" in row:
@@ -90,10 +91,16 @@ def way_out(row: Row, kind: str, column: str) -> str:
         return "stepwise supervision has no stage; join the steps to one text"
     if kind == "preference" and row.keys() >= {"completion", "label"}:
         return "unpaired preferences (KTO) have no stage; pair a good and a bad completion"
-    if kind == "preference" and row.keys() & {"messages", "text", "completion"}:
+    if kind == "preference" and row.keys() & {"messages", "text", "completion", "output"}:
         return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
     if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
         return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
+    if kind == "prompts" and "chosen" in row:
+        return "of pairs it is needed in a column of its own"
+    if row.keys() == {"prompt"}:
+        return "train_grpo.py takes prompts alone"
+    if kind != "preference" and "instruction" in row:
+        return "--column_map input=NAME output=NAME gives other columns Alpaca's names"
     return f"--column_map {column}=NAME takes another one"
 
 
@@ -120,78 +127,71 @@ def _alpaca_prompt(instruction: Any, given: Any) -> Any:
 
 
 def is_blank(cell: Any) -> bool:
-    """Whether a cell is null, white space, messages of it, or one with null for its content."""
+    """Whether a cell is null, white space, no messages or empty ones, or has null for content."""
     if isinstance(cell, str):
         return not cell.strip() and not isinstance(cell, Opening)
     if is_messages(cell):
         return not any(content(turn).strip() or is_call(turn) for turn in cell)
     turns = cell if isinstance(cell, list) else []
     nulls = (isinstance(t, dict) and t.get("content", "") is None for t in turns)
-    return cell is None or any(nulls)
+    return cell is None or cell == [] or any(nulls)
 
 
-def _emptied(row: Row, names: Sequence[str]) -> Row:
-    """A row with a blank cell as one of texts, empty there: it is dropped and counted as such.
-
-    A pair may have its prompt in front of its texts.
-    """
-    texts = {}
-    for name in names:
-        cell = row.get(name, "-")
-        if is_messages(cell):
-            cell = " ".join(map(content, cell))
-        texts[name] = "" if is_blank(row.get(name, "-")) else cell
-    return {**row, **texts}
+def _blank_column(row: Row, columns: Sequence[str]) -> str:
+    """The first of the columns that a row has and that is blank; empty if none is."""
+    return next((name for name in columns if name in row and is_blank(row[name])), "")
 
 
 def with_own_prompts(
-    rows: Sequence[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
+    rows: list[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
 ) -> list[Row]:
     """Rows with what all completions share in `prompt` and nowhere else; tells what it changed.
 
     A column `messages` is prompt and completion in one (TRL's conversational language modelling).
     What does not fit a form stays as it is, and is refused by its own names. A row with a blank
     cell becomes one of texts with an empty one, which is dropped and counted with the others.
-
-    TRL's rows with an implicit prompt have it in front of every completion; some data sets give it
-    in a column beside (UltraFeedback as text, the completions as messages), and would be trained
-    with the prompt twice. Texts are cut only if all rows are so: a short prompt may by chance be
-    how its completions begin.
     """
     read = [in_trl_names(row, columns) for row in rows]
     for told, number in Counter(told for _, told in read if told).items():
         tell(f"{source}: {told} in {number} of {len(rows)} rows")
     rows = [row for row, _ in read]
+    if columns:
+        rows = _without_repetitions(rows, columns, source, tell)
+        rows = [_with_shared_prompt(row, columns) for row in rows]
     cells = ("prompt", *columns)
-    blank = {
-        index: name
-        for index, row in enumerate(rows)
-        if (name := next((n for n in cells if n in row and is_blank(row[n])), ""))
-    }
+    blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, cells))}
     if blank:
         index, name = next(iter(blank.items()))
-        what = f"{len(blank)} of {len(rows)} rows have a blank or null cell and are dropped"
-        tell(f"{source}: {what}, the first is row {index + 1}, column {name!r}")
-    rows = [_emptied(row, cells) if i in blank else row for i, row in enumerate(rows)]
-    if not columns:
-        return rows
+        what = f"{len(blank)} of {len(rows)} rows have a blank or null cell or no answer"
+        tell(f"{source}: {what} and are dropped, the first is row {index + 1}, column {name!r}")
+    emptied = {i: {**rows[i], **dict.fromkeys(cells, "-"), name: ""} for i, name in blank.items()}
+    return [emptied.get(i, row) for i, row in enumerate(rows)]
+
+
+def _without_repetitions(
+    rows: list[Row], columns: Sequence[str], source: str, tell: Callable[[str], None]
+) -> list[Row]:
+    """Rows without the prompt in front of their completions.
+
+    TRL's rows with an implicit prompt have it there; some data sets give it in a column beside
+    (UltraFeedback as text, the completions as messages), and would be trained with the prompt
+    twice. Texts are cut only if all rows are so: a short prompt may by chance be how its
+    completions begin.
+    """
     cut = [_without_repetition(row, columns) for row in rows]
-    num_found = len(rows) - cut.count(None)
-    is_layout = num_found == len(rows) - len(blank)
+    pairs = list(zip(rows, cut, strict=True))
+    is_layout = all(new or _blank_column(row, ("prompt", *columns)) for row, new in pairs)
     result = [
-        new if new and (is_layout or is_messages(row[columns[0]])) else row
-        for row, new in zip(rows, cut, strict=True)
+        new if new and (is_layout or is_messages(row[columns[0]])) else row for row, new in pairs
     ]
-    num_cut = sum(map(operator.is_not, result, rows))
-    names = " and ".join(columns)
+    num_found, num_cut = len(rows) - cut.count(None), sum(map(operator.is_not, result, rows))
+    names, of = " and ".join(columns), f"of {len(rows)} rows, which"
     if num_cut:
-        many = f"{num_cut} of {len(rows)} rows"
-        tell(f"{source}: {names} repeat the prompt in {many}, which is cut from them")
+        tell(f"{source}: {names} repeat the prompt in {num_cut} {of} is cut from them")
     if num_cut < num_found:
-        many = f"{num_found} of {len(rows)} rows"
-        begin = f"{names} begin with the text of the prompt in {many}, which are taken as they are"
-        tell(f"warning: {source}: {begin}")
-    return [_with_shared_prompt(row, columns) for row in result]
+        begin = f"{names} begin with the text of the prompt in {num_found} {of} are taken as"
+        tell(f"warning: {source}: {begin} they are")
+    return result
 
 
 def _without_repetition(row: Row, columns: Sequence[str]) -> Row | None:
@@ -217,24 +217,23 @@ def _without_repetition(row: Row, columns: Sequence[str]) -> Row | None:
 def _with_shared_prompt(row: Row, columns: Sequence[str]) -> Row:
     """The row with what its completions share at the end of the prompt, or as the prompt.
 
-    Of one completion of messages those before the first answer: a conversation may open with a turn
-    of the assistant, which is read. Of a pair those before the last message, which answers: so
-    earlier turns are read and not trained. Of the texts of a pair without a `prompt` column the
-    prefix. It ends at a word boundary, and a single space there goes to the completions, as in the
-    layout of `trl-lib/tldr`; other white space stays with the prompt.
+    Of one completion of messages those before the first answer, all if there is none: a
+    conversation may open with a turn of the assistant, which is read. Of a pair those before the
+    last message, which answers: so earlier turns are read and not trained. Of the texts of a pair
+    without a `prompt` column the prefix. It ends at a word boundary, and a single space there goes
+    to the completions, as in the layout of `trl-lib/tldr`; other white space stays with the prompt.
     """
     values: list[Any] = [row.get(column) for column in columns]
     prompt: Any = row.get("prompt", [])
     if all(map(is_messages, values)) and (is_messages(prompt) or "prompt" not in row):
-        earlier = zip(*(value[:-1] for value in values), strict=False)
-        alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
-        shared: Any = [turn[0] for turn in alike]
         if len(columns) == 1:  # every answer is trained
-            answers = [
-                m["role"] == "assistant" and (i > 0 or bool(prompt))
-                for i, m in enumerate(values[0])
-            ]
-            shared = values[0][: answers.index(True)] if True in answers else shared
+            num_opening = 0 if prompt else 1
+            asked = takewhile(lambda turn: turn["role"] != "assistant", values[0][num_opening:])
+            shared: Any = [*values[0][:num_opening], *asked]
+        else:
+            earlier = zip(*(value[:-1] for value in values), strict=False)
+            alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
+            shared = [turn[0] for turn in alike]
         prompt = [*prompt, *shared]
     elif len(columns) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
         shared = os.path.commonprefix(values)

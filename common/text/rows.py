@@ -59,7 +59,7 @@ def load_rows(
             hub id.
         split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
             as in `datasets`: `train[160:320]`.
-        kind: `sft` (prompt, completion; or messages, the last of which is the completion),
+        kind: `sft` (prompt, completion; or messages, of which every answer is trained),
             `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
         num_rows: Take the first rows only; 0 takes all.
@@ -83,7 +83,10 @@ def load_rows(
         name, part = _part_of(split)
         limit = part.stop or (num_rows and (part.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
-    source, rows = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    source, found = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    rows = list(progress(found, "reading"))
+    if not rows:
+        raise UserError(f"{source} has no rows; at least one is needed.")
     rows = forms.renamed(rows, column_map, source, may_lack=may_lack)
     rows = forms.with_own_prompts(rows[: num_rows or None], COMPLETION_COLUMNS[kind], source, tell)
     for number, row in enumerate(rows, start=1):
@@ -97,25 +100,19 @@ def _read(
     split: str,
     config: str | None,
     revision: str | None,
-    tell: Callable[[str], None],
-) -> tuple[str, list[Row]]:
-    """What names a split, and its rows as they are, at least one."""
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[str, Iterator[Row]]:
+    """What names a split, and its rows as they are."""
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    found: Iterator[Row]
     if files := data_files(dataset_name, split):
-        source = os.fspath(files[0]) if len(files) == 1 else source
         part = _part_of(split)[1]
         every = (row for file in files for row in _read_file(file))
-        found = islice(every, part.start, part.stop)
-    else:
-        data = hub.rows_of(dataset_name, split, config, revision)
-        found = (row for part in data.with_format("arrow").iter(1000) for row in part.to_pylist())
-        if commit := hub.commit_of(data):
-            tell(f"{source} is of commit {commit}")
-    rows = list(progress(found, "reading"))
-    if not rows:
-        raise UserError(f"{source} has no rows; at least one is needed.")
-    return source, rows
+        name = os.fspath(files[0]) if len(files) == 1 else source
+        return name, islice(every, part.start, part.stop)
+    data = hub.rows_of(dataset_name, split, config, revision)
+    if commit := hub.commit_of(data):
+        tell(f"{source} is of commit {commit}")
+    return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:
@@ -127,13 +124,10 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     name = config.dataset_name
     if name == "synthetic":
         return True
-    if files := data_files(name, split):
-        first = next(_read_file(files[0]), {})
-    else:
-        how = (config.dataset_config or None, config.dataset_revision or None)
-        first = next(iter(hub.rows_of(name, split, *how)), {})
+    how = (config.dataset_config or None, config.dataset_revision or None)
+    columns = next(_read(name, split, *how)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
-    found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in first)
+    found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in columns)
     if not found:
         distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")
     return found
@@ -372,8 +366,6 @@ def _column_fault(row: Row, column: str, kind: str) -> str:
         odd = f"'messages' is no {LIST}" if is_odd else forms.way_out(row, kind, column)
         return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {odd}"
     value = row[column]
-    if value == []:
-        return "is an empty list of messages; a conversation needs one before the answer"
     if not isinstance(value, str) and not is_messages(value):
         return f"holds {type(value).__name__}, it must be text or a {LIST}"
     text = value if isinstance(value, str) else "".join(map(content, value))

@@ -18,7 +18,7 @@ from common.text import token_cache
 from common.text.chat import Conversation, Turns, render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example
-from common.text.forms import Opening, Row, is_blank
+from common.text.forms import Opening, Row
 from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, options, row_source
 from common.text.truncate import (
     CHUNK_ROWS,
@@ -80,7 +80,7 @@ def load(
             rows = load_rows(
                 dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
             )
-            texts = (_as_text(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows)
+            texts = (render(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows)
             rows = list(progress(texts, "rendering", len(rows)))
             found, report = tokenize_rows(
                 rows, tokenizer, config, kind=kind, stop_id=stop_id, split=split
@@ -94,15 +94,6 @@ def load(
         report.refuse_lossy(config.max_dropped_fraction)
     distributed.print_rank0(report)
     return found if stored is None else stored
-
-
-def _as_text(row: Row, columns: Sequence[str], tokenizer: Any) -> Row:
-    """The row rendered; blank messages become an empty text, without a template's words."""
-    if isinstance(row["prompt"], str):
-        return row
-    names = ("prompt", *columns)
-    blank = {name: "" for name in names if is_blank(row[name])}
-    return render(row, [name for name in columns if name not in blank], tokenizer) | blank
 
 
 def tokenize_rows(
@@ -153,7 +144,8 @@ def tokenize_rows(
         num_turns += completions[0].num_turns if kept[-1].messages and kind == "sft" else 0
 
     report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
-    report.num_duplicates = len(rows) - len({tuple(map(r.get, ("prompt", *columns))) for r in rows})
+    distinct = {tuple(rows[e.row][name] for name in ("prompt", *columns)) for e in kept}
+    report.num_duplicates = len(kept) - len(distinct)
     report.truncated_prompt = _before_and_after(rows, cut, config.prompt_truncation)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])

@@ -254,7 +254,7 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     rows = load_rows("a/b", "test", kind="preference", num_rows=1, **choice)
     assert rows == [PAIR]
     rows = load_rows("a/b", "test", kind="preference")
-    assert [row["chosen"] for row in rows] == [PAIR["chosen"], "", "c"]
+    assert [row["chosen"] for row in rows] == [PAIR["chosen"], "", "-"]
     assert "a/b split 'test': 2 of 3 rows have a blank or null cell" in capsys.readouterr().out
     assert asked == [
         ("a/b", "c", {"split": "test", "revision": "v1"}),

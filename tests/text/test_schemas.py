@@ -31,6 +31,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "conversations": {"conversations": SHARE_GPT},
     "alpaca": INSTRUCTION,
     "alpaca without input": {**INSTRUCTION, "input": ""},
+    "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
     "chat prompt": {"prompt": ASKED},
     "completion": {"prompt": "The sky is", "completion": " blue."},
@@ -59,23 +60,26 @@ PROMPT_WITH_INPUT = (
     "Name the sky's color.\n\n### Input:\nA clear day\n\n### Response:\n"
 )
 NO_PAIR = "a pair is `chosen` and `rejected`"
+NO_ANSWER = "train_grpo.py takes prompts alone"
+ALPACA = "--column_map input=NAME output=NAME gives"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
 # with the stop token; or what they say.
 READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, ...] | str]] = {
     "text": ((END, "The sky is blue."), NO_PAIR, "--column_map prompt=NAME"),
     "messages": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
     "conversations": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
-    "alpaca": ((PROMPT_WITH_INPUT, "Blue."), "--column_map prompt=NAME", (PROMPT_WITH_INPUT,)),
-    "alpaca without input": ((PROMPT, "Blue."), "--column_map prompt=NAME", (PROMPT,)),
-    "prompt": ("--column_map completion=NAME", "--column_map chosen=NAME", ("The sky is",)),
-    "chat prompt": ("--column_map completion=NAME", "--column_map chosen=NAME", (QUESTION,)),
+    "alpaca": ((PROMPT_WITH_INPUT, "Blue."), NO_PAIR, (PROMPT_WITH_INPUT,)),
+    "alpaca without input": ((PROMPT, "Blue."), NO_PAIR, (PROMPT,)),
+    "dolly": (ALPACA, "--column_map prompt=NAME", ALPACA),
+    "prompt": (NO_ANSWER, NO_ANSWER, ("The sky is",)),
+    "chat prompt": (NO_ANSWER, NO_ANSWER, (QUESTION,)),
     "completion": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
     "chat completion": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
     "pair": ("column_map completion=chosen", ("The sky is", " blue.", " green."), ("The sky is",)),
     "implicit pair": (
         "--column_map completion=chosen",
         ("The sky is", " blue.", " green."),
-        "--column_map prompt=NAME",
+        "of pairs it is needed in a column of its own",
     ),
     "chat pair": (
         "--column_map completion=chosen",
@@ -85,7 +89,7 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     "implicit chat pair": (
         "--column_map completion=chosen",
         (QUESTION, "It is blue.", "It is green."),
-        "--column_map prompt=NAME",
+        "of pairs it is needed in a column of its own",
     ),
     "unpaired": (("The sky is", " blue."), "unpaired preferences (KTO)", ("The sky is",)),
     "stepwise": (*["stepwise supervision has no stage"] * 2, "a reward function's argument"),
@@ -194,6 +198,16 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ("sft", ROWS["alpaca"], {**INSTRUCTION, "output": None}, "completion"),
         ("sft", ROWS["alpaca"], {**INSTRUCTION, "instruction": None}, "prompt"),
         ("sft", ROWS["text"], {"text": None}, "completion"),
+        ("sft", ROWS["messages"], {"messages": []}, "completion"),
+        ("sft", ROWS["messages"], {"messages": ASKED}, "completion"),  # nobody answers
+        ("sft", ROWS["messages"], {"messages": BLUE}, "completion"),  # nobody asks
+        (
+            "sft",
+            ROWS["messages"],
+            {"messages": [*ASKED, {**BLUE[0], "content": " "}]},
+            "completion",
+        ),
+        ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, "prompt"),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["chat prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
@@ -204,7 +218,7 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
     assert [example.row for example in examples] == [0, 1, 3, 5]
     output = capsys.readouterr().out
-    assert "2 of 6 rows have a blank or null cell and are dropped" in output
+    assert "2 of 6 rows have a blank or null cell or no answer and are dropped" in output
     assert f"the first is row 3, column {column!r}" in output
     assert "train: 4 of 6 rows (2 empty" in output
     with pytest.raises(UserError, match=r"lose 2 of 6 rows \(2 empty .*; the first is row 3\)"):
@@ -260,12 +274,13 @@ def test_a_further_data_set_need_not_have_every_column_of_the_map(tmp_path, toke
     assert example.prompt == "The sky is"
 
 
-def test_a_map_or_a_revision_without_effect_is_refused(tmp_path):
+def test_a_map_a_revision_or_a_configuration_without_effect_is_refused(tmp_path):
     with pytest.raises(UserError, match="column_map .* must be empty with --dataset_name synth"):
         tiny.train_config(column_map=["prompt=question"])
     for name in ("synthetic", str(tmp_path)):
-        with pytest.raises(UserError, match="--dataset_revision is v1; it must be empty with a"):
-            tiny.train_config(dataset_name=name, dataset_revision="v1")
+        for flag in ("dataset_revision", "dataset_config"):
+            with pytest.raises(UserError, match=f"--{flag} is v1; it must be empty with a local"):
+                tiny.train_config(dataset_name=name, **{flag: "v1"})
 
 
 def test_a_new_map_is_not_served_with_the_tokens_of_an_old_one(tmp_path, tokenizer):

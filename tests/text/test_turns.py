@@ -127,7 +127,7 @@ def test_an_opening_of_the_assistant_is_read_and_one_answer_of_a_prompt_is_not_s
     for example in (opened, explicit):
         assert example.trained == []
         assert chatml.decode(example.completions[0]) == "It\nends.<|im_end|>"
-    with pytest.raises(UserError, match="'prompt' is an empty list of messages"):
+    with pytest.raises(UserError, match="1 empty completion"):
         load(tmp_path, chatml, {"messages": [ONE]})
 
 
