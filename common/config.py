@@ -41,15 +41,8 @@ def flag(
     """
     if type(default) is int and not bounds.keys() & {"gt", "ge"}:
         bounds = {"ge": 0, **bounds}
-    about = {
-        "default": default,
-        "help": description,
-        "choices": choices and list(choices),
-        "bounds": bounds,
-        "required": required,
-        "is_path": is_path,
-        "may_change": may_change,
-    }
+    about = {"default": default, "help": description, "choices": choices and list(choices)}
+    about |= {"bounds": bounds, "required": required, "is_path": is_path, "may_change": may_change}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=about)
     return field(default=default, metadata=about)
@@ -154,6 +147,14 @@ class CommonConfig:
         if names and self.dataset_name == "synthetic":
             raise self.refused("column_map", "empty with --dataset_name synthetic")
 
+    def refuse_without(self, what: str, *names: str) -> None:
+        """Refuse flags that without another one's value have no effect."""
+        for f in dataclasses.fields(self) if not getattr(self, what) else ():
+            default = f.metadata["default"]
+            if f.name in names and getattr(self, f.name) != default:
+                left = default if type(default) is int else "left out"
+                raise self.refused(f.name, f"{left} without --{what}")
+
     def refused(self, name: str, needed: str) -> UserError:
         """The error for a value that those of other fields exclude."""
         value = getattr(self, name)
@@ -185,9 +186,7 @@ class HubConfig(CommonConfig):
         super().__post_init__()
         if self.push_to_hub and not self.hub_model_id:
             raise UserError("--hub_model_id is required with --push_to_hub: name/of-a-model.")
-        for name in ("hub_model_id", "hub_private_repo"):
-            if getattr(self, name) and not self.push_to_hub:
-                raise self.refused(name, "left out without --push_to_hub true")
+        self.refuse_without("push_to_hub", "hub_model_id", "hub_private_repo")
 
 
 @dataclass
@@ -272,27 +271,17 @@ class TrainConfig(HubConfig):
             raise self.refused("min_lr", f"at most --learning_rate, {self.learning_rate:g}")
         if self.max_steps == self.num_train_epochs == 0:
             raise self.refused("num_train_epochs", "positive with --max_steps 0")
-        for name in ("dry_run_ranks", "dry_run_device"):
-            if getattr(self, name) and not self.dry_run:
-                raise self.refused(name, "empty without --dry_run true")
-        self.refuse_unwatched()
-        if self.lora_target_modules and not self.lora_r:
-            raise self.refused("lora_target_modules", "empty with --lora_r 0, without adapters")
+        self.refuse_without("dry_run", "dry_run_ranks", "dry_run_device")
+        self.refuse_without("dataset_test_split", "eval_steps", "num_eval_rows")
+        self.refuse_without("num_sample_prompts", "sample_steps")
+        self.refuse_without("profile", "profile_steps")
+        self.refuse_without("lora_r", "lora_target_modules")
+        if self.run_name and "wandb" not in self.report_to:
+            raise self.refused("run_name", "empty without --report_to wandb")
         if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
             what = "a model's or adapter's folder, or a hub id, with --lora_r"
             raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
         self.refuse_own_output()
-
-    def refuse_unwatched(self) -> None:
-        """Refuse to watch what is not there: what is asked for would never happen."""
-        watched = dict.fromkeys(("eval_steps", "num_eval_rows"), "dataset_test_split")
-        watched |= {"sample_steps": "num_sample_prompts", "profile_steps": "profile"}
-        for name, what in watched.items():
-            default = getattr(type(self), name)
-            if getattr(self, name) != default and not getattr(self, what):
-                raise self.refused(name, f"{default} without --{what}")
-        if self.run_name and "wandb" not in self.report_to:
-            raise self.refused("run_name", "empty without --report_to wandb")
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""

@@ -208,35 +208,27 @@ class Count:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """In the place of an attention: keep what it keeps."""
+        """In the place of fused attention: keep what that keeps for backward, compute nothing.
+
+        Kept are queries, keys, values, the output, and a log-sum-exp per query and head; where they
+        are copied first the copies are counted by arithmetic, and here the output only.
+
+        Returns:
+            (1, H, T, d), in the memory order of fused attention.
+        """
         self.before.append(self.num_bytes)
         self.widths = (query.shape[1] * query.shape[3], key.shape[1] * key.shape[3])
         storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in (key, value)}
         self.keys_storage = sum(storage.nbytes() for storage in storages.values())
-        repeats = query.shape[1] // key.shape[1]
-        output: Tensor = KeepsLikeAttention.apply(
-            query, repeat_kv(key, repeats), repeat_kv(value, repeats), self.copies
-        )
-        return output
-
-
-class KeepsLikeAttention(torch.autograd.Function):
-    """Keeps what fused attention keeps for backward, computes nothing and has no backward itself.
-
-    Queries, keys, values, the output, and a log-sum-exp per query and head; where they are copied
-    first the copies are counted by arithmetic, and here the output only.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, copies: bool) -> Tensor:
-        """(1, H, T, d), in the memory order of fused attention."""
         batch, num_heads, length, width = query.shape
         output = query.new_empty(batch, length, num_heads, width).transpose(1, 2)
-        if copies:
-            ctx.save_for_backward(output)
-        else:
-            lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
-            ctx.save_for_backward(query, key, value, output, lse)
+        if query.requires_grad or key.requires_grad:
+            self.pack(output.requires_grad_())
+            if not self.copies:
+                repeats = num_heads // key.shape[1]
+                lse = query.new_empty(batch, length, num_heads, dtype=torch.float32)
+                for kept in (query, repeat_kv(key, repeats), repeat_kv(value, repeats), lse):
+                    self.pack(kept)
         return output
 
 

@@ -18,16 +18,8 @@ from common.planning.work import FLOAT32, MOMENTS_OF_ADAM, Run, micro_batch
 from common.sampling.sampler import decoded_at_once
 
 COLUMNS = (
-    "parameters",
-    "optimiser",
-    "gradients",
-    "gathered",
-    "activations",
-    "logits",
-    "copy",
-    "cache",
-    "checkpoint",
-    "process",
+    *("parameters", "optimiser", "gradients", "gathered", "activations", "logits"),
+    *("copy", "cache", "checkpoint", "process"),
 )
 HOST_COLUMNS = ("offloaded", "checkpoint's copy", "export on rank 0", "most")
 Parts = dict[str, float]  # bytes by column
@@ -67,8 +59,7 @@ def moments(run: Run, ranks: int) -> list[Moment]:
         at_once = in_step if is_dpo else found  # DPO's others are ahead of training
         most = max(at_once, key=lambda moment: moment.total).parts
         beside = most if run.config.async_save else base | {"activations": of_kl}
-        saved = {"checkpoint": saved_bytes(run, ranks)}
-        found.append(Moment("save", beside | saved))
+        found.append(Moment("save", beside | {"checkpoint": saved_bytes(run, ranks)}))
     return [*found, Moment("export", base | {"copy": export_bytes(run, ranks)})]
 
 
@@ -82,13 +73,12 @@ def peak(run: Run, ranks: int) -> Moment:
 
 def resident(run: Run, ranks: int, models: Sequence[Footprint], *, trains: bool = True) -> Parts:
     """Shards that stay: parameters of these models, two moments of what is trained."""
-    held = 0 if run.is_offloaded else FLOAT32
-    shards = run.num_shards(ranks)
+    is_here, shards = not run.is_offloaded, run.num_shards(ranks)
     parameters = sum(parameter_bytes(run, model, shards, trains=trains) for model in models)
-    parts = {"parameters": parameters * (held > 0), "process": run.process_bytes}
+    parts = {"parameters": parameters * is_here, "process": run.process_bytes}
     if trains:
-        optimiser = MOMENTS_OF_ADAM * held * run.policy.numbers(shards, trained=True)
-        parts["optimiser"] = float(optimiser)
+        optimiser = FLOAT32 * MOMENTS_OF_ADAM * run.policy.numbers(shards, trained=True)
+        parts["optimiser"] = float(optimiser * is_here)
     return parts
 
 
@@ -146,12 +136,15 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     head = 0 if policy.has_adapters else FLOAT32 * policy.head_weights
     whole = {"gathered": gathered(run, policy, ranks, has_backward=True)}
     kept, most = activations(run, policy, batch)
-    at_loss = {
-        "activations": kept,
-        "logits": logits_bytes(run, policy, batch, trains=True),
-        "gradients": added_up + head * run.is_shared,
-    }
-    at_loss = base | whole | at_loss
+    at_loss = (
+        base
+        | whole
+        | {
+            "activations": kept,
+            "logits": logits_bytes(run, policy, batch, trains=True),
+            "gradients": added_up + head * run.is_shared,
+        }
+    )
     if isinstance(run.config, DPOConfig):
         for reference in models_of(run)[1:]:
             temporary = logits_bytes(run, reference, batch, trains=False)
@@ -160,14 +153,11 @@ def update_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
             at_loss["gathered"] += gathered(run, reference, ranks, has_backward=False)
     block = max(numbers(block, trained=True) for block in policy.blocks)
     waiting = head * run.number_bytes / FLOAT32  # until the embedding gets its gradient
-    in_backward = {
-        "activations": most,
-        "gradients": added_up + waiting + unit_gradients(run, ranks, block),
-    }
+    gradients = added_up + waiting + unit_gradients(run, ranks, block)
+    in_backward = base | whole | {"activations": most, "gradients": gradients}
     at_end = base | {"gradients": last_gradients(run, ranks, batch.number)}
     if not run.is_plain(ranks):
         at_end["gathered"] = float(run.number_bytes * numbers(policy.root))
-    in_backward = base | whole | in_backward
     return [Moment("loss", at_loss), Moment("backward", in_backward), Moment("gradients", at_end)]
 
 

@@ -34,12 +34,8 @@ from common.rewards.functions import is_reward_model
 from common.sampling.engine_config import EngineConfig
 
 Config = TypeVar("Config", bound=CommonConfig)
-CHOSEN = {
-    "micro_batch_tokens",
-    "generation_batch_size",
-    "generation_cache_tokens",
-    "shard_gradients",
-}
+CHOSEN = {"micro_batch_tokens", "shard_gradients"}
+CHOSEN |= {"generation_batch_size", "generation_cache_tokens"}
 SHARE_OF_GPU = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 
 
@@ -102,9 +98,7 @@ def page(run: Run, all_ranks: Sequence[int]) -> str:
         *tables(run, all_ranks),
     ]
     if getattr(config, "group_comparisons", False):
-        lines.append(
-            "--group_comparisons true: a prompt is counted with one pair, and may have more"
-        )
+        lines += ["--group_comparisons true: a prompt is counted with one pair, and may have more"]
     return "\n".join(lines)
 
 
@@ -211,19 +205,17 @@ def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
         most = max(least, min(most, (need - 1).bit_length()))
         return [2**n for n in range(most, least - 1, -1)]
 
-    own, samples = config.max_completion_length, getattr(config, "num_candidates", 1)
+    prompt, own = config.max_prompt_length, config.max_completion_length
     tokens = powers(10, 16, num_rows * piece_tokens(run, run.num_completions))
     options: list[list[dict[str, Any]]] = [[{"micro_batch_tokens": n} for n in tokens]]
     trains_on_samples = config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts"
     if trains_on_samples and isinstance(config, EngineConfig) and config.rollout_engine == "own":
-        rows = powers(4, 12, num_rows * samples)
-        room = [-(-n // samples) * config.max_prompt_length + n * own for n in rows]
-        options.append(
-            [
-                {"generation_batch_size": n, "generation_cache_tokens": cached}
-                for n, cached in zip(rows, room, strict=True)
-            ]
-        )
+        samples = getattr(config, "num_candidates", 1)
+        sizes = [
+            (n, -(-n // samples) * prompt + n * own) for n in powers(4, 12, num_rows * samples)
+        ]
+        names = ("generation_batch_size", "generation_cache_tokens")
+        options.append([dict(zip(names, pair, strict=True)) for pair in sizes])
     options = [
         [{name: n for name, n in one.items() if name not in config.given} for one in values]
         for values in options

@@ -132,8 +132,7 @@ def step_flops(run: Run) -> dict[str, float]:
         if run.is_shared:
             of_prompt = group_flops(model, prompt, [own] * num_completions)
         else:  # every completion with a copy of its prompt
-            of_one = model.flops(length, causal_pairs(length), own + 1)
-            of_prompt = num_completions * of_one
+            of_prompt = num_completions * model.flops(length, causal_pairs(length), own + 1)
         return config.batch_size * of_prompt
 
     scored = forward(policy, run.num_completions)
@@ -141,8 +140,7 @@ def step_flops(run: Run) -> dict[str, float]:
     backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
     found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
     if isinstance(config, GRPOConfig):
-        completions = [own] * config.num_candidates
-        sampling = group_flops(policy, prompt, completions)
+        sampling = group_flops(policy, prompt, [own] * config.num_candidates)
         found["sampling"] = config.batch_size * sampling
         if config.num_updates > 1:
             found["old log-probabilities"] = scored
@@ -161,16 +159,13 @@ def causal_pairs(num_queries: float, num_before: float = 0) -> float:
     return num_queries * num_before + num_queries * (num_queries + 1) / 2
 
 
-def group_flops(
-    decoder: Decoder, prompt: float, completions: Sequence[float], *, head: bool = True
-) -> float:
+def group_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -> float:
     """One forward pass of a prompt, computed once, and its completions, given their tokens.
 
-    The last block computes of a prompt's tokens but the last their keys and values only. `head` is
-    whether completion tokens go through the vocabulary head (a policy's do).
+    The last block computes of a prompt's tokens but the last their keys and values only.
     """
     pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
-    whole = decoder.flops(prompt + sum(completions), pairs, head * sum(completions))
+    whole = decoder.flops(prompt + sum(completions), pairs, sum(completions))
     rest = decoder.block_weights - decoder.key_value_weights
     unread = 2.0 * rest * (prompt - 1)
     unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)

@@ -12,7 +12,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
@@ -78,31 +77,25 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         ) from None
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """What `config.yaml` holds; empty where there is none.
+def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
+    """What `config.yaml` or `environment.json` holds; empty where there is none.
 
     Raises:
         ValueError: it cannot be read.
     """
     import yaml
 
-    return read_mapping(run_dir / CONFIG, yaml.safe_load, yaml.YAMLError)
+    file, load = run_dir / name, yaml.safe_load if name == CONFIG else json.loads
+    try:
+        found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def read_environment(run_dir: Path) -> dict[str, Any]:
     """What `environment.json` holds, as `read_config`."""
-    return read_mapping(run_dir / ENVIRONMENT, json.loads)
-
-
-def read_mapping(
-    file: Path, load: Callable[[str], Any], malformed: type[Exception] = ValueError
-) -> dict[str, Any]:
-    """What a file holds; empty where there is none. Raises a ValueError if it cannot be read."""
-    try:
-        found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError, malformed) as error:
-        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
-    return found if isinstance(found, dict) else {}
+    return read_config(run_dir, ENVIRONMENT)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

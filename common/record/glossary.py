@@ -28,16 +28,9 @@ METRICS = (
 
 # What a console line and the bar show, in this order; metrics.jsonl has everything.
 CONSOLE = (
-    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "eval_reward", "kl"),
-    *(
-        "eval_kl",
-        "completion_length",
-        "stop_rate",
-        "grad_norm",
-        "learning_rate",
-        "tokens_per_second",
-        "reward_shift",
-    ),
+    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "eval_reward", "kl", "eval_kl"),
+    *("completion_length", "stop_rate", "grad_norm", "learning_rate", "tokens_per_second"),
+    *("reward_shift",),
 )
 POSTFIX = ("loss", "accuracy", "reward", "kl")
 

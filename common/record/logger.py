@@ -92,7 +92,7 @@ class RunLogger:
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(folder.METRICS, {"step": step, **values})
-        self._tracker.log({"step": step, **values})
+        self._tracker.tell("log", {"step": step, **values})
         labels = {"tokens_per_second": "completion_tokens_per_second"}
         texts = {name: format_number(value) for name, value in values.items()}
         shown = [f"{labels.get(name, name)} {texts[name]}" for name in CONSOLE if name in texts]
@@ -143,7 +143,7 @@ class RunLogger:
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
         data = [[row.get(column) for column in table[0]] for row in table]
-        self._tracker.log_table("samples", list(table[0]), data, step=step)
+        self._tracker.tell("log_table", "samples", list(table[0]), data, step=step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class RunLogger:
         for name in self._files:
             self._append(name)
             self._files[name].close()
-        self._tracker.finish()
+        self._tracker.tell("finish", {})
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ class Wandb:
         self._run.log(dict(values))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
-        """Log a table, of its own at every step."""
+        """Log a table, beside values as that of `step`."""
         import wandb
 
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
@@ -117,19 +117,8 @@ class Tracker:
             with self._outlived(name, "did not start"):
                 self._places[name] = PLACES[name](config, start_step)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Log values by name; those of a step have one called `step`."""
-        self._each("log", values)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
-        """Log a table, of its own at every step."""
-        self._each("log_table", name, columns, rows, **values)
-
-    def finish(self, summary: Mapping[str, float] | None = None) -> None:
-        """End them, with numbers of no step."""
-        self._each("finish", summary or {})
-
-    def _each(self, method: str, *given: Any, **values: Any) -> None:
+    def tell(self, method: str, *given: Any, **values: Any) -> None:
+        """Call a method of all: `log`, `log_table` (of its own at every step) or `finish`."""
         for name, place in list(self._places.items()):
             with self._outlived(name):
                 getattr(place, method)(*given, **values)

@@ -94,8 +94,8 @@ def send(results: Results, config: Any) -> None:
     """
     if is_rank0():
         table, tracker = systems_table(results), Tracker(config)
-        tracker.log_table("systems", table.headers, table.rows)
-        tracker.finish(system_numbers(results))
+        tracker.tell("log_table", "systems", table.headers, table.rows)
+        tracker.tell("finish", system_numbers(results))
 
 
 def chain_report(results: Results, output_dir: str | Path) -> list[Path]:

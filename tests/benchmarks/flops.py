@@ -7,6 +7,7 @@ of a forward pass are in `common/planning/work.py`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from common.planning import work
 from common.planning.footprint import Decoder
@@ -34,7 +35,8 @@ def head_flops(shape: Shape, num_tokens: float) -> float:
 
 def group_flops(shape: Shape, prompt: float, completions: Sequence[float], *, head: bool) -> float:
     """One forward pass of a prompt and its completions; see `common.planning.work.group_flops`."""
-    return work.group_flops(decoder(shape), prompt, completions, head=head)
+    model = decoder(shape)
+    return work.group_flops(model if head else replace(model, head_weights=0), prompt, completions)
 
 
 def step_flops(
