@@ -3,20 +3,13 @@
 Rows with `chosen` and `rejected` are pairs, which have an accuracy; any with `prompt` are sampled
 from. A data set may have either, or two be given.
 
-Preference accuracy, on the whole split in fixed order; a tie counts one half. A reward model is
-judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta log(pi / ref)
-(Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the log-probability
-itself, per completion or per token; the reference, whose implicit reward is 0 everywhere, by its
-log-probability. Beside them stand baselines that need no model. Each accuracy has a 95% Wilson
-interval and one of the bootstrap over prompts; every two systems are compared on the same pairs by
-McNemar's exact test and by the paired bootstrap over prompts; by source, confidence and length; and
-reward models by whether sigma(r_chosen - r_rejected) is the share of pairs.
-
-Generations of every policy, one per prompt: reward of each reward function and reward model,
-KL(pi || ref) per completion, entropy, ROUGE to the row's `completion`, length in tokens, the share
-that stopped by itself, repetition and copying; and win rates of every two policies, and of each
-against the row's `completion`, by every judge, also at equal length. Intervals are 95%, over
-prompts.
+On pairs: preference accuracy on the whole split in fixed order, a tie counting one half. A reward
+model is judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta
+log(pi / ref) (Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the
+log-probability itself; the reference, whose implicit reward is 0 everywhere, by its
+log-probability. Of what every policy generates: rewards, KL(pi || ref), ROUGE, length, pass rates
+of a reward that is a check, and win rates by every judge. Every number has its 95% interval over
+prompts, and docs/evaluation.md says what it is.
 
     python evaluate.py --output_dir output/eval --policies gpt2 --dataset_name my/prompts.jsonl \
         --reward_funcs gsm8k
@@ -26,9 +19,8 @@ prompts.
         --policies output/sft/model output/dpo/model --reward_models output/reward/model
 
 Writes `results.json`, `scores.jsonl` (what every system scores on every pair), `completions.jsonl`
-(of which every number about generations is a function; `python -m common.report.judgements` has
-them compared by people or models elsewhere), `report.html`, `report.md` and `plots/*.png` to
-output_dir, and prints the tables.
+(of which every number about generations is a function), `report.html`, `report.md` and
+`plots/*.png` to output_dir, and prints the tables.
 """
 
 import json

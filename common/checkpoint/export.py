@@ -86,11 +86,6 @@ def finish(
         export()
     describe(saver, None if is_best else step)  # with the last evaluation
     logger.close()
-    hand_over(saver)
-
-
-def hand_over(saver: Checkpointer) -> None:
-    """Draw the curves, and upload the model if asked for. Collective."""
     from common.report import plots
 
     plots.plot_run(saver.output_dir)

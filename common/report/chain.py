@@ -1,9 +1,8 @@
 """The table and the report of a chain of runs, from what evaluation recorded.
 
-`results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known),
-`systems` (one mapping each: name, accuracy, gold_reward, reward, kl, length,
-stop_rate, minutes, peak_memory_gb; None where not measured) and `samples` (prompt, reference,
-completions by system).
+`results.json` holds `dataset`, `num_pairs`, `attainable_accuracy` (None where it is not known) and
+`systems` (one mapping each: name, accuracy, gold_reward, reward, kl, length, stop_rate, minutes,
+peak_memory_gb; None where not measured).
 """
 
 from collections.abc import Mapping

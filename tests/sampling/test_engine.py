@@ -417,7 +417,7 @@ def test_pairs_come_from_the_server(served, model, tmp_path):
 
 
 def test_an_evaluation_samples_from_every_policy_by_the_server(served, model, tmp_path):
-    flags = {k: v for k, v in TASK.items() if k != "num_train_rows"}
+    flags = {k: v for k, v in TASK.items() if k not in ("num_train_rows", "num_sample_prompts")}
     flags |= {"output_dir": str(tmp_path / "run"), "policies": model, "num_prompts": 4}
     argv = [word for name, value in flags.items() for word in ranks.flag(name, value)]
     evaluate.main(parse(evaluate.EvaluateConfig, [*argv, "--rollout_server", served.url]))

@@ -81,7 +81,8 @@ def runs(
         known |= {"tokenizer_name_or_path": str(tokenizer_folder)}
         shared = COMMON
         if stage == "evaluate":
-            shared = {name: COMMON[name] for name in COMMON if hasattr(CommonConfig, name)}
+            known_here = set(vars(CommonConfig)) - {*evaluate.EvaluateConfig.unused}
+            shared = {name: COMMON[name] for name in COMMON if name in known_here}
             flags = {"policies": [trained["sft"]], "reward_models": [trained["reward"]]}
             flags |= {"reward_funcs": ["gold"], "num_prompts": 4}
         return {"stage": stage, "flags": shared | flags | known}
