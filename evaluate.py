@@ -82,7 +82,8 @@ def main(config: EvaluateConfig) -> None:
     where = (name, split_of(name, config))
     table = PairScores(pair_scores.describe_pairs(pairs, *where, config.margin_column))
     others = pair_scores.read_others(table, config.scores_from)
-    start_folder(replace(config, dataset_test_split=where[1]))
+    config.dataset_test_split = where[1]
+    start_folder(config)
 
     # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)

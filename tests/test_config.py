@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.config import TrainConfig
+from common.errors import UserError
 from common.flags.parser import parse
 from common.record import folder
 from common.record.folder import save_run_files
@@ -272,3 +273,19 @@ def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
         config = parse(config_module.EvaluateConfig, [*argv, *more])
         splits += [config_module.split_of(str(name), config) for name in (file, tmp_path)]
     assert splits == ["questions", "validation", "test", "test"]
+
+
+def test_what_a_command_line_leaves_idle_of_a_recipe_is_let_be():
+    """What it gives itself is not, nor a recipe that leaves a flag of its own idle."""
+    config_module = importlib.import_module("common.evaluation.config")
+    recipe = ["--config", "assets/recipes/demo/evaluate.yaml", "--output_dir", "run"]
+
+    def settle(*argv: str) -> None:
+        config_module.settle(parse(config_module.EvaluateConfig, [*recipe, *argv]))
+
+    settle("--num_prompts", "0")  # with its reward_funcs
+    settle("--policies", "--reward_models", "a")  # with its policy_scores
+    with pytest.raises(UserError, match="--temperature has no effect without policies that"):
+        settle("--num_prompts", "0", "--temperature", "0.5")
+    with pytest.raises(UserError, match="--reshard_after_forward has no effect in evaluate"):
+        settle("--reshard_after_forward", "false")

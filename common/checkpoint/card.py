@@ -44,16 +44,18 @@ def write(
 
 
 def card(run: Path, stage: str, config: Mapping[str, Any], step: int | None) -> str:
-    """The text; of a path on this machine it has the last two names only."""
+    """The text: flags that change what is computed, and of a path here the last two names."""
     cls, sources = STAGES[stage], (config["model_name_or_path"], config["dataset_name"])
     header = {"library_name": "transformers", "tags": [cls.stage.lower()]}
     named = zip(("base_model", "datasets"), sources, strict=True)
     header |= {key: [name] for key, name in named if is_on_hub(name)}
-    defaults = {f.name: f.metadata["default"] for f in dataclasses.fields(cls)}
+    own = [f for f in dataclasses.fields(cls) if not f.metadata["may_change"]]
     lines = [line for line in read_metrics(run) if step is None or line["step"] <= step]
     known = read_environment(run)
     contents: dict[tuple[str, str], dict[str, Any]] = {
-        ("flag", "value"): {k: v for k, v in config.items() if v != defaults.get(k)},
+        ("flag", "value"): {
+            f.name: x for f in own if (x := config.get(f.name)) != f.metadata["default"]
+        },
         ("metric", "last value"): {name: x for line in lines for name, x in line.items()},
         ("software", "version"): {k: known.get(k) for k in SOFTWARE} | known.get("packages", {}),
     }

@@ -138,11 +138,6 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
             `adapter` is written before.
     """
     manifest, folder = files.read_manifest(checkpoint), checkpoint / files.SETTINGS
-    if not folder.is_dir():
-        raise UserError(
-            f"the checkpoint {checkpoint} is of an older version, without what an export takes; go "
-            "on with its run, which exports at its end."
-        )
     settings = read_settings(folder)
     model_config = load.find_config(str(folder), None, config)
     is_classifier = checks.is_classifier(model_config)
@@ -150,6 +145,8 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
     with torch.device("meta"):
         lm: Any = load.build(auto_class, str(folder), model_config, config)
     state = read_weights(checkpoint)
+    if base and not manifest["adapters"]:
+        raise UserError("--model_name_or_path has no effect: the checkpoint has no adapters.")
     if manifest["adapters"]:
         of_adapter, config = lora.read_settings(str(folder)), copy.copy(config)
         if not base:

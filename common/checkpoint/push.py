@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common import distributed
-from common.config import MODELS, HubConfig
+from common.config import HubConfig
 from common.errors import UserError, gist
 from common.text import hub
 
@@ -16,7 +16,7 @@ def prepare(config: HubConfig) -> None:
     """
     if not config.push_to_hub:
         return
-    what, reason = f"--push_to_hub: {config.hub_model_id} cannot be written", "it does not answer"
+    reason = "it does not answer"
     if hub.is_reachable():
         from huggingface_hub import HfApi
 
@@ -27,8 +27,8 @@ def prepare(config: HubConfig) -> None:
         except Exception as error:  # of its HTTP library too
             reason = gist(error)
     raise UserError(
-        f"{what} on the hub ({reason}); log in with `hf auth login`, or leave the flag out and "
-        "upload the exported folder later."
+        f"--push_to_hub: {config.hub_model_id} cannot be written on the hub ({reason}); log in "
+        "with `hf auth login`, or leave the flag out and upload the exported folder later."
     )
 
 
@@ -38,18 +38,19 @@ def push(output_dir: Path, config: HubConfig) -> None:
     Raises:
         RuntimeError: that failed; says how to do it by hand.
     """
-    failure = ""
-    for name in MODELS if config.push_to_hub and distributed.is_rank0() else ():
+    failure, repo = "", config.hub_model_id
+    folders = {".": output_dir / "model", "adapter": output_dir / "adapter"}
+    if config.push_to_hub and distributed.is_rank0():
         from huggingface_hub import HfApi
 
-        to, folder, place = config.hub_model_id, output_dir / name, "." if name == "model" else name
         try:
-            if folder.is_dir():
-                HfApi().upload_folder(repo_id=to, folder_path=str(folder), path_in_repo=place)
+            for place, folder in folders.items():
+                if folder.is_dir():
+                    HfApi().upload_folder(repo_id=repo, folder_path=str(folder), path_in_repo=place)
         except Exception as error:  # of its HTTP library too
-            failure = failure or (
+            failure = (
                 f"the model is whole in {output_dir / 'model'} and not on the hub ({gist(error)}); "
-                f"`hf upload {to} {folder} {place}` uploads it"
+                f"`hf upload {repo} {folder} {place}` uploads it"
             )
     if failure := distributed.from_rank0(failure):
         raise RuntimeError(failure)

@@ -128,21 +128,15 @@ def read(output_dir: Path) -> list[Answers]:
     """What `write` wrote; [] without the file."""
     from common.record.jsonl import read_jsonl
 
-    return [
-        Answers(
-            line["id"],
-            line["prompt"],
-            line["reference"] and Generation(**line["reference"]),
-            {name: Generation(**own) for name, own in line["systems"].items()},
-            [Verdict(**verdict) for verdict in line["verdicts"]],
-            line.get("prompt_ids", []),  # not in older files, as what follows
-            {
-                name: [Generation(**one) for one in own]
-                for name, own in line.get("further", {}).items()
-            },
-        )
-        for line in read_jsonl(output_dir / FILE)
-    ]
+    answers = []
+    for line in read_jsonl(output_dir / FILE):
+        line["reference"] = line["reference"] and Generation(**line["reference"])
+        line["systems"] = {name: Generation(**own) for name, own in line["systems"].items()}
+        line["verdicts"] = [Verdict(**verdict) for verdict in line["verdicts"]]
+        further = line.get("further", {}).items()  # not in older files
+        line["further"] = {name: [Generation(**one) for one in own] for name, own in further}
+        answers.append(Answers(**line))
+    return answers
 
 
 # ---- the completions of each prompt --------------------------------------------------------------

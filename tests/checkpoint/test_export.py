@@ -7,6 +7,8 @@ That the folder is the run's own is shown where there are whole runs: `test_resu
 """
 
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from common.checkpoint.export import ExportConfig
 from common.checkpoint.saver import Checkpointer
 from common.config import SFTConfig
 from common.errors import UserError
+from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, optim
 from common.record.metrics import Accumulator
@@ -79,6 +82,20 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
     assert not before.exists()  # with its model
 
 
+def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
+    newest = files.newest_first(run)[0]
+    code = "import fcntl, os, sys, time; file = open('manifest.json', 'a'); "
+    code += "fcntl.lockf(file, fcntl.LOCK_EX); print('mine', flush=True); time.sleep(1); "
+    code += "os.mkdir('model')"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=newest, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert plain.exported(newest, tiny.train_config()) == str(newest / "model")
+    assert other.returncode == 0
+    assert list((newest / "model").iterdir()) == []
+
+
 def test_what_is_no_checkpoint_or_damaged_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,11 +120,10 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
     assert f"{newest} cannot be exported: {reason}" in refused(newest)
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
         plain.use_folders(tiny.train_config(model_name_or_path=str(newest)))
-    shutil.rmtree(before / "settings")
-    manifest = files.read_manifest(before)
-    manifest["files"] = {k: v for k, v in manifest["files"].items() if k.startswith("shard")}
-    files.write_manifest(before, manifest)
-    assert "is of an older version, without what an export takes" in refused(before, "other")
+    config = ["--checkpoint", str(before), "--output_dir", str(tmp_path / "other")]
+    for flag, value in {"seed": "1", "bf16": "true", "model_name_or_path": "base"}.items():
+        with pytest.raises(UserError, match=f"--{flag} has no effect"):
+            export.main(parse(ExportConfig, [*config, f"--{flag}", value]))
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     assert "by one process; start it without torchrun" in refused(before)
 

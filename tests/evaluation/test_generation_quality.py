@@ -30,7 +30,7 @@ from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.pair_scores import BASELINES, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.flags.parser import parse
-from common.model import fsdp
+from common.model import fsdp, load
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy, RewardModel
@@ -336,8 +336,9 @@ def test_the_file_holds_what_is_needed_to_recompute_the_win_rates(results, lines
     assert num_controlled >= 3
 
 
-def test_several_samples_of_rows_without_pairs(folder, lines):
+def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):
     """The first is the one that is drawn alone; means are of all, and rates of each prompt's."""
+    monkeypatch.setattr(load, "extract_commit_hash", lambda *_: "of the first policy")
     argv = arguments(folder, "several") + ["--num_generations", "3"]
     argv += ["--dataset_name", str(folder / "prompts"), "--prompts_dataset_name", ""]
     argv += ["--reward_models", "--judge_funcs"]
@@ -345,6 +346,8 @@ def test_several_samples_of_rows_without_pairs(folder, lines):
     with tiny.process_group():
         evaluate_here(argv)
     assert not (folder / "several" / "scores.jsonl").exists()
+    environment = folder / "several" / "environment.json"
+    assert json.loads(environment.read_text())["model_commit"] == "of the first policy"
     results = json.loads((folder / "several" / "results.json").read_text())
     assert (results["num_pairs"], results["comparison"]) == (0, None)
     assert "ccuracy" not in (folder / "several" / "report.md").read_text()

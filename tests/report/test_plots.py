@@ -237,7 +237,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     own = Generation(" The facts.", 3, True)
     (tmp_path / "eval").mkdir()
     completions.write([Answers(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval")
-    results["systems"][0]["path"] = str(run_dir / "model")
+    results["systems"][0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results["systems"][1]["path"] = str(tmp_path / "none/model")
     written = chain_report(results, tmp_path / "eval")
     names = ["report.html", "report.md", "plots/summary.png"]

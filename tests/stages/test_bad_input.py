@@ -405,6 +405,7 @@ FLAGS: list[Case] = [
         for flags, idle in (
             ({"dataset_name": "sft"}, {"beta": 1, "scores_from": "a", "num_eval_rows": 2}),
             ({"score_pairs": False}, {"margin_column": "a", "policy_scores": "logp"}),
+            ({"score_pairs": False, "prompts_dataset_name": "sft"}, {"dataset_name": "pairs"}),
             ({"num_prompts": 0}, {"temperature": 0, "reward_funcs": "length"}),
             ({"policies": [], "reward_models": "judge"}, {"num_prompts": 2, "beta": 1}),
             ({}, {"beta": 1, "reshard_after_forward": False, "num_sample_prompts": 1}),
