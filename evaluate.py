@@ -78,11 +78,10 @@ def main(config: EvaluateConfig) -> None:
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     scorer.check_messages(pairs)
     scorer.check_rows(prompts)
-    name = config.dataset_name if config.score_pairs else config.prompts_dataset_name
-    where = (name, split_of(name, config))
-    table = PairScores(pair_scores.describe_pairs(pairs, *where, config.margin_column))
+    dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
+    split = config.dataset_test_split = split_of(dataset, config)
+    table = PairScores(pair_scores.describe_pairs(pairs, dataset, split, config.margin_column))
     others = pair_scores.read_others(table, config.scores_from)
-    config.dataset_test_split = where[1]
     start_folder(config)
 
     # Reward models: accuracy on the pairs
@@ -140,8 +139,8 @@ def main(config: EvaluateConfig) -> None:
         pair_scores.add_others(table, others)
     write_parts(table, answers, output_dir)
     results = {
-        "dataset": where[0],
-        "split": where[1],
+        "dataset": dataset,
+        "split": split,
         "num_pairs": len(pairs),
         "num_prompts": len(prompts),
         "num_generations": config.num_generations,
