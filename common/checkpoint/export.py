@@ -27,6 +27,7 @@ from common.model import fsdp, lora
 from common.record.folder import refuse_unwritable
 from common.record.logger import RunLogger
 from common.record.terminal import run_command
+from common.report import plots
 
 
 def finish(
@@ -86,8 +87,6 @@ def finish(
         export()
     describe(saver, None if is_best else step)  # with the last evaluation
     logger.close()
-    from common.report import plots
-
     plots.plot_run(saver.output_dir)
     push.push(saver.output_dir, saver.config)
 
