@@ -42,6 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
     run = tmp_path_factory.mktemp("run")
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
+    policy.lm.config.use_cache = False
     settings = plain.settings_of(policy.lm, tiny.tokenizer(), [5, 0])
     optimizer = optim.build_optimizer(policy, config)
     metrics = Accumulator(distributed.device())
@@ -76,6 +77,8 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
     expected = tiny.causal_lm("gpt2", vocab_size=300, is_plain=True).state_dict()
     assert all(torch.equal(x, expected[name]) for name, x in lm.state_dict().items())
     assert lm.generation_config.eos_token_id == [5, 0]
+    assert lm.generation_config.pad_token_id == tiny.tokenizer().pad_token_id
+    assert lm.config.use_cache  # off in training
     assert len(AutoTokenizer.from_pretrained(newest / "model")) == len(tiny.tokenizer())
     assert files.damage(newest) == ""  # it can still be resumed from
     files.remove_old(run, 1, None)
