@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
@@ -23,7 +21,7 @@ from common.config import MODELS, CommonConfig, HubConfig, path_flag
 from common.errors import UserError, gist
 from common.exits import signals
 from common.flags.parser import headings, parse
-from common.model import fsdp, lora
+from common.model import fsdp
 from common.record.folder import refuse_unwritable
 from common.record.logger import RunLogger
 from common.record.terminal import run_command
@@ -99,7 +97,7 @@ def describe(saver: Checkpointer, step: int | None) -> None:
 
 
 def save_pretrained(
-    module: nn.Module,
+    module: Any,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     *,
@@ -120,35 +118,18 @@ def save_pretrained(
     Raises:
         UserError: rank 0 could not write it; on every rank.
     """
-    state = once_each(module, fsdp.full_state_dict(module))
-    failure = ""
+    whole = once_each(module, fsdp.full_state_dict(module))
+    state, lm, failure = {n.removeprefix("lm."): whole.pop(n) for n in list(whole)}, module.lm, ""
     if distributed.is_rank0():
         try:
-            write(module, state, tokenizer, folder, stop_ids, reward_shift)
+            if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
+                lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
+            settings = plain.settings_of(lm, tokenizer, stop_ids)
+            plain.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
             failure = f"the model {folder} could not be written ({cause(error)})"
     if failure := distributed.from_rank0(failure):
         raise UserError(failure)
-
-
-def write(
-    module: Any,
-    state: dict[str, torch.Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    stop_ids: Sequence[int],
-    reward_shift: float,
-) -> None:
-    """Write the folders of `save_pretrained`, given the whole state by the module's names."""
-    lm = module.lm
-    state = {name.removeprefix("lm."): state.pop(name) for name in list(state)}
-    if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
-        lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
-    settings = plain.settings_of(lm, tokenizer, stop_ids)
-    if lora.adapted_layers(lm):
-        plain.write_adapter(lm, state, settings, folder.with_name("adapter"))
-        state = lora.merged_state(lm, state)
-    plain.write_model(lm, state, settings, folder)
 
 
 # ---- the command ---------------------------------------------------------------------------------

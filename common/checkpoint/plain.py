@@ -9,7 +9,7 @@ import dataclasses
 import fcntl
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,23 +82,32 @@ def write_settings(
 # ---- folders -------------------------------------------------------------------------------------
 
 
-def write_model(
-    lm: Any, state: dict[str, Tensor], settings: Mapping[str, bytes], folder: Path
+def write_folders(
+    lm: Any,
+    state: dict[str, Tensor],
+    settings: Mapping[str, bytes],
+    folder: Path,
+    below: Callable[[], dict[str, Tensor]] = dict,
 ) -> None:
-    """Write a model whose `state` has no adapters; of the `lm` itself no number is read."""
+    """Write a model, and beside it the `adapter` of one that has one, which is merged into it.
+
+    Args:
+        lm: of which no number is read.
+        state: whole; it is emptied of what is not of an adapter, so that no weight is held twice.
+        settings: what stands beside the weights.
+        folder: of the model.
+        below: reads what the state lacks of the base, once `adapter` is written.
+    """
+    if lora.adapted_layers(lm):
+        with files.replacing(folder.with_name("adapter")) as partial:
+            lora.save_adapter(lm, state, partial)
+            write_settings(settings, partial, without=OF_MODEL)
+        state |= {name: tensor for name, tensor in below().items() if name not in state}
+        state = lora.merged_state(lm, state)
     with files.replacing(folder) as partial:
         # safetensors makes bytes of a whole file
         lm.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
         write_settings(settings, partial, without=[lora.SETTINGS_FILE])
-
-
-def write_adapter(
-    lm: Any, state: Mapping[str, Tensor], settings: Mapping[str, bytes], folder: Path
-) -> None:
-    """Write the trained adapter in the state of a model with one."""
-    with files.replacing(folder) as partial:
-        lora.save_adapter(lm, state, partial)
-        write_settings(settings, partial, without=OF_MODEL)
 
 
 def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
@@ -154,17 +163,17 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
             config.model_revision = of_adapter.revision or "main"
         lora.inject(lm, of_adapter, lora.TRAINED, str(folder))
         lm.peft_config = {lora.TRAINED: of_adapter}
-        write_adapter(lm, state, settings, output_dir / "adapter")
+
+    def below() -> dict[str, Tensor]:
         try:
-            below = read_base(base, folder, config, is_classifier=is_classifier)
+            return read_base(base, folder, config, is_classifier=is_classifier)
         except UserError as error:
             raise UserError(
                 f"{output_dir / 'adapter'} is written, and cannot be merged into a model without "
                 f"its base: {error} Give that as --model_name_or_path."
             ) from None
-        state = lora.merged_state(lm, below | state)
-        del below
-    write_model(lm, state, settings, output_dir / "model")
+
+    write_folders(lm, state, settings, output_dir / "model", below)
     text = yaml.safe_dump(manifest["config"], sort_keys=False)
     (output_dir / CONFIG).write_text(text, encoding="utf-8")
     run = checkpoint.absolute().parents[1]
