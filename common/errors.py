@@ -69,9 +69,6 @@ def hint(word: Any, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
     return f"did you mean {close[0]}?" if close else otherwise
 
 
-# ---- what a field of a config may hold ---
-
-
 def values_of(config: Any, f: dataclasses.Field) -> list[Any]:
     """A field's value, or the items of its list."""
     value = getattr(config, f.name)
@@ -114,9 +111,6 @@ def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float
     if value and not SMALLEST <= abs(value) <= LARGEST:
         return f"finite, in size from {SMALLEST:.3g} to {LARGEST:.3g}, the numbers of float32"
     return ""
-
-
-# ---- paths ---
 
 
 def refuse_unreachable(flag: str, path: str) -> None:

@@ -202,6 +202,8 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     assert environment["world_size"] == 3
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)
     assert environment["compute_dtype"] == "float32"
+    save_run_files(tmp_path / "half", dataclasses.replace(config, bf16=True), world_size=1)
+    assert folder.read_environment(tmp_path / "half")["compute_dtype"] == "bfloat16"
     assert environment["cpu"]
     assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])

@@ -176,9 +176,6 @@ def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
     return shapes
 
 
-# ---- what autograd keeps -------------------------------------------------------------------------
-
-
 @dataclass
 class Count:
     """The storages that a graph keeps, each once, and what was seen at each layer's attention."""

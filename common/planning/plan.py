@@ -1,9 +1,4 @@
-r"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
-
-    python train_grpo.py --config assets/recipes/tldr-gpt2-large/grpo.yaml \
-        --model_name_or_path assets/recipes/tldr-gpt2-large/gpt2-large.json \
-        --reward_funcs assets/recipes/tldr-gpt2-large/gpt2-large.json \
-        --batch_size 1024 --dry_run true --dry_run_device cuda --dry_run_ranks 1 8 64 1024
+"""What a run will take, without running it: memory of a rank, tokens and operations of a step.
 
 `--dry_run true` prints it and ends. Nothing is trained, written or read but the models'
 configurations, for which a config .json will do, that of a reward model too. Lengths are the limits

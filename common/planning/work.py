@@ -77,9 +77,6 @@ def has_reference(config: TrainConfig) -> bool:
     return isinstance(config, GRPOConfig) and config.beta > 0
 
 
-# ---- tokens --------------------------------------------------------------------------------------
-
-
 def piece_tokens(run: Run, num_completions: int) -> int:
     """Tokens that a prompt with so many completions of full length costs in a forward pass."""
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
@@ -113,9 +110,6 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
     pieces = most / tokens
     prompts = pieces if run.is_shared else pieces * size
     return MicroBatch(-(-total // fit), most, prompts, pieces * size)
-
-
-# ---- operations ----------------------------------------------------------------------------------
 
 
 def step_flops(run: Run) -> dict[str, float]:

@@ -437,6 +437,7 @@ FLAGS: list[Case] = [
     ("train_sft", {"num_sample_prompts": 0, "sample_steps": 2}, ["0 without --num_sample_prompts"]),
     ("train_reward", {"sample_steps": 2}, ["--sample_steps is 2", "--eval_steps shows pairs"]),
     ("train_dpo", {"profile_steps": 9}, ["--profile_steps is 9", "3 without --profile"]),
+    ("train_dpo", {"lora_target_modules": "c_fc"}, ["['c_fc']", "left out without --lora_r"]),
     ("train_sft", {"run_name": "mine"}, ["--run_name is mine", "empty without --report_to wandb"]),
     (
         "train_grpo",
