@@ -7,7 +7,7 @@ and recipes become such a dataclass in `flags/parser.py`.
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 from common.errors import UserError, check_fields, values_of
 
 REPORT_TO = ("none", "wandb", "tensorboard")
+Idle = Sequence[tuple[Any, Sequence[str], str]]  # whether so, which flags, and where
+NOTHING_FROZEN = "where no model is frozen, and with --cpu_offload, which moves all"
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
 
@@ -160,6 +162,17 @@ class CommonConfig:
         value = getattr(self, name)
         value = str(value).lower() if isinstance(value, bool) else value
         return UserError(f"--{name} is {value}; it must be {needed}.")
+
+    def idle(self) -> Idle:
+        """Flags that change nothing beside the others."""
+        return [(True, self.unused, "in this command")]
+
+    def refuse_idle(self, given: Set[str], *more: tuple[Any, Sequence[str], str]) -> None:
+        """Raise a UserError for a flag of those given that has another value and no effect."""
+        why = {name: where for so, names, where in [*self.idle(), *more] if so for name in names}
+        for name in sorted(given & why.keys()):
+            if getattr(self, name) != self.__dataclass_fields__[name].metadata["default"]:
+                raise UserError(f"--{name} has no effect {why[name]}; leave it out.")
 
     @property
     def renamed_columns(self) -> dict[str, str]:

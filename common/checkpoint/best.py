@@ -11,9 +11,12 @@ from common.record.glossary import METRICS, is_defined
 
 
 def refuse_impossible(config: CommonConfig) -> None:
-    """Raise a UserError for a metric that no run logs, or that is not known of any checkpoint."""
+    """Raise a UserError for a typed flag without effect, and for a metric of no checkpoint."""
+    from common.rewards.scorer import short_names
+
     if not isinstance(config, TrainConfig):
         return
+    config.refuse_idle(config.typed)
     metric, every = config.metric_for_best_model, config.eval_steps
     if config.load_best_model_at_end and not metric:
         raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")
@@ -25,6 +28,12 @@ def refuse_impossible(config: CommonConfig) -> None:
     if metric.startswith("eval_") and (not every or config.save_steps % every):
         wanted = f"a multiple of --eval_steps {every}, and that positive, with "
         raise config.refused("save_steps", f"{wanted}--metric_for_best_model {metric}")
+    head, slash, name = metric.partition("/")
+    functions = short_names(getattr(config, "reward_funcs", [])).values()
+    if slash and head in ("reward", "eval_reward") and name not in functions:
+        raise config.refused(
+            "metric_for_best_model", f"of a reward function: {', '.join(functions)}"
+        )
     if metric and not is_defined(metric):
         close = difflib.get_close_matches(metric, METRICS, 3) or ["eval_loss", "reward"]
         raise UserError(

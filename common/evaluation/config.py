@@ -7,7 +7,7 @@ from typing import ClassVar
 from common.config import REPORT_TO, flag, free_flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
-from common.sampling.engine_config import EngineConfig, default_of
+from common.sampling.engine_config import EngineConfig
 
 OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
 OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
@@ -126,7 +126,6 @@ def settle(config: EvaluateConfig) -> None:
     has_ratio = others and "implicit_reward" in config.policy_scores
     only_prompts = not config.score_pairs and config.prompts_dataset_name != name
     idle = (
-        (True, config.unused, "in evaluate.py"),
         (not config.generates, OF_GENERATIONS, "without policies that generate"),
         (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
         (not has_ratio, ["beta"], "without an implicit_reward of a policy beside the reference"),
@@ -134,11 +133,7 @@ def settle(config: EvaluateConfig) -> None:
         (not config.policies, OF_POLICIES, "without --policies"),
         (not config.policies and config.num_prompts, ["num_prompts"], "without --policies"),
     )
-    why = {idle_name: where for is_so, names, where in idle if is_so for idle_name in names}
-    given = config.typed if config.typed & config.deciding else config.given
-    for idle_name in sorted(given & why.keys()):
-        if getattr(config, idle_name) != default_of(config, idle_name):
-            raise UserError(f"--{idle_name} has no effect {why[idle_name]}; leave it out.")
+    config.refuse_idle(config.typed if config.typed & config.deciding else config.given, *idle)
 
 
 def split_of(name: str, config: EvaluateConfig) -> str:

@@ -168,7 +168,8 @@ def chain(config: ReplicateConfig, seed: int) -> dict[str, Stage]:
     new = json.dumps(f"{config.output_dir}/seed_{seed}/")[:-1]
     moved = json.loads(json.dumps(recipes).replace(old, new))
     own = {n: {f: v for f, v in moved[n].items() if v != recipes[n][f]} for n in names}
-    known = {n: {f.name for f in fields(config_class(CHAIN[n]))} for n in names}
+    classes = {n: config_class(CHAIN[n]) for n in names}
+    known = {n: {f.name for f in fields(cls)} - {*cls.unused} for n, cls in classes.items()}
     overrides = read_overrides(config.overrides, recipes, own, known)
     patches = read_recipe(str(folder / PATCHES)) if (folder / PATCHES).is_file() else {}
     stages = {}

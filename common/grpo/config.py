@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import TrainConfig, flag, path_flag
+from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     AGGREGATIONS,
@@ -146,6 +146,37 @@ class GRPOConfig(TrainConfig, EngineConfig):
         refuse_rollouts(self)
         refuse_reference(self)
         refuse_kl(self)
+
+    def idle(self) -> Idle:
+        """Flags that change nothing beside the others."""
+        from common.rewards.functions import is_reward_model
+
+        is_base = self.lora_r > 0 and self.ref_model_name_or_path == self.model_name_or_path
+        has_frozen = self.beta > 0 and not self.ref_update_steps and not is_base
+        has_frozen = has_frozen or any(map(is_reward_model, self.reward_funcs))
+        all_kept = self.num_candidates == self.num_generations
+        return [
+            *super().idle(),
+            (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
+            (all_kept, ["rejection_method", "baseline"], "where all candidates are kept"),
+            (
+                not self.penalize_missing_eos,
+                ["missing_eos_penalty"],
+                "with --penalize_missing_eos false",
+            ),
+            (
+                self.zero_variance != "resample",
+                ["max_resamples"],
+                "without --zero_variance resample",
+            ),
+            (self.policy_objective == "cispo", ["epsilon_low"], "with --policy_objective cispo"),
+            (
+                self.sampler_correction == "none",
+                ["sampler_correction_cap"],
+                "without --sampler_correction",
+            ),
+            (not self.ref_update_steps, ["ref_mixup_alpha"], "without --ref_update_steps"),
+        ]
 
     @property
     def num_updates(self) -> int:

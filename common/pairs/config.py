@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, flag, free_flag, path_flag
+from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, free_flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError
 from common.losses import (
     PER_TOKEN_LOSSES,
@@ -14,6 +14,12 @@ from common.losses import (
 from common.sampling.engine_config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
+OF_PENALTY = ("missing_eos_penalty",)
+OF_TOURNAMENT = ("num_generations", "rejection_temperature")
+OF_ROLLOUTS = (
+    *("pair_method", "num_candidates", *OF_TOURNAMENT, "temperature", "reward_weights"),
+    *("penalize_missing_eos", *OF_PENALTY),
+)
 
 
 @dataclass
@@ -90,6 +96,20 @@ class DPOConfig(TrainConfig, EngineConfig):
             raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
         elif self.rollout_engine != "own":
             raise self.refused("rollout_engine", "own without --pairs_from rollouts")
+
+    def idle(self) -> Idle:
+        """Flags that change nothing beside the others."""
+        is_sampled = self.pairs_from == "rollouts"
+        is_base = self.lora_r > 0 and self.ref_model_name_or_path == self.model_name_or_path
+        has_frozen = is_sampled or (self.needs_reference and not is_base)
+        no_tournament = self.pair_method != "rso_tournament"
+        return [
+            *super().idle(),
+            (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
+            (not self.penalize_missing_eos, OF_PENALTY, "with --penalize_missing_eos false"),
+            (no_tournament, OF_TOURNAMENT, "without --pair_method rso_tournament"),
+            (not is_sampled, OF_ROLLOUTS, "without --pairs_from rollouts"),
+        ]
 
     @property
     def needs_reference(self) -> bool:

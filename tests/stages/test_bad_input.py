@@ -412,6 +412,32 @@ FLAGS: list[Case] = [
         )
         for name, value in idle.items()
     ),
+    *(
+        (stage, {name: value}, [f"--{name} has no effect", "leave it out"])
+        for stage, idle in {
+            "train_sft": {"offload_frozen": True},
+            "train_reward": {"offload_frozen": True, "generation_batch_size": 2},
+            "train_dpo": {"num_candidates": 4, "temperature": 0.5, "missing_eos_penalty": 0},
+            "train_grpo": {"max_resamples": 2, "ref_mixup_alpha": 0.5, "baseline": "kept"},
+        }.items()
+        for name, value in idle.items()
+    ),
+    *(
+        (stage, {"offload_frozen": True, **flags}, ["--offload_frozen has no effect where no"])
+        for stage, flags in (
+            ("train_grpo", {"beta": 0}),
+            ("train_grpo", {"ref_update_steps": 2}),
+            ("train_grpo", {"lora_r": 2}),
+            ("train_grpo", {"cpu_offload": True}),
+            ("train_dpo", {"loss_type": "simpo"}),
+            ("train_dpo", {"lora_r": 2}),
+        )
+    ),
+    (
+        "train_grpo",
+        {"metric_for_best_model": "reward/gold", "save_steps": 1},
+        ["--metric_for_best_model is reward/gold", "lengths"],
+    ),
     ("evaluate", {"judge_funcs": "rewards.py:lengths"}, ["--judge_funcs compares two"]),
     ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
     ("evaluate", {"beta": -1}, ["--beta is -1.0", "at least 0"]),

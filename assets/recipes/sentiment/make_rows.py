@@ -34,6 +34,8 @@ def reviews(source: str, split: str) -> list[str]:
             folder.glob(f"{split}/neg/*.txt")
         )
         texts = [file.read_text(encoding="utf-8") for file in files]
+        if not texts:
+            raise OSError(f"{source} has no {split}/pos/*.txt; it is no folder of the archive")
     else:
         from datasets import load_dataset
 
