@@ -37,13 +37,13 @@ def is_reachable() -> bool:
 
 
 @functools.lru_cache(1)
-def rows_of(name: str, split: str, config: str | None, revision: str | None) -> Any:
+def rows_of(name: str, split: str, config: str, revision: str) -> Any:
     """A split of a hub data set, or one sentence quickly if it cannot be had."""
     import datasets
 
     is_reachable()
     try:
-        return datasets.load_dataset(name, config or None, split=split, revision=revision)
+        return datasets.load_dataset(name, config or None, split=split, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # It lists the splits or the configurations that there are in its second sentence.
         listed = re.search(r"\[.*?\]", str(error))

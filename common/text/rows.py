@@ -44,8 +44,8 @@ def load_rows(
     *,
     kind: str,
     num_rows: int = 0,
-    dataset_config: str | None = None,
-    dataset_revision: str | None = None,
+    dataset_config: str = "",
+    dataset_revision: str = "",
     column_map: Mapping[str, str] = MappingProxyType({}),
     may_lack: bool = False,
     tell: Callable[[str], None] = distributed.print_rank0,
@@ -64,7 +64,7 @@ def load_rows(
             both texts share) or `prompts` (prompt). Other columns are kept as they are.
         num_rows: Take the first rows only; 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
-        dataset_revision: Branch, tag or commit of the hub data set; None: its main branch.
+        dataset_revision: Branch, tag or commit of the hub data set; empty: its main branch.
         column_map: Names of columns by those that they get.
         may_lack: Columns of the map need not be there.
         tell: Takes what is to be known of the rows.
@@ -98,8 +98,8 @@ def load_rows(
 def _read(
     dataset_name: str,
     split: str,
-    config: str | None,
-    revision: str | None,
+    config: str,
+    revision: str,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, Iterator[Row]]:
     """What names a split, and its rows as they are."""
@@ -124,8 +124,7 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
     name = config.dataset_name
     if name == "synthetic":
         return True
-    how = (config.dataset_config or None, config.dataset_revision or None)
-    columns = next(_read(name, split, *how)[1], {})
+    columns = next(_read(name, split, config.dataset_config, config.dataset_revision)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
     found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in columns)
     if not found:
@@ -141,8 +140,8 @@ def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
     """
     is_main = dataset_name == config.dataset_name
     return {
-        "dataset_config": (is_main and config.dataset_config) or None,
-        "dataset_revision": (is_main and config.dataset_revision) or None,
+        "dataset_config": config.dataset_config * is_main,
+        "dataset_revision": config.dataset_revision * is_main,
         "column_map": config.renamed_columns,
         "may_lack": not is_main,
     }
@@ -151,8 +150,8 @@ def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
 def identity(
     dataset_name: str,
     split: str,
-    dataset_config: str | None = None,
-    dataset_revision: str | None = None,
+    dataset_config: str = "",
+    dataset_revision: str = "",
     **_: Any,
 ) -> str:
     """What tells the content of a split from another: a digest of its files, or the hub's name."""

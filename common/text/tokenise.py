@@ -33,6 +33,8 @@ from common.text.truncate import (
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
+# Flags on which tokens depend
+SETTINGS = ("max_prompt_length", "max_completion_length", "prompt_truncation", "column_map")
 
 
 class _Text(NamedTuple):
@@ -60,17 +62,8 @@ def load(
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`."""
     how = options(config, dataset_name)
-    settings = {
-        "dataset_name": dataset_name,
-        "num_rows": num_rows,
-        "kind": kind,
-        "stop_id": stop_id,
-        "max_prompt_length": config.max_prompt_length,
-        "max_completion_length": config.max_completion_length,
-        "truncation": config.prompt_truncation,
-        "split": split,
-        "column_map": config.column_map,
-    }
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    settings |= {"data": [dataset_name, split, kind, num_rows], "stop_id": stop_id}
     of_data = partial(identity, dataset_name, split, **how)
     file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
     with distributed.host_first():
