@@ -5,6 +5,7 @@ import importlib
 import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
 
@@ -90,8 +91,8 @@ def of_trl(row: Row, name: str, known: Collection[str]) -> str:
 def having(names: set[str]) -> str:
     """The scripts that have all these flags."""
     scripts = [*sorted(ROOT.glob("train_*.py")), ROOT / "evaluate.py"]
-    found = [s.name for s in scripts if names <= set(config_class(s.name).__dataclass_fields__)]
-    return ", ".join(found)
+    flags = {s.name: {f.name for f in fields(config_class(s.name))} for s in scripts}
+    return ", ".join(name for name, own in flags.items() if names <= own)
 
 
 def config_class(script: str) -> type[Any]:

@@ -112,9 +112,8 @@ def recipe_arguments(
     arguments = []
     recipe = read_recipe(file)
     if unknown := [key for key in recipe if key not in fields]:
-        raise UserError(
-            f"--config {file} has the unknown key {answer(unknown, cls, list(fields))}."
-        )
+        told = answer(unknown, cls, list(fields))
+        raise UserError(f"--config {file} has the unknown key {told}.")
     for key, value in recipe.items():
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]

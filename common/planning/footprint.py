@@ -30,11 +30,8 @@ def numbers(unit: Unit, ranks: int = 1, *, trained: bool = False) -> int:
     Each parameter is cut along its first dimension. FSDP fills the last part up to the size of the
     others, so that 768 rows on 1024 ranks take a row on each.
     """
-    return sum(
-        -(-len(p) // ranks) * (p.numel() // len(p)) if p.ndim else 1
-        for p in unit
-        if p.requires_grad or not trained
-    )
+    counted = (p for p in unit if p.requires_grad or not trained)
+    return sum(-(-len(p) // ranks) * (p.numel() // len(p)) if p.ndim else 1 for p in counted)
 
 
 @dataclass(frozen=True)
@@ -202,9 +199,7 @@ class Count:
             self.kept[storage._cdata] = storage
         return tensor
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: float) -> Tensor:
         """In the place of fused attention: keep what that keeps for backward, compute nothing.
 
         Kept are queries, keys, values, the output, and a log-sum-exp per query and head; where they

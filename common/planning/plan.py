@@ -206,9 +206,8 @@ def fitting(run: Run, ranks: int, num_bytes: float) -> dict[str, Any]:
     trains_on_samples = config.stage == "GRPO" or getattr(config, "pairs_from", "") == "rollouts"
     if trains_on_samples and isinstance(config, EngineConfig) and config.rollout_engine == "own":
         samples = getattr(config, "num_candidates", 1)
-        sizes = [
-            (n, -(-n // samples) * prompt + n * own) for n in powers(4, 12, num_rows * samples)
-        ]
+        rows = powers(4, 12, num_rows * samples)
+        sizes = [(n, -(-n // samples) * prompt + n * own) for n in rows]
         names = ("generation_batch_size", "generation_cache_tokens")
         options.append([dict(zip(names, pair, strict=True)) for pair in sizes])
     options = [

@@ -72,9 +72,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         save_config(output_dir / CONFIG, config)
         (output_dir / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
     except OSError as error:
-        raise UserError(
-            f"--output_dir {output_dir} cannot be written: {error.strerror or gist(error)}."
-        ) from None
+        reason = error.strerror or gist(error)
+        raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
 
 
 def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:

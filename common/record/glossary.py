@@ -50,11 +50,9 @@ def is_defined(name: str) -> bool:
     return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
 
 
-def with_interval(
-    name: str, value: float, low: float | None, high: float | None
-) -> dict[str, float]:
+def with_interval(name: str, value: float, *ends: float | None) -> dict[str, float]:
     """A metric and the ends of its 95% interval, by their names; without an interval alone."""
-    values = zip((name, *ends_of(name)), (value, low, high), strict=True)
+    values = zip((name, *ends_of(name)), (value, *ends), strict=True)
     return {own: number for own, number in values if number is not None}
 
 

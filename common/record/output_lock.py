@@ -33,19 +33,17 @@ def take(output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     except OSError as error:
-        raise UserError(
-            f"--output_dir {output_dir} cannot be written: {error.strerror or error}."
-        ) from None
+        reason = error.strerror or error
+        raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either
         file.seek(0)
         holder = file.read().strip() or "another process"
         file.close()
-        raise UserError(
-            f"--output_dir {output_dir} is being written by {holder}; wait for it, end it, or name "
-            "another folder."
-        ) from None
+        advice = "wait for it, end it, or name another folder"
+        what = f"--output_dir {output_dir} is being written by {holder}"
+        raise UserError(f"{what}; {advice}.") from None
     except OSError:
         file.close()
         return

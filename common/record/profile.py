@@ -42,9 +42,8 @@ def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
             file.write_text(f"# Profile of {steps}\n\n{summary(profile)}", encoding="utf-8")
         print(f"profile: {steps} are in {folder}", flush=True)
 
-    schedule = torch.profiler.schedule(
-        wait=max(0, skip - 1), warmup=min(1, skip), active=num_steps, repeat=1
-    )
+    warm = min(1, skip)
+    schedule = torch.profiler.schedule(wait=skip - warm, warmup=warm, active=num_steps, repeat=1)
     profile = torch.profiler.profile(schedule=schedule, on_trace_ready=write, with_flops=True)
     profile.start()
     return profile

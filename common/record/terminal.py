@@ -82,9 +82,7 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
         table.add_column(format_cell(column), justify=side, max_width=room)
     for row in cells:
         texts = zip(columns, (textwrap.wrap(cell.strip(), room) for cell in row), strict=True)
-        table.add_row(
-            *("\n".join(_cut(t, max_lines, name.startswith("prompt"))) for name, t in texts)
-        )
+        table.add_row(*("\n".join(_cut(t, max_lines, n.startswith("prompt"))) for n, t in texts))
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, markup=False, emoji=False).print(table)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

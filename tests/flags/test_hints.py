@@ -105,6 +105,7 @@ def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
 def test_a_flag_of_another_script_is_answered_with_that_script() -> None:
     told = ": a flag of train_dpo.py, train_grpo.py, evaluate.py."
     assert refusal("train_sft.py", "--num_generations", "8").endswith(told)
+    assert refusal("train_sft.py", "--stage", "x").endswith("(see --help for the flags).")
     every = ": a flag of train_dpo.py, train_grpo.py, train_reward.py, train_sft.py."
     assert refusal("evaluate.py", "--max_steps", "8").endswith(every)
 
