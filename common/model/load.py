@@ -137,8 +137,8 @@ def read_model_config(
     from common.model import checks, lora
 
     model_config = find_config(path, tokenizer, config)
-    path = lora.base_path(path)
-    checks.check_kind(path, model_config, kind)
+    given, path = path, lora.base_path(path)
+    checks.check_kind(f"{given} on {path}" if given != path else path, model_config, kind)
     checks.check_sizes(path, model_config, kind, tokenizer)
     if kind != "encoder":  # its texts are other tokens
         checks.check_lengths(path, model_config, config)

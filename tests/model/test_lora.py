@@ -629,6 +629,28 @@ def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name,
         assert plain.read_settings(tmp_path / "out" / part) == plain.read_settings(run / part)
 
 
+def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_path, monkeypatch):
+    read, seen = lora.read_settings, []
+
+    def of_revision(path: str) -> Any:
+        settings = read(path)
+        settings.revision = "v1"
+        return settings
+
+    def read_base(path: str, settings: Path, config: Any, **_: Any) -> Any:
+        seen.append((path, config.model_name_or_path, config.model_revision))
+        raise UserError("it is far.")
+
+    monkeypatch.setattr(lora, "read_settings", of_revision)
+    monkeypatch.setattr(plain, "read_base", read_base)
+    checkpoint = str(files.folder_of(folder / "2" / "sft", STEPS))
+    with pytest.raises(
+        UserError, match="cannot be merged into a model without its base: it is far"
+    ):
+        export.main(ExportConfig(output_dir=str(tmp_path), checkpoint=checkpoint))
+    assert seen == [(str(folder / BASE), str(folder / BASE), "v1")]
+
+
 def test_under_bfloat16_adapters_stay_float32(folder):
     for rank in json.loads((folder / "records.json").read_text()):
         record = rank[len(RUNS)]

@@ -130,3 +130,6 @@ def test_an_adapter_to_start_from_is_refused(folder: Path):
     nothing: Any = None  # refused before it is looked at
     with pytest.raises(UserError, match="is an adapter; with --lora_r a reward model must start"):
         load.load_reward_model(path, nothing, nothing, config, trains=True)
+    tokenizer = load.load_tokenizer(path, config)
+    with pytest.raises(UserError, match=f"{path} on .* is not a reward model: it holds GPT2LM"):
+        load.read_model_config(path, "reward_model", tokenizer, config)
