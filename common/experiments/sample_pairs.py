@@ -41,29 +41,20 @@ class PairsConfig(DPOConfig):
 def main(config: PairsConfig) -> None:
     """Sample, score, pair and write both splits, the training split last."""
     distributed.seed_everything(config.seed)
-    output_dir = Path(config.output_dir)
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
     if distributed.is_rank0():
-        save_run_files(output_dir, config, distributed.world_size())
+        save_run_files(Path(config.output_dir), config, distributed.world_size())
     splits = {
         config.dataset_test_split: config.num_eval_rows,
         config.dataset_train_split: config.num_train_rows,
     }
     for split, num_rows in splits.items():
         model_config = load.read_model_config(path, "policy", tokenizer, config)
-        part = replace(
-            config,
-            dataset_train_split=split,
-            num_train_rows=num_rows,
-            output_dir=str(output_dir / f"{split}.partial"),
-        )
-        pairs_from_rollouts(part, tokenizer, stop_ids, model_config, mesh)
-        if distributed.is_rank0():
-            written = Path(part.output_dir)
-            (written / "pairs.jsonl").replace(output_dir / f"{split}.jsonl")
-            written.rmdir()
+        part = replace(config, dataset_train_split=split, num_train_rows=num_rows)
+        rest = (tokenizer, stop_ids, model_config, mesh, f"{split}.jsonl")
+        pairs_from_rollouts(part, *rest)
         distributed.barrier()
 
 

@@ -62,6 +62,7 @@ def pairs_from_rollouts(
     stop_ids: list[int],
     model_config: Any,
     mesh: DeviceMesh,
+    file: str = "pairs.jsonl",  # in output_dir
 ) -> list[Example]:
     """Sample from the starting policy, score, and pair: the training set. Collective.
 
@@ -113,7 +114,7 @@ def pairs_from_rollouts(
     pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
     train_set = as_examples(pairs)
     if distributed.is_rank0():
-        write_jsonl(Path(config.output_dir) / "pairs.jsonl", pairs)
+        write_jsonl(Path(config.output_dir) / file, pairs)
     return train_set
 
 

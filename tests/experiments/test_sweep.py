@@ -380,7 +380,11 @@ def test_the_origin_normalises_first_and_so_looks_at_few_of_its_candidates(monke
     target = (raw - raw.mean(1, keepdim=True)) / raw.std(1, keepdim=True)
     target[0, 5] = -1
     torch.testing.assert_close(found, target, atol=1e-3, rtol=0)  # whatever the model's scale is
-    assert seen == [False], "the penalty is not normalised"
+    drawn.has_stop = drawn.has_stop[:400]
+    found_once = rollouts.reward(raw[:, :1], None, drawn, config, 0, 1).total
+    assert found_once[5] == -1
+    assert torch.equal(found_once[6:], raw[6:, :1]), "an evaluation's completions have no group"
+    assert seen == [False, False], "the penalty is not normalised"
     how = {"num_keep": 8, "temperature": 2.0, "method": "rso"}
     seeds = torch.arange(400)
     looked_at = advantages.num_candidates_seen(found, **how, seed=seeds).double().mean()

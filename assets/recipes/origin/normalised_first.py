@@ -17,10 +17,15 @@ reward = rollouts.reward
 
 
 def normalised(scorer, examples, drawn, config, step, total_steps):
-    """As `rollouts.reward`, each group (K,) of the rewards with mean 0 and deviation 1."""
+    """As `rollouts.reward`, each group (K,) of the rewards with mean 0 and deviation 1.
+
+    Held-out prompts are completed once, so have no group: their rewards are as they are.
+    """
     plain = replace(config, penalize_missing_eos=False)
     scored = reward(scorer, examples, drawn, plain, step, total_steps)
-    rewards = group_advantages(scored.total).to(scored.total)  # (N, K)
+    rewards = scored.total  # (N, K)
+    if rewards.shape[1] > 1:
+        rewards = group_advantages(rewards).to(rewards)
     has_stop = drawn.has_stop.view(rewards.shape)
     total = apply_missing_eos_penalty(rewards, has_stop, eos_penalty(config))
     return replace(scored, total=total)
