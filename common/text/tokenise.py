@@ -60,7 +60,11 @@ def load(
     stop_id: int,
     num_rows: int = 0,
 ) -> Sequence[Example]:
-    """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`."""
+    """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`.
+
+    Raises:
+        UserError: Too many rows are dropped, or all.
+    """
     how = options(config, dataset_name)
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"data": [dataset_name, split, kind, num_rows], "stop_id": stop_id}
@@ -79,13 +83,14 @@ def load(
                 rows, tokenizer, config, kind=kind, stop_id=stop_id, split=split
             )
             report.notes = notes
-            if file and len(rows) >= token_cache.MIN_ROWS and distributed.is_first_on_host():
+            is_kept = found and len(rows) >= token_cache.MIN_ROWS
+            if file and is_kept and distributed.is_first_on_host():
                 token_cache.write(file, found, vars(report))
                 stored = token_cache.read(file)  # in place of what was made, which takes memory
     if stored is not None:
         report = DataReport(**stored.report)
-        report.refuse_lossy(config.max_dropped_fraction)
     distributed.print_rank0(report)
+    report.refuse_lossy(config.max_dropped_fraction)
     return found if stored is None else stored
 
 
@@ -114,7 +119,7 @@ def tokenize_rows(
         split: Name for the report and for errors.
 
     Raises:
-        UserError: Too many rows dropped or none left; a slow tokenizer and a prompt to cut.
+        UserError: A slow tokenizer and a prompt to cut.
     """
     columns = COMPLETION_COLUMNS[kind]
     report = DataReport(split=split, num_rows=len(rows))
@@ -147,7 +152,6 @@ def tokenize_rows(
     pairs = [(kept[i].prompt, text) for i in sample for text in answers[i]]
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
-    report.refuse_lossy(config.max_dropped_fraction)
     return kept, report
 
 

@@ -90,7 +90,11 @@ ROWS: list[Case] = [
     ("train_sft", {"dataset_name": "messages"}, ["'completion'", "both be text or both be"]),
     ("train_sft", {"dataset_name": "no_role"}, ["row 1", "'prompt' holds list", "'role'"]),
     ("train_sft", {"dataset_name": "content_number"}, ["row 1", "'prompt' holds list"]),
-    ("train_sft", {"dataset_name": "no_messages"}, ["'prompt' is an empty list of messages"]),
+    (
+        "train_sft",
+        {"dataset_name": "no_messages"},
+        ["1 of 1 rows (1 empty prompt; the first is row 1)"],
+    ),
     (
         "train_sft",
         {"dataset_name": "messages_text"},

@@ -223,6 +223,9 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     assert "train: 4 of 6 rows (2 empty" in output
     with pytest.raises(UserError, match=r"lose 2 of 6 rows \(2 empty .*; the first is row 3\)"):
         read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.3)
+    assert f"the first is row 3, column {column!r}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="lose 1 of 1 rows"):
+        read(tmp_path, tokenizer, kind, [bad])
 
 
 def test_texts_that_all_repeat_their_prompt_are_cut_beside_a_blank_one(tmp_path, tokenizer):
