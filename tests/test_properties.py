@@ -26,6 +26,7 @@ from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from common.text.chat import is_messages
+from common.text.forms import Opening
 from common.text.rows import COMPLETION_COLUMNS, load_rows
 from common.text.tokenise import tokenize_rows
 from common.text.truncate import last_line, shared_cues, split_prompt
@@ -281,7 +282,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
         json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
     for example in examples:
         values = [rows[example.row][name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
-        assert all(is_messages(value) or value.strip() for value in values)
+        assert all(isinstance(v, Opening) or is_messages(v) or v.strip() for v in values)
 
 
 def assert_one_sentence(error: Exception, *words: str) -> None:

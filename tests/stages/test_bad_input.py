@@ -105,8 +105,16 @@ ROWS: list[Case] = [
         {"dataset_name": "messages_null"},
         ["1 of 1 rows", "1 empty completion", "first is row 1"],
     ),
-    ("train_sft", {"dataset_name": "messages_one"}, ["row 1", "needs one before the answer"]),
-    ("train_sft", {"dataset_name": "messages_user"}, ["row 1", "messages of user", "assistant"]),
+    (
+        "train_sft",
+        {"dataset_name": "messages_one"},
+        ["1 of 1 rows (1 empty completion; the first is row 1)"],
+    ),
+    (
+        "train_sft",
+        {"dataset_name": "messages_user"},
+        ["1 of 1 rows (1 empty completion; the first is row 1)"],
+    ),
     ("train_dpo", {"dataset_name": "two_answers"}, ["row 1", "'chosen'", "it must be one"]),
     ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),
     (
