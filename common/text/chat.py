@@ -122,7 +122,8 @@ def _turn_ends(
         places = [place for mark in marks for place in mark if mark[1] > start]
         if not places:
             raise UserError("the chat template marks no answer of a row by {% generation %}.")
-        return [start, *places[1:]]
+        # An answer that is empty, or a call that the template leaves unmarked, is only read.
+        return [start, *places[1:]] if places[0] <= start else [start, start, *places]
     text_of = partial(rendered, tokenizer, options=options)
     ends: list[int] = []
     for i, message in enumerate(messages):

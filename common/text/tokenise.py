@@ -327,7 +327,8 @@ def _tokenize_turns(
         ends.append(len(ids))
     found = list(zip(ends[::2], ends[1::2], strict=True))
     trained = [[a, min(b, max_length)] for a, b in found if a < min(b, max_length)]
-    return _Text(turns, ids[: trained[-1][1]], len(ids) > max_length, False, trained, len(found))
+    ids, is_cut = ids[: trained[-1][1] if trained else 0], len(ids) > max_length
+    return _Text(turns, ids, is_cut, False, trained, sum(a < b for a, b in found))
 
 
 def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
@@ -338,6 +339,8 @@ def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
         return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
+    if not all(completion.ids for completion in completions):
+        return "no answer within max_completion_length"
     if len(completions) == 2 and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""

@@ -42,6 +42,7 @@ CONVERSATIONS = {
     "three turns": [SYSTEM, ASKED, ONE, AGAIN, TWO, LAST, THREE],
     "turns of the assistant together": [ASKED, ONE, TWO, AGAIN, THREE],
     "a tool between": [ASKED, ONE, TOOL, TWO],
+    "an empty answer first": [ASKED, {**ONE, "content": ""}, AGAIN, TWO, LAST, THREE],
 }
 
 
@@ -189,6 +190,27 @@ def test_an_answer_written_anew_ends_with_the_end_of_a_turn(tmp_path, chatml):
     numbered = with_template(chatml, "{{ messages | length }}" + tiny.CHATML)
     with pytest.raises(UserError, match="writes a prompt differently once an answer follows"):
         load(tmp_path, numbered, {"messages": messages})
+
+
+def test_a_call_that_the_template_leaves_unmarked_is_read(tmp_path, chatml, capsys):
+    """As first answer: the mask is that of transformers by the same template."""
+    calls = "{% if m.tool_calls is defined %}CALL<|im_end|>{% elif m.role == 'assistant' %}"
+    template = MARKED.replace("{% if m.role == 'assistant' %}", calls)
+    tokenizer, turns = with_template(chatml, template), [ASKED, CALL, TOOL, ONE, AGAIN, TWO]
+    (example,) = load(tmp_path, tokenizer, {"messages": turns})
+    expected = tokenizer.apply_chat_template(
+        [ASKED, {**CALL, "content": ""}, *turns[2:]],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert trained(example) == [bool(count) for count in expected["assistant_masks"][:-1]]
+    (ids,) = example.completions
+    texts = [chatml.decode(ids[start:end]) for start, end in example.trained]
+    assert texts == ["Because.<|im_end|>", "It\nends.<|im_end|>"]
+    assert "2 answers each" in capsys.readouterr().out
+    start = example.trained[0][0]
+    with pytest.raises(UserError, match="1 no answer within max_completion_length"):
+        load(tmp_path, tokenizer, {"messages": turns}, max_completion_length=start)
 
 
 def test_what_is_cut_is_counted_and_every_run_shows_what_it_trains(tmp_path, chatml, capsys):
