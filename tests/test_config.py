@@ -289,5 +289,5 @@ def test_what_a_command_line_leaves_idle_of_a_recipe_is_let_be():
     settle("--policies", "--reward_models", "a")  # with its policy_scores
     with pytest.raises(UserError, match="--temperature has no effect without policies that"):
         settle("--num_prompts", "0", "--temperature", "0.5")
-    with pytest.raises(UserError, match="--reshard_after_forward has no effect in evaluate"):
+    with pytest.raises(UserError, match="--reshard_after_forward has no effect in this command"):
         settle("--reshard_after_forward", "false")

@@ -196,7 +196,7 @@ def make_rows(config: ReplicateConfig, chains: Chains) -> None:
         if status := subprocess.run([sys.executable, str(maker)], check=False).returncode:
             raise UserError(
                 f"{missing[0]} does not exist and `python {maker}` could not make it (status "
-                f"{status}); give it a local copy, `python {maker} --source FOLDER`, or your own "
+                f"{status}); give it local copies by the flags that it names above, or your own "
                 "rows, --overrides dataset_name=PATH."
             )
 

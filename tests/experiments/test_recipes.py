@@ -306,6 +306,7 @@ def make_imdb(folder: Path) -> None:
     assert gone.returncode == 1
     assert gone.stderr.startswith("error: ")
     assert gone.stderr.count("\n") == 1
+    assert "local copies are given by --source FOLDER --tokenizer FOLDER." in gone.stderr
     subprocess.run([*command, "gpt2-large"], cwd=folder, check=True)
     rows = load_rows(str(folder / "data" / "imdb"), "train", kind="sft")
     assert len(rows) == 12

@@ -198,7 +198,7 @@ def test_rows_that_are_not_there_are_made_or_asked_for(folder, monkeypatch, caps
     maker.write_text("import sys; sys.exit('error: no network')")
     replicate.main(parse(ReplicateConfig, [*arguments, "--dry_run", "true"]))
     asked = "data/synthetic does not exist and `python assets/recipes/count/make_rows.py` could not"
-    with pytest.raises(UserError, match=asked):
+    with pytest.raises(UserError, match=f"{asked}.* local copies by the flags that it names above"):
         replicate.main(parse(ReplicateConfig, arguments))
     assert not ran
     replicate.main(parse(ReplicateConfig, [*arguments, "--overrides", "sft.dataset_name=a.jsonl"]))

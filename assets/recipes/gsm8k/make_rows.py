@@ -9,14 +9,13 @@ github.com/openai/grade-school-math has it, and writes `prompt` (messages), `com
 for SFT) and `answer` (for the reward function `gsm8k`) to `data/gsm8k`.
 """
 
-import argparse
 import json
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from common.text import hub  # noqa: E402
+from common.experiments import row_maker  # noqa: E402
 
 INSTRUCTION = (
     "Solve the problem step by step. End with a line that has #### and then the answer, a number "
@@ -37,7 +36,7 @@ def make_row(question: str, answer: str) -> dict[str, object]:
     }
 
 
-def main(source: str, target: str) -> None:
+def main(source: str = "openai/gsm8k", target: str = "data/gsm8k") -> None:
     """Read both splits, then write both."""
     from datasets import load_dataset
 
@@ -51,12 +50,4 @@ def main(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--source", default="openai/gsm8k", help="hub id or folder")
-    parser.add_argument("--target", default="data/gsm8k", help="folder to write to")
-    given = parser.parse_args()
-    hub.is_reachable()  # if not, it is not asked again and again
-    try:
-        main(given.source, given.target)
-    except (OSError, ValueError) as error:  # no file, and nothing from the hub
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    row_maker.run(main, __doc__)

@@ -11,7 +11,6 @@ rating being the mean of four dimensions by three experts. The last fifth of the
 out.
 """
 
-import argparse
 import itertools
 import json
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from common.text import hub  # noqa: E402
+from common.experiments import row_maker  # noqa: E402
 
 SPLITS = {"train": "train.jsonl", "dev": "validation.jsonl"}
 DIMENSIONS = ("coherence", "consistency", "fluency", "relevance")
@@ -59,27 +58,16 @@ def write(folder: Path, rows: Iterator[tuple[str, dict[str, Any]]]) -> None:
         (folder / name).write_text("".join(lines), encoding="utf-8")
 
 
-def main(source: str, pairs_source: str, target: str) -> None:
+def main(source: str = "", pairs_source: str = "mteb/summeval", target: str = "data") -> None:
     """Make both data sets."""
     from datasets import load_dataset
 
     if not source:
-        raise OSError(
-            "give --source, the folder SciTLDR-Data/SciTLDR-A of a clone of its repository"
-        )
+        raise OSError("--source is required, SciTLDR-Data/SciTLDR-A of a clone of its repository")
     write(Path(target, "scitldr"), abstracts(Path(source)))
     articles = load_dataset(pairs_source, split="test").to_list()
     write(Path(target, "summeval_preference"), pairs(articles))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--source", default="", help="SciTLDR-A's folder (required)")
-    parser.add_argument("--pairs_source", default="mteb/summeval", help="hub id or folder")
-    parser.add_argument("--target", default="data", help="folder to write to")
-    given = parser.parse_args()
-    hub.is_reachable()  # if not, it is not asked again and again
-    try:
-        main(given.source, given.pairs_source, given.target)
-    except (OSError, ValueError) as error:  # no file, and nothing from the hub
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    row_maker.run(main, __doc__)

@@ -9,7 +9,6 @@ reads the reviews of Maas et al. 2011 from the hub, or from the folder of the or
 review (of gpt2-large, by default), as in Rafailov et al. 2023, C.1; the completion is the rest.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # where `common` is
-from common.text import hub  # noqa: E402
+from common.experiments import row_maker  # noqa: E402
 
 SHORTEST, LONGEST = 2, 8  # tokens of a prompt
 NUM_HELD_OUT = 1024
@@ -54,26 +53,19 @@ def rows(texts: list[str], tokenizer: Any) -> Iterator[dict[str, str]]:
             yield {"prompt": text[:end], "completion": text[end:]}
 
 
-def main(source: str, target: str, tokenizer_name: str) -> None:
+def main(
+    source: str = "stanfordnlp/imdb", target: str = "data/imdb", tokenizer: str = "gpt2-large"
+) -> None:
     """Write both splits."""
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name)
+    its_tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     splits = {"train": reviews(source, "train"), "validation": reviews(source, "test")}
     Path(target).mkdir(parents=True, exist_ok=True)
     for name, texts in splits.items():
         texts = texts[: NUM_HELD_OUT if name == "validation" else None]
         with open(Path(target) / f"{name}.jsonl", "w", encoding="utf-8") as file:
-            for row in rows(texts, tokenizer):
+            for row in rows(texts, its_tokenizer):
                 file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--source", default="stanfordnlp/imdb", help="hub id, or archive's folder")
-    parser.add_argument("--target", default="data/imdb", help="folder to write to")
-    parser.add_argument("--tokenizer", default="gpt2-large", help="hub id or folder")
-    given = parser.parse_args()
-    hub.is_reachable()  # if not, it is not asked again and again
-    try:
-        main(given.source, given.target, given.tokenizer)
-    except (OSError, ValueError) as error:  # no file, and nothing from the hub
-        sys.exit(f"error: {' '.join(str(error).split())}")
+    row_maker.run(main, __doc__)
