@@ -131,6 +131,9 @@ def test_every_field_has_a_default_and_a_help_text(stage, capsys):
     text = capsys.readouterr().out
     for field in dataclasses.fields(cls):
         assert (f"--{field.name} " in text) == (field.name not in cls.unused)
+    words = " ".join(text.split())
+    assert "synthetic (default: synthetic)" in words
+    assert ("empty: no evaluation" in words) == (stage != "evaluate")
 
 
 def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effect_in_it(capsys):
@@ -194,16 +197,26 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "compute_dtype",
         "model_commit",
         "git_commit",
+        "hub_ids",
         "packages",
         "script",
         "stage",
         "started",
     }
     assert environment["world_size"] == 3
+    source = tmp_path / "runs" / "mine"
+    monkeypatch.chdir(tmp_path)
+    for is_there in (False, True):
+        if is_there:
+            source.mkdir(parents=True)
+        own = dataclasses.replace(config, model_name_or_path="runs/mine")
+        save_run_files(tmp_path / "run", own, world_size=3)
+        known = folder.read_config(tmp_path / "run", folder.ENVIRONMENT)
+        assert known["hub_ids"] == ([] if is_there else ["runs/mine"])
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)
     assert environment["compute_dtype"] == "float32"
     save_run_files(tmp_path / "half", dataclasses.replace(config, bf16=True), world_size=1)
-    assert folder.read_environment(tmp_path / "half")["compute_dtype"] == "bfloat16"
+    assert folder.read_config(tmp_path / "half", folder.ENVIRONMENT)["compute_dtype"] == "bfloat16"
     assert environment["cpu"]
     assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])
@@ -237,12 +250,12 @@ def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
 def test_an_environment_is_read_as_json(tmp_path):
     """YAML 1.1 takes other texts for numbers, and what is no JSON for a mapping."""
     file = tmp_path / "environment.json"
-    assert folder.read_environment(tmp_path) == {}
+    assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {}
     file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
-    assert folder.read_environment(tmp_path) == {"rate": 1e-5, "name": "a\U0001f600"}
+    assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
     file.write_text("stage: SFTConfig\n")
     with pytest.raises(ValueError, match=r"environment\.json cannot be read"):
-        folder.read_environment(tmp_path)
+        folder.read_config(tmp_path, folder.ENVIRONMENT)
 
 
 def test_is_due():

@@ -1,7 +1,6 @@
 """The model card of an exported folder: a README.md for the hub, from what a run has left."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,15 @@ from common.errors import gist
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.pairs.reward_config import RewardConfig
-from common.record.folder import read_environment, read_metrics
+from common.record.folder import ENVIRONMENT, read_config, read_metrics
 from common.report.figures import dataset_title
 from common.report.markdown import table
-from common.text import hub
 
 STAGES: dict[str, Any] = {c.__name__: c for c in (SFTConfig, RewardConfig, DPOConfig, GRPOConfig)}
 SOFTWARE = ("git_commit", "model_commit", "python", "gpu")
 
 
-def write(
-    output_dir: Path, run: Path, stage: str, config: Mapping[str, Any], step: int | None
-) -> None:
+def write(output_dir: Path, run: Path, stage: str, config: Mapping[str, Any], step: int) -> None:
     """Write the card into the folders `model` and `adapter`; a warning if that fails.
 
     Args:
@@ -32,7 +28,7 @@ def write(
         run: folder with `metrics.jsonl` and `environment.json`, as far as it is there.
         stage: name of the config's class.
         config: values of all flags.
-        step: after which the model was saved; None: the best one.
+        step: after which the model was saved.
     """
     try:
         text = card(run, stage, config, step)
@@ -43,15 +39,15 @@ def write(
         print(f"warning: no model card was written ({gist(error)}).", flush=True)
 
 
-def card(run: Path, stage: str, config: Mapping[str, Any], step: int | None) -> str:
+def card(run: Path, stage: str, config: Mapping[str, Any], step: int) -> str:
     """The text: flags that change what is computed, and of a path here the last two names."""
     cls, sources = STAGES[stage], (config["model_name_or_path"], config["dataset_name"])
     header = {"library_name": "transformers", "tags": [cls.stage.lower()]}
     named = zip(("base_model", "datasets"), sources, strict=True)
-    header |= {key: [name] for key, name in named if is_on_hub(name)}
+    known = read_config(run, ENVIRONMENT)
+    header |= {key: [name] for key, name in named if name in known.get("hub_ids", [])}
     own = [f for f in dataclasses.fields(cls) if not f.metadata["may_change"]]
-    lines = [line for line in read_metrics(run) if step is None or line["step"] <= step]
-    known = read_environment(run)
+    lines = [line for line in read_metrics(run) if line["step"] <= step]
     contents: dict[tuple[str, str], dict[str, Any]] = {
         ("flag", "value"): {
             f.name: x for f in own if (x := config.get(f.name)) != f.metadata["default"]
@@ -63,18 +59,13 @@ def card(run: Path, stage: str, config: Mapping[str, Any], step: int | None) -> 
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {config.get('hub_model_id') or run.name}",
-        f"{cls.stage} of {base} on {data}{'' if step is None else f', after {step} steps'}.",
+        f"{cls.stage} of {base} on {data}, after {step} steps.",
         *(
             table(head, [[name, shown(x)] for name, x in rows.items() if x is not None])
             for head, rows in contents.items()
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether it may be a hub id, and is nothing that is here."""
-    return hub.may_be_id(name) and name != "synthetic" and not os.path.exists(name)
 
 
 def shown(value: Any) -> str:

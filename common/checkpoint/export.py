@@ -17,7 +17,7 @@ from common import distributed
 from common.checkpoint import card, files, plain, push
 from common.checkpoint.saver import Checkpointer, cause
 from common.checkpoint.state import once_each
-from common.config import MODELS, CommonConfig, HubConfig, path_flag
+from common.config import CommonConfig, HubConfig, path_flag
 from common.errors import UserError, gist
 from common.exits import signals
 from common.flags.parser import headings, parse
@@ -66,11 +66,16 @@ def finish(
             except UserError as second:
                 kept = str(second)
             raise UserError(f"{error}; {kept}") from None
-        describe(saver, step)
+
+    def describe(step: int) -> None:
+        if distributed.is_rank0():
+            about = (type(saver.config).__name__, asdict(saver.config), step)
+            card.write(saver.output_dir, saver.output_dir, *about)
 
     saver.stop_if_asked(step, at_once=True)
     signals.stop_no_more()
     export()
+    describe(step)
     saver.wait()
     try:
         for look in looks:
@@ -81,19 +86,12 @@ def finish(
             f"the model is whole in {folder}, its last evaluation or table of samples is not made "
             f"({again}): {gist(error)}"
         ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-    if is_best := saver.close():
+    if (exported := saver.close() or step) != step:
         export()
-    describe(saver, None if is_best else step)  # with the last evaluation
+    describe(exported)  # with its evaluation
     logger.close()
     plots.plot_run(saver.output_dir)
     push.push(saver.output_dir, saver.config)
-
-
-def describe(saver: Checkpointer, step: int | None) -> None:
-    """Write the model's card on rank 0."""
-    if distributed.is_rank0():
-        about = (type(saver.config).__name__, asdict(saver.config), step)
-        card.write(saver.output_dir, saver.output_dir, *about)
 
 
 def save_pretrained(
@@ -171,13 +169,13 @@ def main(config: ExportConfig) -> None:
     if reason := files.damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} cannot be exported: {reason}.")
     refuse_unwritable(config.output_dir)
-    for place in (output_dir / name for name in MODELS):
-        if place.exists():
-            raise UserError(f"{place} is there already; remove it or name another --output_dir.")
+    if (model := output_dir / "model").exists():
+        raise UserError(f"{model} is there already; remove it or name another --output_dir.")
     distributed.quieten()
+    plain.use_folders(config)
     push.prepare(config)
     plain.export(checkpoint, output_dir, config, config.model_name_or_path)
-    print(f"the model is in {output_dir / 'model'}", flush=True)
+    print(f"the model is in {model}", flush=True)
     push.push(output_dir, config)
 
 

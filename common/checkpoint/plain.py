@@ -27,9 +27,11 @@ from common.checkpoint import card, files
 from common.checkpoint.state import once_each
 from common.config import CommonConfig
 from common.errors import UserError, gist, values_of
+from common.evaluation.score import run_of
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
 
+NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
 OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights only
 
 
@@ -173,11 +175,12 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
                 f"its base: {error} Give that as --model_name_or_path."
             ) from None
 
-    write_folders(lm, state, settings, output_dir / "model", below)
-    text = yaml.safe_dump(manifest["config"], sort_keys=False)
-    (output_dir / CONFIG).write_text(text, encoding="utf-8")
-    run = checkpoint.absolute().parents[1]
-    card.write(output_dir, run, manifest["stage"], manifest["config"], manifest["step"])
+    run, about = run_of(str(checkpoint.resolve() / "model"))[0], manifest["config"]
+    try:
+        write_folders(lm, state, settings, output_dir / "model", below)
+    finally:  # also of an adapter without its base
+        card.write(output_dir, run, manifest["stage"], about, manifest["step"])
+    (output_dir / CONFIG).write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -218,7 +221,7 @@ def use_folders(config: CommonConfig, *, has_weights: bool = True) -> None:
         UserError: it is damaged, or cannot be exported.
     """
     fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
-    fields = [f for f in fields if f.name not in ("output_dir", "resume_from_checkpoint")]
+    fields = [f for f in fields if f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in fields for name in values_of(config, f))
     found = [name for name in names if os.path.isfile(os.path.join(name, files.MANIFEST))]
     folders = {name: str(Path(name) / files.SETTINGS) for name in found}

@@ -16,7 +16,7 @@ def prepare(config: HubConfig) -> None:
     """
     if not config.push_to_hub:
         return
-    reason = "it does not answer"
+    reason = "it does not answer); look at the connection"
     if hub.is_reachable():
         from huggingface_hub import HfApi
 
@@ -25,10 +25,10 @@ def prepare(config: HubConfig) -> None:
             HfApi().create_repo(config.hub_model_id, private=private, exist_ok=True)
             return
         except Exception as error:  # of its HTTP library too
-            reason = gist(error)
+            reason = f"{gist(error)}); log in with `hf auth login`"
     raise UserError(
-        f"--push_to_hub: {config.hub_model_id} cannot be written on the hub ({reason}); log in "
-        "with `hf auth login`, or leave the flag out and upload the exported folder later."
+        f"--push_to_hub: {config.hub_model_id} cannot be written on the hub ({reason}, or "
+        "leave the flag out and upload the exported folder later."
     )
 
 

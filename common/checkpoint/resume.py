@@ -9,7 +9,7 @@ from common import distributed
 from common.checkpoint import files
 from common.config import MODELS, TrainConfig
 from common.errors import UserError
-from common.record.folder import read_config, read_environment
+from common.record.folder import ENVIRONMENT, read_config
 
 
 def find(config: TrainConfig) -> Path | None:
@@ -60,7 +60,7 @@ def refuse_other_stage(config: TrainConfig) -> None:
     if not has_model(output_dir):
         return
     try:
-        environment = read_environment(output_dir)
+        environment = read_config(output_dir, ENVIRONMENT)
     except ValueError:
         environment = {}
     written_by = environment.get("stage", stage) if environment else "no run"

@@ -211,11 +211,11 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def close(self) -> bool:
+    def close(self) -> int:
         """End the writing; with `load_best_model_at_end`, load the best parameters. Collective.
 
         Returns:
-            Whether that was done and they are of another step than the last that was saved.
+            Of which step they are; 0 if none were loaded.
 
         Raises:
             UserError: the disk refused.
@@ -224,21 +224,21 @@ class Checkpointer:
         self._end()
         name = self.config.metric_for_best_model
         if not name:
-            return False
+            return 0
         for best in distributed.from_rank0(best_checkpoint.ranking(self.output_dir, name)):
             if reason := files.damage(best):
                 distributed.print_rank0(f"warning: the checkpoint {best} is skipped: {reason}.")
                 continue
             distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
             if not self.config.load_best_model_at_end:
-                return False
+                return 0
             restore_state(best, self.model, self.optimizer, self.reference)
-            return files.step_of(best) != self._saved_step
+            return files.step_of(best)
         distributed.print_rank0(
             f"warning: --metric_for_best_model {name} was not logged at the step of any whole "
             "checkpoint; the last step is exported."
         )
-        return False
+        return 0
 
     def _end(self) -> None:
         """End the thread, the last vote and the process group with its threads. Collective."""

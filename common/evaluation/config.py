@@ -29,6 +29,8 @@ class EvaluateConfig(EngineConfig):
         "num_sample_prompts",
     )
 
+    dataset_test_split: str = flag("validation", "the split to evaluate on", required=True)
+
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
     reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
@@ -81,8 +83,6 @@ class EvaluateConfig(EngineConfig):
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
         for name in ("policies", "reward_models", "judge_funcs"):
             refuse_twice(name, getattr(self, name))
-        if not self.dataset_test_split:
-            raise UserError("--dataset_test_split is required: the split to evaluate on.")
         if 0 < self.temperature < SMALLEST_TEMPERATURE:
             raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
         if self.num_generations > 1 and self.temperature == 0:

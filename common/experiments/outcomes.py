@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation.intervals import finite_vector, interval_cell, t_quantile
-from common.record.folder import read_environment, read_metrics
+from common.record.folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page
 
@@ -89,14 +89,12 @@ def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     Of a check its rates: its mean reward is pass@1.
     """
-    found: dict[str, None] = {}
-    for system in systems.values():
-        own = (system.get("gold_reward"), system.get("reward"))
-        rates = system.get("pass_rates") or {}
-        for judge, mean in (system.get("rewards") or {}).items():
-            names = [f"{judge}/{rate}" for rate in rates.get(judge, ())] or [judge]
-            found |= dict.fromkeys(names if mean not in own else ())
-    return [f"{JUDGED}{name}" for name in found]
+    every = list(systems.values())
+    model = next((system["name"] for system in every if system.get("kind") == "reward_model"), "")
+    names = {"gold_reward": f"{JUDGED}gold", "reward": f"{JUDGED}{model}"}
+    own = {name for system in every for key, name in names.items() if system.get(key)}
+    found = dict.fromkeys(name for system in every for name in judged(system))
+    return [name for name in found if name not in own and f"{name}/pass@1" not in found]
 
 
 # ---- over seeds ----------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ def write_results(
     run_dirs: Iterable[Path],
 ) -> None:
     """Write the record and the page beside it, with the runs' commits; print the page's tables."""
-    found = (read_environment(run_dir) for run_dir in run_dirs)
+    found = (read_config(run_dir, ENVIRONMENT) for run_dir in run_dirs)
     commits = sorted({str(environment["git_commit"]) for environment in found if environment})
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"git_commits": commits, **record}, indent=1) + "\n")

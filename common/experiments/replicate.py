@@ -57,7 +57,7 @@ from common.experiments.sweep_file import entry
 from common.flags.hints import config_class
 from common.flags.parser import parse
 from common.flags.recipes import read_recipe
-from common.record.folder import read_environment
+from common.record.folder import ENVIRONMENT, read_config
 from common.report.blocks import Block, Section, Table
 
 RECIPES = Path("assets/recipes")
@@ -241,7 +241,7 @@ def cost(run_dirs: Sequence[Path]) -> dict[str, Any]:
     """Hours of training of the runs times their processes, by what they ran on; as recorded."""
     hours: dict[str, float] = {}
     for run_dir in run_dirs:
-        environment = read_environment(run_dir)
+        environment = read_config(run_dir, ENVIRONMENT)
         minutes = run_cost(run_dir).get("elapsed_minutes", 0.0)
         kind = environment.get("gpu") or "CPU process"
         hours[kind] = hours.get(kind, 0.0) + minutes / 60 * environment["world_size"]

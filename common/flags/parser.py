@@ -84,7 +84,7 @@ def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
 
     is_list, default = get_origin(f.type) is list, f.metadata["default"]
     kind: Any = get_args(f.type)[0] if is_list else f.type
-    note = "required" if f.metadata["required"] else f"default: {default}"
+    note = "required" if f.metadata["required"] and not default else f"default: {default}"
     text = f.metadata["help"] + (f" ({note})" if note not in ("default: ", "default: []") else "")
     choices = f.metadata["choices"]
     group.add_argument(

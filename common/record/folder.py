@@ -51,6 +51,9 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """
     import torch
 
+    from common.text import hub
+
+    sources = (getattr(config, n, "") for n in ("model_name_or_path", "dataset_name"))
     installed = {n: one.version for n in PACKAGES for one in metadata.distributions(name=n)}
     environment = {
         "python": platform.python_version(),
@@ -62,6 +65,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "compute_dtype": "bfloat16" if getattr(config, "bf16", False) else "float32",
         "git_commit": git_commit(),
         "model_commit": getattr(config, "model_commit", "") or None,
+        "hub_ids": [name for name in sources if hub.is_id(name)],
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
@@ -90,11 +94,6 @@ def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {gist(error)}") from None
     return found if isinstance(found, dict) else {}
-
-
-def read_environment(run_dir: Path) -> dict[str, Any]:
-    """What `environment.json` holds, as `read_config`."""
-    return read_config(run_dir, ENVIRONMENT)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.record.folder import read_config, read_environment
+from common.record.folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import curves, markdown
 from common.report.blocks import Block, SampleBrowser, Section, Table
@@ -56,7 +56,7 @@ def write_page(
 
 def run_facts(run_dir: Path) -> dict[str, str]:
     """Data set, seed, date and commit of a run, as far as its own files say; no clock is read."""
-    config, environment = read_config(run_dir), read_environment(run_dir)
+    config, environment = read_config(run_dir), read_config(run_dir, ENVIRONMENT)
     commit, dirty, _ = (environment.get("git_commit") or "").partition("-dirty")
     own = "dataset_name" if config.get("score_pairs", True) else "prompts_dataset_name"
     facts = {

@@ -20,6 +20,11 @@ def may_be_id(path: str) -> bool:
     return ID.fullmatch(path) is not None and not is_local
 
 
+def is_id(source: str) -> bool:
+    """Whether a model or data set that is there is on the hub, and not here."""
+    return may_be_id(source) and source != "synthetic" and not os.path.exists(source)
+
+
 @functools.cache
 def is_reachable() -> bool:
     """Whether the hub answers; if it does not, its libraries look into their cache only.

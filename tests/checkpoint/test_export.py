@@ -143,7 +143,9 @@ def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> No
 
 def test_a_card_says_what_is_known_and_no_path_of_this_machine(run: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 0.125}\n')
-    (run / "environment.json").write_text('{"git_commit": "abc", "packages": {"torch": "9.9"}}')
+    (run / "environment.json").write_text(
+        '{"git_commit": "abc", "packages": {"torch": "9.9"}, "hub_ids": ["lab/base"]}'
+    )
     given = {"output_dir": str(run), "model_name_or_path": "lab/base", "seed": 77}
     config = asdict(SFTConfig(**given, dataset_name=f"{tmp_path}/my/rows"))
     model = tmp_path / "out" / "model"
@@ -160,6 +162,23 @@ def test_a_card_says_what_is_known_and_no_path_of_this_machine(run: Path, tmp_pa
     assert str(tmp_path) not in text
     card.write(tmp_path / "out", run, "SFTConfig", {}, 1)  # a warning
     assert (model / "README.md").read_text() == text
+    shutil.move(run / "environment.json", tmp_path)  # from where a path may look like a hub id
+    assert "base_model:" not in card.card(run, "SFTConfig", config, 1)
+
+
+def test_a_checkpoint_s_card_has_nothing_of_another_folder_s_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(card.STAGES, "TrainConfig", SFTConfig)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    newest, texts = files.newest_first(run)[0], []
+    for checkpoint in (newest, shutil.copytree(newest, run / "kept" / "mine")):
+        out = tmp_path / checkpoint.name
+        export.main(ExportConfig(checkpoint=str(checkpoint), output_dir=str(out)))
+        texts.append((out / "model" / "README.md").read_text())
+    for text, title, has_loss in zip(texts, ("run", "mine"), (True, False), strict=True):
+        assert f"\n# {title}\n" in text
+        assert ("2.5" in text) == has_loss
 
 
 class Api:
@@ -183,7 +202,7 @@ def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(
     calls: list[Any] = []
     config = tiny.train_config(push_to_hub=True, hub_model_id="me/mine", hub_private_repo=True)
     monkeypatch.setattr(hub, "is_reachable", lambda: False)
-    with pytest.raises(UserError, match="me/mine cannot be written on the hub .it does not answer"):
+    with pytest.raises(UserError, match="hub .it does not answer.; look at the connection, or"):
         push.prepare(config)
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Api(calls))
