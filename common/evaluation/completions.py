@@ -237,10 +237,15 @@ def judged(
     Collective if a reward model takes part. The N*K texts are what is kept of the completions;
     ROUGE is with the N references, none with an empty one.
     """
+    from common.text.chat import as_answers
+
     by_judge: dict[str, Tensor] = {}
     if judges.functions.functions:
         by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
-    k, found = len(texts) // max(1, len(prompts)), judges.answers(texts)
+    k = len(texts) // max(1, len(prompts))
+    messages = [example.messages for example in prompts for _ in range(k)]
+    given = as_answers(rollouts.texts(judges.tokenizer), messages, judges.tokenizer)
+    found = judges.answers(given)  # what the rewards are of
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(
@@ -296,10 +301,10 @@ def summary(answers: Sequence[Answers], name: str) -> dict[str, Any] | None:
     assert length
     assert stop_rate
     judges = dict.fromkeys(judge for own in generations for judge in own.rewards)
-    rewards = {
-        judge: mean_over_prompts([own.rewards.get(judge) for own in generations], prompts)
-        for judge in judges
-    }
+    rewards = {}
+    for judge in judges:
+        over = share_over_prompts if judge in passed else mean_over_prompts  # as its pass@1
+        rewards[judge] = over([own.rewards.get(judge) for own in generations], prompts)
     return {
         "length": length["mean"],
         "length_interval": length,

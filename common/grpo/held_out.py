@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from common.model.lora import AdapterReference
     from common.rewards.scorer import RewardScorer
 
+AMOUNTS = ("eval_completion_length", "eval_kl")  # no shares, even if all values are 0 or 1
+
 
 @dataclass
 class HeldOut:
@@ -90,7 +92,7 @@ class HeldOut:
         keys, metrics = [example.prompt for example in prompts], dict[str, float]()
         for name, values in measured.items():
             known = [None if math.isnan(value) else value for value in values.tolist()]
-            is_share = name == "eval_stop_rate"
+            is_share = name not in AMOUNTS and {*known} <= {0, 1, None}  # of a check, its pass@1
             over = intervals.share_over_prompts if is_share else intervals.mean_over_prompts
             if own := over(known, keys):
                 metrics |= with_interval(name, own["mean"], own["low"], own["high"])

@@ -100,12 +100,12 @@ def add_metrics(
         "reward": rewards,
         "completion_length": groups.rollouts.lengths.view(rewards.shape),
         "stop_rate": groups.has_stop,
-        "kept_reward": kept.rewards,
         # Of tokens: their mean.
         "advantage_mean_kept": advantages.sum(-1) / kept.lengths if groups.steps else advantages,
         **{f"{FUNCTION_PREFIX}{name}": own for name, own in groups.by_function.items()},
     }
     if config.num_candidates > config.num_generations:
+        values["kept_reward"] = kept.rewards
         values["candidates_seen"] = of_rejection(num_candidates_seen, groups, config, step)
     for name, own in values.items():  # (N,), (N, K) or (N, G)
         in_batch = own[groups.real].double()

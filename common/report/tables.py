@@ -148,11 +148,8 @@ QUALITY_NOTES = [
     "Distinct is the number of different completions of all prompts by their number.",
 ]
 PASS_NOTES = [
-    "A judge that gave nothing but 0 and 1 is a check. pass@k is the chance that of k samples of a "
-    "prompt one passes (Chen et al. 2021, eq. 1). maj@k is the share of prompts at which the "
-    "answer that most of the k samples give is right: of a tie the share of its answers that are, "
-    "and 0 where no sample gives one. Intervals are Wilson's for the effective sample size, over "
-    "prompts.",
+    "A judge that gave nothing but 0 and 1 is a check. pass@k: one of k samples of a prompt "
+    "passes; maj@k: the answer that most samples give is right (docs/evaluation.md has both).",
 ]
 WIN_RATE_NOTES = [
     "Win rate is the mean verdict, a tie counting one half; a reward prefers the completion it "

@@ -60,10 +60,11 @@ def gsm8k(
     ]
 
 
-def final_answers(completions: Sequence[str]) -> list[str | None]:
+def final_answers(completions: Sequence[Any]) -> list[str | None]:
     """The number behind the last `####` of each, equal ones as equal texts."""
-    numbers = map(final_number, completions)
-    return [None if n is None else f"{n.normalize() + 0:f}" for n in numbers]  # -0 as 0
+    numbers = (final_number(text_of(completion)) for completion in completions)
+    texts = [None if n is None else f"{n or Decimal(0):f}" for n in numbers]  # -0 as 0
+    return [text.rstrip("0").rstrip(".") if text and "." in text else text for text in texts]
 
 
 gsm8k.answer = final_answers  # type: ignore[attr-defined]

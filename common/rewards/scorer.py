@@ -121,7 +121,7 @@ class RewardScorer:
         }
         return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
 
-    def answers(self, texts: Sequence[str]) -> dict[str, list[str | None]]:
+    def answers(self, completions: Sequence[Any]) -> dict[str, list[str | None]]:
         """What B completions answer, by each function with an `answer(completions)`; None: nothing.
 
         Raises:
@@ -132,8 +132,8 @@ class RewardScorer:
         found = {}
         for name, function in self.functions.functions.items():
             if answer := getattr(function, "answer", None):
-                who, every = f"`answer` of reward function {name!r}", range(len(texts))
-                inputs = lambda rows: {"completions": [texts[row] for row in rows]}  # noqa: E731
+                who, every = f"`answer` of reward function {name!r}", range(len(completions))
+                inputs = lambda rows: {"completions": [completions[row] for row in rows]}  # noqa: E731
                 values = call(answer, inputs, every, who, "answers")
                 found[self.short[name]] = [None if v is None else str(v) for v in values]
         return found

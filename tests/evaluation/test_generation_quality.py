@@ -381,6 +381,8 @@ def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):
         assert rates["pass@1"]["mean"] == pytest.approx(known.mean())
         assert rates["pass@3"]["mean"] == pytest.approx(known.any(1).mean())
         assert rates["pass@1"]["low"] < rates["pass@1"]["mean"] < rates["pass@1"]["high"]
+        for key in ("mean", "low", "high"):  # one number, one interval
+            assert system["rewards"]["short"][key] == pytest.approx(rates["pass@1"][key])
 
 
 def at_equal_length(wins: np.ndarray, differences: np.ndarray) -> float:

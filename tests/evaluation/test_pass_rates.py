@@ -68,3 +68,6 @@ def test_a_check_says_nothing_but_0_and_1_of_any_completion():
 def test_equal_numbers_are_equal_answers_of_gsm8k():
     texts = ["so\n#### 1,000", "#### $1000.00", "#### 2\n#### 18.50", "#### -0", "18", "#### none"]
     assert final_answers(texts) == ["1000", "1000", "18.5", "0", None, None]
+    assert final_answers([[{"role": "assistant", "content": "#### 7.00"}]]) == ["7"]
+    long = ["#### " + "9" * 40, "#### " + "9" * 39 + "8"]
+    assert final_answers(long) == ["9" * 40, "9" * 39 + "8"]

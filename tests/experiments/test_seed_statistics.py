@@ -6,8 +6,19 @@ from scipy import stats
 
 from common.evaluation.intervals import t_quantile
 from common.experiments.forest import Effect
-from common.experiments.outcomes import over_seeds
+from common.experiments.outcomes import judges, over_seeds
 from common.experiments.sweep_file import Variant
+
+
+def test_a_judge_is_known_by_its_name_whatever_it_gave():
+    half = {"mean": 0.5}
+    rewards = dict.fromkeys(("gold", "model", "other model", "style", "check"), half)
+    rates = {"check": {"pass@1": half, "maj@4": half}}
+    policy = {"name": "sft", "rewards": rewards, "pass_rates": rates}
+    model = {"name": "model", "kind": "reward_model"}
+    systems = {"a": model, "b": policy | {"gold_reward": half, "reward": half}}
+    names = ("other model", "style", "check/pass@1", "check/maj@4")
+    assert judges(systems) == [f"judged/{name}" for name in names]
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 9, 10, 49])

@@ -31,6 +31,9 @@ def size(prompts, completions, completion_ids, **columns):
 
 def even(prompts, completions, completion_ids, **columns):
     return [None if len(p) % 2 else float(ids[0]) for p, ids in zip(prompts, completion_ids)]
+
+def check(prompts, completions, **columns):
+    return [float(p == "pp") if p else None for p in prompts]
 """
 
 
@@ -50,8 +53,8 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
     config = GRPOConfig(
         output_dir=str(folder),
         model_name_or_path="unused",
-        reward_funcs=[f"{folder}/functions.py:{name}" for name in ("size", "even")],
-        reward_weights=[1.0, 0.5],
+        reward_funcs=[f"{folder}/functions.py:{name}" for name in ("size", "even", "check")],
+        reward_weights=[1.0, 0.5, 0.0],
         temperature=TEMPERATURE,
         max_completion_length=6,
         penalize_missing_eos=False,
@@ -90,7 +93,9 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         - plain_logp(reference, example.prompt_ids, own, TEMPERATURE)
         for example, own in zip(found.prompts, ids, strict=True)
     ]
+    passed = [float(key == "pp") if key else None for key in keys]
     expected = {
+        "eval_reward/check": share_over_prompts(passed, keys),
         "eval_reward": mean_over_prompts(totals, keys),
         "eval_reward/size": mean_over_prompts(sizes, keys),
         "eval_reward/even": mean_over_prompts(even, keys),

@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from common import data
 from common.data import Piece, collate, load_examples
 from common.errors import UserError
+from common.evaluation.completions import judged
 from common.rewards.models import RewardModelFunction
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Rollouts
@@ -172,6 +173,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
         f"    assert prompts == [{[SYSTEM, USER]!r}] * 2, prompts\n"
         "    assert topic == ['none'] * 2\n"
         "    return [len(message['content']) for (message,) in completions]\n"
+        "judge.answer = lambda completions: [m['content'] for (m,) in completions]\n"
     )
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
@@ -179,6 +181,8 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
+    found = judged(scorer, [example], rollouts, rollouts.texts(chatml), [""])
+    assert [own.answers for own in found] == [{"judge": "Yes."}, {"judge": "Oh"}]
 
     other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos
     other.eos_token = "<|endoftext|>"
