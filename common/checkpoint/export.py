@@ -67,15 +67,10 @@ def finish(
                 kept = str(second)
             raise UserError(f"{error}; {kept}") from None
 
-    def describe(step: int) -> None:
-        if distributed.is_rank0():
-            about = (type(saver.config).__name__, asdict(saver.config), step)
-            card.write(saver.output_dir, saver.output_dir, *about)
-
     saver.stop_if_asked(step, at_once=True)
     signals.stop_no_more()
     export()
-    describe(step)
+    describe(saver, step)
     saver.wait()
     try:
         for look in looks:
@@ -88,10 +83,17 @@ def finish(
         ) from (None if isinstance(error, UserError) else error)  # whose text says it all
     if (exported := saver.close() or step) != step:
         export()
-    describe(exported)  # with its evaluation
+    describe(saver, exported)  # with its evaluation
     logger.close()
     plots.plot_run(saver.output_dir)
     push.push(saver.output_dir, saver.config)
+
+
+def describe(saver: Checkpointer, step: int) -> None:
+    """Write the model's card on rank 0."""
+    if distributed.is_rank0():
+        about = (type(saver.config).__name__, asdict(saver.config), step)
+        card.write(saver.output_dir, saver.output_dir, *about)
 
 
 def save_pretrained(
