@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from common.model.lora import AdapterReference
     from common.rewards.scorer import RewardScorer
 
-AMOUNTS = ("eval_completion_length", "eval_kl")  # no shares, even if all values are 0 or 1
-
 
 @dataclass
 class HeldOut:
@@ -85,6 +83,9 @@ class HeldOut:
             title="evaluating",
         )
         measured = self.rewards(rollouts, step, total_steps)  # (N,) each
+        checks = {n for n, v in measured.items() if {*v[~v.isnan()].tolist()} <= {0, 1}}
+        if checks != measured.keys():  # a total of other things is no share
+            checks.discard("eval_reward")
         measured["eval_completion_length"] = rollouts.lengths
         if self.reference is not None:
             measured["eval_kl"] = self.log_ratios(self.reference, rollouts.completed(prompts))
@@ -92,7 +93,7 @@ class HeldOut:
         keys, metrics = [example.prompt for example in prompts], dict[str, float]()
         for name, values in measured.items():
             known = [None if math.isnan(value) else value for value in values.tolist()]
-            is_share = name not in AMOUNTS and {*known} <= {0, 1, None}  # of a check, its pass@1
+            is_share = name in checks or name == "eval_stop_rate"
             over = intervals.share_over_prompts if is_share else intervals.mean_over_prompts
             if own := over(known, keys):
                 metrics |= with_interval(name, own["mean"], own["low"], own["high"])

@@ -33,7 +33,7 @@ def even(prompts, completions, completion_ids, **columns):
     return [None if len(p) % 2 else float(ids[0]) for p, ids in zip(prompts, completion_ids)]
 
 def check(prompts, completions, **columns):
-    return [float(p == "pp") if p else None for p in prompts]
+    return [float(p == "pp") for p in prompts]
 """
 
 
@@ -54,12 +54,11 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
         output_dir=str(folder),
         model_name_or_path="unused",
         reward_funcs=[f"{folder}/functions.py:{name}" for name in ("size", "even", "check")],
-        reward_weights=[1.0, 0.5, 0.0],
         temperature=TEMPERATURE,
         max_completion_length=6,
         penalize_missing_eos=False,
         micro_batch_size=3,
-        **flags,
+        **{"reward_weights": [1.0, 0.5, 0.0], **flags},
     )
     prompts = tiny.ragged_examples([(n,) for n in (5, 9, 3, 7, 4, 8, 6, 2, 2)])
     for place, example in enumerate(prompts):
@@ -93,7 +92,7 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
         - plain_logp(reference, example.prompt_ids, own, TEMPERATURE)
         for example, own in zip(found.prompts, ids, strict=True)
     ]
-    passed = [float(key == "pp") if key else None for key in keys]
+    passed = [float(key == "pp") for key in keys]
     expected = {
         "eval_reward/check": share_over_prompts(passed, keys),
         "eval_reward": mean_over_prompts(totals, keys),
@@ -118,6 +117,21 @@ def test_what_is_measured_is_what_other_code_says(tmp_path: Path) -> None:
     assert 0 < sum(better) < len(better)
     assert metrics.pop("eval_accuracy") == sum(better) / len(better)
     assert set(metrics) == {"eval_accuracy_low", "eval_accuracy_high"}
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_reward_of_checks_alone_is_a_share(tmp_path: Path, number: int) -> None:
+    """Beside others 0 and 1 may be anything."""
+    found = held_out(tmp_path, models()[0], None, reward_weights=[0.0, 0.0, 1.0])
+    if number == 1:
+        names = [f"{tmp_path}/functions.py:check"]
+        found.scorer = RewardScorer(names, [1.0], tiny.tokenizer(), found.config)
+    keys = [example.prompt for example in found.prompts]
+    over = share_over_prompts if number == 1 else mean_over_prompts
+    own = over([float(key == "pp") for key in keys], keys)
+    metrics = found.measure(0, 10)
+    ends = [metrics[f"eval_reward{end}"] for end in ("_low", "_high")]
+    assert ends == pytest.approx([own["low"], own["high"]])
 
 
 def test_two_steps_differ_by_the_policy_alone(tmp_path: Path) -> None:
