@@ -18,7 +18,14 @@ from common.text.chat import content, is_call, is_messages
 
 Row = dict[str, Any]
 
-SHARE_GPT = {"human": "user", "gpt": "assistant"}  # its words for the roles
+# ShareGPT's words for the roles, as data sets on the hub have them; a call stays text
+SHARE_GPT = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "observation": "tool", "function_call": "assistant"},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
+}
+# Columns that may hold the question of a pair
+QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
 # Taori et al. 2023 (github.com/tatsu-lab/stanford_alpaca), as in the column `text` of their rows
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
@@ -57,32 +64,42 @@ def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
     told = ""
     for name in ("prompt", "completion", "chosen", "rejected", "messages", "conversations"):
         value = row.get(name)
-        if isinstance(value, list) and value and all(map(_is_share_gpt, value)):
+        if isinstance(value, list) and any(map(_is_share_gpt, value)):
             row = {**row, name: [_from_share_gpt(turn) for turn in value]}
             told = "`from` and `value` taken as `role` and `content`"
-    if "conversations" in row and "messages" not in row:
-        row = {"messages" if name == "conversations" else name: row[name] for name in row}
-        told = "`conversations` taken as `messages`"
     lacks_prompt, lacks_completion = "prompt" not in row, "completion" not in row
     is_alpaca = "instruction" in row and ("input" in row or "output" in row)
-    if "messages" in row:
-        turns: Any = row["messages"]
-        is_usable = is_messages(turns) or is_blank(turns)
-        if columns == ("completion",) and lacks_completion and is_usable:
-            return {**row, "completion": turns}, told
-        if not columns and lacks_prompt and is_usable:
-            is_answered = not is_blank(turns) and turns[-1]["role"] == "assistant"
-            told = "`messages` without a last answer taken as `prompt`"
-            return {**row, "prompt": turns[:-1] if is_answered else turns}, told
-    elif lacks_prompt and is_alpaca and len(columns) < 2:
+    if len(columns) == 2:
+        is_alpaca = is_alpaca and all(isinstance(row.get(column), str) for column in columns)
+    own = "messages" if "messages" in row else "conversations"
+    if own in row:
+        return _split_conversation(row, own, columns, told)
+    if lacks_prompt and is_alpaca:
         row = {**row, "prompt": _alpaca_prompt(row["instruction"], row.get("input"))}
         told = "`instruction` and `input` taken as `prompt` by Alpaca's template"
-        if columns and lacks_completion and "output" in row:
+        if len(columns) == 1 and lacks_completion and "output" in row:
             return {**row, "completion": row["output"]}, f"{told}, `output` as `completion`"
     elif lacks_prompt and lacks_completion and "text" in row and columns == ("completion",):
         told = "`text` taken as `completion` behind the tokenizer's bos, or eos where it has none"
         return {**row, "prompt": Opening(), "completion": row["text"]}, told
     return row, told
+
+
+def _split_conversation(row: Row, own: str, columns: Sequence[str], told: str) -> tuple[Row, str]:
+    """A row whose column `own` is prompt, and completion, in one; as it is where it is neither."""
+    turns, system, target = row[own], row.get("system"), columns[0] if columns else "prompt"
+    if len(columns) > 1 or target in row or not (is_messages(turns) or is_blank(turns)):
+        return row, told
+    row = {"messages" if name == own else name: row[name] for name in row}
+    told = "`conversations` taken as `messages`" if own == "conversations" else told
+    is_chat = is_messages(turns)
+    if is_chat and isinstance(system, str) and system.strip() and turns[0]["role"] != "system":
+        turns = [{"role": "system", "content": system}, *turns]
+        told = f"{told or '`messages` taken'}, `system` put first"
+    if not columns:
+        told = f"{told or '`messages` taken'}, without a last answer as `prompt`"
+        turns = turns[:-1] if is_chat and turns[-1]["role"] == "assistant" else turns
+    return {**row, target: turns}, told
 
 
 def way_out(row: Row, kind: str, column: str) -> str:
@@ -91,7 +108,13 @@ def way_out(row: Row, kind: str, column: str) -> str:
         return "stepwise supervision has no stage; join the steps to one text"
     if kind == "preference" and row.keys() >= {"completion", "label"}:
         return "unpaired preferences (KTO) have no stage; pair a good and a bad completion"
-    if kind == "preference" and row.keys() & {"messages", "text", "completion", "output"}:
+    if kind == "preference" and isinstance(row.get("chosen"), str) and (name := _question(row)):
+        return (
+            f"{name!r} is not in the beginning that both texts share; "
+            f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
+        )
+    answered = {"messages", "conversations", "text", "completion", "output"}
+    if kind == "preference" and row.keys() & answered:
         return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
     if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
         return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
@@ -105,14 +128,16 @@ def way_out(row: Row, kind: str, column: str) -> str:
 
 
 def _is_share_gpt(turn: Any) -> bool:
-    """Whether a message is one by ShareGPT's names."""
-    return isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn
+    """Whether a message is one by ShareGPT's names, of a role that is known."""
+    return isinstance(turn, dict) and str(turn.get("from")) in SHARE_GPT and "value" in turn
 
 
-def _from_share_gpt(turn: Row) -> Row:
-    """A message by TRL's names."""
+def _from_share_gpt(turn: Any) -> Any:
+    """A message by TRL's names; another one as it is."""
+    if not _is_share_gpt(turn):
+        return turn
     rest = {name: turn[name] for name in turn if name not in ("from", "value")}
-    return {"role": SHARE_GPT.get(turn["from"], turn["from"]), "content": turn["value"], **rest}
+    return {"role": SHARE_GPT[turn["from"]], "content": turn["value"], **rest}
 
 
 def _alpaca_prompt(instruction: Any, given: Any) -> Any:
@@ -124,6 +149,13 @@ def _alpaca_prompt(instruction: Any, given: Any) -> Any:
     if not isinstance(given, str):
         return given
     return ALPACA.format(ALPACA_INPUT, instruction, f"### Input:\n{given}\n\n")
+
+
+def _question(row: Row, shared: str = "") -> str:
+    """The first column that may hold a pair's question, and whose text is not in what it shares."""
+    values = ((name, row.get(name)) for name in QUESTIONS)
+    asked = ((n, v.strip() if isinstance(v, str) else None) for n, v in values if not is_blank(v))
+    return next((name for name, text in asked if text is None or text not in shared), "")
 
 
 def is_blank(cell: Any) -> bool:
@@ -155,15 +187,23 @@ def with_own_prompts(
     for told, number in Counter(told for _, told in read if told).items():
         tell(f"{source}: {told} in {number} of {len(rows)} rows")
     rows = [row for row, _ in read]
+    lacking = [i for i, row in enumerate(rows) if "prompt" not in row and len(columns) == 2]
     if columns:
         rows = _without_repetitions(rows, columns, source, tell)
         rows = [_with_shared_prompt(row, columns) for row in rows]
     cells = ("prompt", *columns)
     blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, cells))}
-    if blank:
-        index, name = next(iter(blank.items()))
-        what = f"{len(blank)} of {len(rows)} rows have a blank or null cell or no answer"
-        tell(f"{source}: {what} and are dropped, the first is row {index + 1}, column {name!r}")
+    unshared = [i for i in lacking if blank.get(i) == "prompt"]
+    if num := sum(isinstance(rows[i].get("prompt"), str) and i not in blank for i in lacking):
+        tell(f"{source}: prompt taken from what both texts share in {num} of {len(rows)} rows")
+    for what, found in (
+        ("have no prompt, since their completions share no beginning,", unshared),
+        ("have a blank or null cell or no answer", sorted(blank.keys() - set(unshared))),
+    ):
+        if found:
+            where = "" if found is unshared else f", column {blank[found[0]]!r}"
+            what = f"{len(found)} of {len(rows)} rows {what} and are dropped"
+            tell(f"{source}: {what}, the first is row {found[0] + 1}{where}")
     emptied = {i: {**rows[i], **dict.fromkeys(cells, "-"), name: ""} for i, name in blank.items()}
     return [emptied.get(i, row) for i, row in enumerate(rows)]
 
@@ -241,6 +281,8 @@ def _with_shared_prompt(row: Row, columns: Sequence[str]) -> Row:
             shared = re.sub(r"\S*\Z", "", shared)
         if re.search(r"\S \Z", shared):
             shared = shared[:-1]
+        if _question(row, shared):
+            return row  # refused as one without a prompt
         prompt = shared
     else:
         return row

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -361,12 +362,13 @@ def _fault(row: Row, kind: str) -> str:
 def _column_fault(row: Row, column: str, kind: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
-        is_odd = "messages" in row and not is_messages(row["messages"])
-        odd = f"'messages' is no {LIST}" if is_odd else forms.way_out(row, kind, column)
-        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {odd}"
+        named = (name for name in ("messages", "conversations") if name in row)
+        odd = next((name for name in named if not is_messages(row[name])), "")
+        way = f"{odd!r} is no {LIST}{_odd(row[odd])}" if odd else forms.way_out(row, kind, column)
+        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {way}"
     value = row[column]
     if not isinstance(value, str) and not is_messages(value):
-        return f"holds {type(value).__name__}, it must be text or a {LIST}"
+        return f"holds {type(value).__name__}, it must be text or a {LIST}{_odd(value)}"
     text = value if isinstance(value, str) else "".join(map(content, value))
     try:
         text.encode()
@@ -374,3 +376,14 @@ def _column_fault(row: Row, column: str, kind: str) -> str:
         half = text[error.start].encode("unicode_escape").decode()
         return f"holds {half}, half of a surrogate pair, which is no character; remove it"
     return ""
+
+
+def _odd(value: Any) -> str:
+    """The first turn of a list that is no message, as the end of a sentence, and what would be."""
+    turns = value if isinstance(value, list) else []
+    turn = next((t for t in turns if not is_messages([t])), None)
+    if not isinstance(turn, dict):
+        return ""
+    if "from" in turn:
+        return f"; {reprlib.repr(turn)} is from none of {', '.join(forms.SHARE_GPT)}"
+    return f"; {reprlib.repr(turn)} is none: make its content one text"

@@ -25,10 +25,23 @@ SHARE_GPT = [
     {"from": "gpt", "value": "It is blue."},
 ]
 INSTRUCTION = {"instruction": "Name the sky's color.", "input": "A clear day", "output": "Blue."}
+IMPLICIT = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
+CALLS = [
+    {"from": "human", "value": "What color is the sky?"},
+    {"from": "function_call", "value": "look()"},
+    {"from": "observation", "value": "blue"},
+    {"from": "chatgpt", "value": "It is blue."},
+]
 ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "The sky is blue."},
     "messages": {"messages": ASKED + BLUE},
     "conversations": {"conversations": SHARE_GPT},
+    "system beside": {"system": "Be brief.", "conversations": SHARE_GPT[1:]},
+    "one system": {"system": "Be long.", "conversations": SHARE_GPT},
+    "mixed names": {"conversations": [*SHARE_GPT[:2], *BLUE]},
+    "other roles": {"conversations": CALLS},
+    "unknown role": {"conversations": [*SHARE_GPT, {"from": "moderator", "value": "Ok."}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "So?"}]}]},
     "alpaca": INSTRUCTION,
     "alpaca without input": {**INSTRUCTION, "input": ""},
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
@@ -37,9 +50,14 @@ ROWS: dict[str, dict[str, Any]] = {
     "completion": {"prompt": "The sky is", "completion": " blue."},
     "chat completion": {"prompt": ASKED, "completion": BLUE},
     "pair": {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
-    "implicit pair": {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+    "implicit pair": IMPLICIT,
     "chat pair": {"prompt": ASKED, "chosen": BLUE, "rejected": GREEN},
     "implicit chat pair": {"chosen": ASKED + BLUE, "rejected": ASKED + GREEN},
+    "alpaca pair": {**INSTRUCTION, "chosen": "Blue.", "rejected": "Green."},
+    "question beside": {"question": "Its color?", **IMPLICIT},
+    "question inside": {"question": "The sky", **IMPLICIT},
+    "messages beside": {"messages": ASKED + BLUE, **IMPLICIT},
+    "conversations beside": {"conversations": SHARE_GPT, **IMPLICIT},
     "unpaired": {"prompt": "The sky is", "completion": " blue.", "label": True},
     "stepwise": {
         "prompt": "Which number is larger, 9.8 or 9.11?",
@@ -50,6 +68,7 @@ ROWS: dict[str, dict[str, Any]] = {
 END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
+CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
 PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\nName the sky's color.\n\n### Response:\n"
@@ -59,6 +78,8 @@ PROMPT_WITH_INPUT = (
     "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
     "Name the sky's color.\n\n### Input:\nA clear day\n\n### Response:\n"
 )
+CHOSEN = "--column_map completion=chosen"
+OF_PAIRS = "of pairs it is needed in a column of its own"
 NO_PAIR = "a pair is `chosen` and `rejected`"
 NO_ANSWER = "train_grpo.py takes prompts alone"
 ALPACA = "--column_map input=NAME output=NAME gives"
@@ -68,6 +89,20 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     "text": ((END, "The sky is blue."), NO_PAIR, "--column_map prompt=NAME"),
     "messages": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
     "conversations": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "system beside": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "one system": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "mixed names": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "other roles": (
+        (QUESTION, f"look(){CALLED}It is blue."),
+        NO_PAIR,
+        (f"{QUESTION}look(){CALLED}",),
+    ),
+    "unknown role": (
+        "'value': 'Ok.'} is from none of system, dev",
+        NO_PAIR,
+        "'conversations' is no",
+    ),
+    "parts": ("'role': 'user'} is none: make its content one text",) * 3,
     "alpaca": ((PROMPT_WITH_INPUT, "Blue."), NO_PAIR, (PROMPT_WITH_INPUT,)),
     "alpaca without input": ((PROMPT, "Blue."), NO_PAIR, (PROMPT,)),
     "dolly": (ALPACA, "--column_map prompt=NAME", ALPACA),
@@ -75,21 +110,38 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     "chat prompt": (NO_ANSWER, NO_ANSWER, (QUESTION,)),
     "completion": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
     "chat completion": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
-    "pair": ("column_map completion=chosen", ("The sky is", " blue.", " green."), ("The sky is",)),
+    "pair": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
     "implicit pair": (
-        "--column_map completion=chosen",
+        CHOSEN,
         ("The sky is", " blue.", " green."),
-        "of pairs it is needed in a column of its own",
+        OF_PAIRS,
+    ),
+    "alpaca pair": (
+        (PROMPT_WITH_INPUT, "Blue."),
+        (PROMPT_WITH_INPUT, "Blue.", "Green."),
+        (PROMPT_WITH_INPUT,),
+    ),
+    "question beside": (CHOSEN, "--column_map prompt=question takes it", OF_PAIRS),
+    "question inside": (CHOSEN, ("The sky is", " blue.", " green."), OF_PAIRS),
+    "messages beside": (
+        (QUESTION, "It is blue."),
+        "--column_map prompt=messages takes it",
+        (QUESTION,),
+    ),
+    "conversations beside": (
+        (BRIEF, "It is blue."),
+        "--column_map prompt=conversations takes it",
+        (BRIEF,),
     ),
     "chat pair": (
-        "--column_map completion=chosen",
+        CHOSEN,
         (QUESTION, "It is blue.", "It is green."),
         (QUESTION,),
     ),
     "implicit chat pair": (
-        "--column_map completion=chosen",
+        CHOSEN,
         (QUESTION, "It is blue.", "It is green."),
-        "of pairs it is needed in a column of its own",
+        OF_PAIRS,
     ),
     "unpaired": (("The sky is", " blue."), "unpaired preferences (KTO)", ("The sky is",)),
     "stepwise": (*["stepwise supervision has no stage"] * 2, "a reward function's argument"),
@@ -207,7 +259,8 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
             {"messages": [*ASKED, {**BLUE[0], "content": " "}]},
             "completion",
         ),
-        ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, "prompt"),
+        ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, ""),
+        ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, ""),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["chat prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
@@ -218,12 +271,17 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
     assert [example.row for example in examples] == [0, 1, 3, 5]
     output = capsys.readouterr().out
-    assert "2 of 6 rows have a blank or null cell or no answer and are dropped" in output
-    assert f"the first is row 3, column {column!r}" in output
+    blank = "a blank or null cell or no answer"
+    unshared = "no prompt, since their completions share no beginning,"
+    assert f"2 of 6 rows have {blank if column else unshared} and are dropped" in output
+    first = f"the first is row 3, column {column!r}" if column else "the first is row 3\n"
+    assert first in output
+    shared = "prompt taken from what both texts share in 4 of 6 rows"
+    assert (shared in output) == ("prompt" not in good and good.get("chosen") == IMPLICIT["chosen"])
     assert "train: 4 of 6 rows (2 empty" in output
     with pytest.raises(UserError, match=r"lose 2 of 6 rows \(2 empty .*; the first is row 3\)"):
         read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.3)
-    assert f"the first is row 3, column {column!r}" in capsys.readouterr().out
+    assert first in capsys.readouterr().out
     with pytest.raises(UserError, match="lose 1 of 1 rows"):
         read(tmp_path, tokenizer, kind, [bad])
 
