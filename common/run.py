@@ -5,6 +5,7 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from common import distributed
 from common.config import TrainConfig
 from common.data import BatchOrder
-from common.errors import EngineError, UserError
+from common.errors import EngineError, UserError, gist
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.record.metrics import Accumulator
@@ -150,11 +151,58 @@ class Run:
             self.saver.save(done)
 
     def finish(self, looks: Sequence[Look], shift: Callable[[], float] = lambda: 0.0) -> None:
-        """Export, then look, as `export.finish`. Collective."""
-        from common.checkpoint import export
+        """Export, and only then look at what was made. Collective.
 
-        model = (self.tokenizer, self.stop_ids)
-        export.finish(self.saver, self.logger, *model, looks=looks, shift=shift)
+        An evaluation or a user's function that fails cannot take the trained model with it. A run
+        that is killed here does it again. The best checkpoint, if of another step, is exported
+        after it; `shift` measures the `reward_shift` of what is exported.
+
+        Raises:
+            UserError: the model could not be written; a checkpoint of the last step is kept.
+            RuntimeError: it is written, and what comes after that failed, as its upload.
+        """
+        from common.checkpoint import card, export, push
+        from common.exits import signals
+        from common.report import plots
+
+        saver, step, folder = self.saver, self.total_steps, self.saver.output_dir / "model"
+
+        def save() -> None:
+            of_model, added = (self.module, self.tokenizer, folder), shift()
+            try:
+                export.save_pretrained(*of_model, stop_ids=self.stop_ids, reward_shift=added)
+            except UserError as error:  # on every rank
+                try:
+                    kept = f"{saver.keep(step)}."
+                except UserError as second:
+                    kept = str(second)
+                raise UserError(f"{error}; {kept}") from None
+
+        def describe(step_of_model: int) -> None:
+            if distributed.is_rank0():
+                about = (type(self.config).__name__, asdict(self.config), step_of_model)
+                card.write(saver.output_dir, saver.output_dir, *about)
+
+        saver.stop_if_asked(step, at_once=True)
+        signals.stop_no_more()
+        save()
+        describe(step)
+        saver.wait()
+        try:
+            for look in looks:
+                look(step)
+        except Exception as error:
+            again = saver.how_to_go_on(step) or "evaluate.py measures it"
+            raise RuntimeError(
+                f"the model is whole in {folder}, its last evaluation or table of samples is not "
+                f"made ({again}): {gist(error)}"
+            ) from (None if isinstance(error, UserError) else error)  # whose text says it all
+        if (best := saver.close() or step) != step:
+            save()
+        describe(best)  # with its evaluation
+        self.logger.close()
+        plots.plot_run(saver.output_dir)
+        push.push(saver.output_dir, self.config)
 
 
 def is_due(step: int, interval: int) -> bool:

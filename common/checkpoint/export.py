@@ -1,4 +1,4 @@
-"""The end of a run: its plain model folder, and only then a last look at it.
+"""A trained module as a plain model folder.
 
 Also a command, which makes such a folder of a checkpoint, whatever became of its run:
 
@@ -6,94 +6,23 @@ Also a command, which makes such a folder of a checkpoint, whatever became of it
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from common import distributed
-from common.checkpoint import card, files, plain, push
-from common.checkpoint.saver import Checkpointer, cause
+from common.checkpoint import files, plain, push
+from common.checkpoint.saver import cause
 from common.checkpoint.state import once_each
 from common.config import CommonConfig, HubConfig, path_flag
-from common.errors import UserError, gist
-from common.exits import signals
+from common.errors import UserError
 from common.flags.parser import headings, parse
 from common.model import fsdp
 from common.record.folder import refuse_unwritable
-from common.record.logger import RunLogger
 from common.record.terminal import run_command
-from common.report import plots
-
-
-def finish(
-    saver: Checkpointer,
-    logger: RunLogger,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int] = (),
-    *,
-    looks: Sequence[Callable[[int], None]],
-    shift: Callable[[], float] = lambda: 0.0,
-) -> None:
-    """End a run: export, and only then look at what was made. Collective.
-
-    An evaluation or a user's function that fails cannot take the trained model with it. A run that
-    is killed here does it again. The best checkpoint, if of another step, is exported after it.
-
-    Args:
-        saver: of the run.
-        logger: of the run, which it closes.
-        tokenizer: as for `save_pretrained`.
-        stop_ids: as for `save_pretrained`.
-        looks: evaluate, and show samples, after so many steps.
-        shift: measures the `reward_shift` of that.
-
-    Raises:
-        UserError: the model could not be written; a checkpoint of the last step is kept.
-        RuntimeError: it is written, and what comes after that failed, as its upload.
-    """
-    step, folder = logger.total_steps, saver.output_dir / "model"
-
-    def export() -> None:
-        added = shift()
-        try:
-            save_pretrained(saver.model, tokenizer, folder, stop_ids=stop_ids, reward_shift=added)
-        except UserError as error:  # on every rank
-            try:
-                kept = f"{saver.keep(step)}."
-            except UserError as second:
-                kept = str(second)
-            raise UserError(f"{error}; {kept}") from None
-
-    saver.stop_if_asked(step, at_once=True)
-    signals.stop_no_more()
-    export()
-    describe(saver, step)
-    saver.wait()
-    try:
-        for look in looks:
-            look(step)
-    except Exception as error:
-        again = saver.how_to_go_on(step) or "evaluate.py measures it"
-        raise RuntimeError(
-            f"the model is whole in {folder}, its last evaluation or table of samples is not made "
-            f"({again}): {gist(error)}"
-        ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-    if (exported := saver.close() or step) != step:
-        export()
-    describe(saver, exported)  # with its evaluation
-    logger.close()
-    plots.plot_run(saver.output_dir)
-    push.push(saver.output_dir, saver.config)
-
-
-def describe(saver: Checkpointer, step: int) -> None:
-    """Write the model's card on rank 0."""
-    if distributed.is_rank0():
-        about = (type(saver.config).__name__, asdict(saver.config), step)
-        card.write(saver.output_dir, saver.output_dir, *about)
 
 
 def save_pretrained(
