@@ -191,7 +191,7 @@ def reward_scores(
     from common import distributed
     from common.evaluation.score import score_examples
     from common.rewards.models import RewardModelFunction
-    from common.text.chat import as_answers
+    from common.text.chat import TEMPLATE_COLUMNS, as_answers
 
     is_chat = any(example.messages for example in pairs)
     if isinstance(function, RewardModelFunction) and function.same_ids and not is_chat:
@@ -210,6 +210,7 @@ def reward_scores(
         completion_ids=[ids for _, ids in sides],
         prompt_ids=[example.prompt_ids for example, _ in sides],
         has_stop=[ids[-1] in stop_ids for _, ids in sides],
+        **{name: [pair.columns.get(name) for pair, _ in sides] for name in TEMPLATE_COLUMNS},
     )
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
     scores[list(rows)] = torch.tensor(rewards, dtype=torch.float64).view(-1, 2)

@@ -108,9 +108,7 @@ class RewardModelFunction(ModelFunction):
                 rows = zip(prompts, ids, columns["has_stop"], strict=True)
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
-            prompt_ids, ids = self.own_ids(
-                prompts, completions, columns["has_stop"], columns.get("tools")
-            )
+            prompt_ids, ids = self.own_ids(prompts, completions, **columns)
         pieces: list[Piece] = []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             places = list(group)  # neighbours with the same prompt
@@ -144,17 +142,18 @@ class RewardModelFunction(ModelFunction):
         prompts: Sequence[Any],
         completions: Sequence[Any],
         has_stop: Sequence[bool],
-        tools: Sequence[Any] | None = None,
+        **columns: Any,
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and completions, texts or messages, in this model's own tokens."""
-        from common.text.chat import render
+        from common.text.chat import TEMPLATE_COLUMNS, render
         from common.text.truncate import encode, leading_ids, without_leading
 
         leading = leading_ids(self.tokenizer)
-        given = zip(prompts, completions, tools or [None] * len(prompts), strict=True)
+        given = {"prompt": prompts, "completion": completions}
+        given |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
         rows = [
-            render({"prompt": p, "completion": c, "tools": t}, ["completion"], self.tokenizer)
-            for p, c, t in given
+            render(dict(zip(given, row, strict=True)), ["completion"], self.tokenizer)
+            for row in zip(*given.values(), strict=True)
         ]
         encoded = encode([row["prompt"] for row in rows], self.tokenizer)
         prompt_ids = [leading + without_leading(row, leading) for row in encoded]

@@ -11,6 +11,7 @@ from common.errors import UserError, gist
 from common.text.truncate import encode
 
 GENERATION = re.compile(r"\{%-?\s*generation\b")  # with it a template marks what is trained
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # which it gets beside messages, as in TRL
 WRITTEN_ANEW = (
     "the chat template writes {} differently once {} follows; render the rows to text yourself."
 )
@@ -62,7 +63,7 @@ def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[
     behind it when that turn is given; joined they are the conversation as the template writes it.
     A prompt that ends in a message of the assistant is the beginning of the answer: the completion
     goes on with it. A completion of several messages becomes `Turns`; what follows the last answer
-    is left out. The template gets the row's `tools` and `chat_template_kwargs`, as in TRL.
+    is left out. The template gets the row's `TEMPLATE_COLUMNS`.
 
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation

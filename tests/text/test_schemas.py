@@ -97,11 +97,7 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         NO_PAIR,
         (f"{QUESTION}look(){CALLED}",),
     ),
-    "unknown role": (
-        "'value': 'Ok.'} is from none of system, dev",
-        NO_PAIR,
-        "'conversations' is no",
-    ),
+    "unknown role": ("'value': 'Ok.'} is from none of system, dev",) * 3,
     "parts": ("'role': 'user'} is none: make its content one text",) * 3,
     "alpaca": ((PROMPT_WITH_INPUT, "Blue."), NO_PAIR, (PROMPT_WITH_INPUT,)),
     "alpaca without input": ((PROMPT, "Blue."), NO_PAIR, (PROMPT,)),

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from common import data
 from common.errors import UserError
-from common.evaluation import score
+from common.evaluation import pair_scores, score
 from common.losses import sft_loss
 from common.rewards.models import RewardModelFunction
 from common.scoring import Policy
@@ -282,18 +282,25 @@ def test_tools_and_calls_reach_the_template(tmp_path, chatml, tools: Any):
     assert chatml.decode(example.completions[0]) == "<call>add<|im_end|>"
 
 
-def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml):
+@pytest.mark.usefixtures("process_group")
+def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, monkeypatch):
+    """By GRPO's rewards and by evaluate.py, which scores the completions of pairs."""
     tiny.classifier("llama", vocab_size=len(chatml)).save_pretrained(tmp_path)
-    with_template(chatml, TOOLS).save_pretrained(tmp_path)
+    with_template(chatml, "{{ mood }}" + TOOLS.replace("{{ mood }}", "")).save_pretrained(tmp_path)
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     judge = RewardModelFunction(str(tmp_path), chatml, config)
-    prompts, _ = judge.own_ids([[ASKED]], [[TWO]], [True], [SCHEMA])
-    assert chatml.decode(prompts[0]).startswith("<tools>add\n<|im_start|>user")
-    seen: list[Any] = []
-    judge.own_ids = lambda *given: seen.append(given) or ([[1]], [[2]])  # type: ignore[method-assign]
-    judge.rewards = lambda pieces: [0.0]  # type: ignore[method-assign]
-    judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], tools=[SCHEMA])
-    assert seen[0][-1] == [SCHEMA]
+    options = {"tools": SCHEMA, "chat_template_kwargs": {"mood": "Hm. "}}
+    read: list[data.Piece] = []
+    rewards = lambda pieces: read.extend(pieces) or [0.0] * sum(len(p.places) for p in pieces)  # noqa: E731
+    monkeypatch.setattr(judge, "rewards", rewards)
+    columns = {name: [value] for name, value in options.items()}
+    judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], **columns)
+    pair = {"prompt": [ASKED], "chosen": [ONE], "rejected": [TWO], **options}
+    pairs = load(tmp_path, chatml, pair, kind="preference")
+    pair_scores.reward_scores(judge, pairs, chatml, [chatml.eos_token_id], config)
+    prompts = [chatml.decode(piece.prompt_ids) for piece in read]
+    assert prompts == [prompts[0]] * 2
+    assert prompts[0].startswith("Hm. <tools>add\n<|im_start|>user\nWhy?")
 
 
 def test_tools_that_are_no_json_are_refused(tmp_path, chatml):
