@@ -66,6 +66,7 @@ class CommonConfig:
     unused: ClassVar[Sequence[str]] = ()
     given = frozenset[str]()  # names of the flags in the command line and its recipe
     model_commit = ""  # that model_name_or_path was found at on the hub
+    dataset_commit = ""  # of dataset_name
     typed = frozenset[str]()  # of those in the command line itself
 
     _what: ClassVar = "what"

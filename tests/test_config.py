@@ -196,6 +196,7 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "num_gpus",
         "compute_dtype",
         "model_commit",
+        "dataset_commit",
         "git_commit",
         "hub_ids",
         "packages",

@@ -17,7 +17,7 @@ from common.report.figures import dataset_title
 from common.report.markdown import table
 
 STAGES: dict[str, Any] = {c.__name__: c for c in (SFTConfig, RewardConfig, DPOConfig, GRPOConfig)}
-SOFTWARE = ("git_commit", "model_commit", "python", "gpu")
+SOFTWARE = ("git_commit", "model_commit", "dataset_commit", "python", "gpu")
 
 
 def write(output_dir: Path, run: Path, stage: str, config: Mapping[str, Any], step: int) -> None:

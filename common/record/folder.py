@@ -65,6 +65,7 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "compute_dtype": "bfloat16" if getattr(config, "bf16", False) else "float32",
         "git_commit": git_commit(),
         "model_commit": getattr(config, "model_commit", "") or None,
+        "dataset_commit": getattr(config, "dataset_commit", "") or None,
         "hub_ids": [name for name in sources if hub.is_id(name)],
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,

@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
-from common.text import token_cache
+from common.text import hub, token_cache
 from common.text.chat import Conversation, Turns, render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example
 from common.text.forms import Opening, Row
-from common.text.rows import COMPLETION_COLUMNS, identity, load_rows, options, row_source
+from common.text.rows import (
+    COMPLETION_COLUMNS,
+    data_files,
+    identity,
+    load_rows,
+    options,
+    row_source,
+)
 from common.text.truncate import (
     CHUNK_ROWS,
     encode,
@@ -87,6 +94,10 @@ def load(
             if file and is_kept and distributed.is_first_on_host():
                 token_cache.write(file, found, vars(report))
                 stored = token_cache.read(file)  # in place of what was made, which takes memory
+    is_on_hub = dataset_name != "synthetic" and not data_files(dataset_name, split)
+    if is_on_hub and dataset_name == config.dataset_name:
+        data = hub.rows_of(dataset_name, split, config.dataset_config, config.dataset_revision)
+        config.dataset_commit = hub.commit_of(data)  # read above; kept with the run
     if stored is not None:
         report = DataReport(**stored.report)
     distributed.print_rank0(report)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 
+from common.data import load_examples
 from common.errors import UserError
+from common.record.folder import ENVIRONMENT, read_config, save_run_files
 from common.text import hub
 from common.text import rows as rows_module
 from common.text.rows import COMPLETION_COLUMNS, load_rows, row_source
@@ -262,7 +265,7 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
     ]
 
 
-def test_the_commit_of_hub_rows_is_told(monkeypatch, capsys):
+def test_the_commit_of_hub_rows_is_told_and_kept(tmp_path, monkeypatch, capsys):
     """The hub's library names the folder of its cache after it: seen in datasets 5.2."""
     import datasets
 
@@ -272,6 +275,12 @@ def test_the_commit_of_hub_rows_is_told(monkeypatch, capsys):
     monkeypatch.setattr(hub, "rows_of", lambda *_: data)
     load_rows("a/b", "train", kind="preference")
     assert f"a/b split 'train' is of commit {'0a' * 20}\n" in capsys.readouterr().out
+    config, tokenizer = tiny.train_config(dataset_name="a/b"), tiny.tokenizer()
+    for name in ("a/b", "c/d"):  # the latter is not the run's main one
+        load_examples(config, name, "train", "preference", tokenizer, [0])
+        cache["filename"] = cache["filename"].replace("0a", "0b")
+    save_run_files(tmp_path, config, 1)
+    assert read_config(tmp_path, ENVIRONMENT)["dataset_commit"] == "0a" * 20
 
 
 @pytest.mark.parametrize(
