@@ -297,6 +297,10 @@ class TrainConfig(HubConfig):
             raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
         self.refuse_own_output()
 
+    def idle(self) -> Idle:
+        """Flags that change nothing beside the others."""
+        return [*super().idle(), (not self.lora_r, ["lora_alpha"], "without --lora_r")]
+
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""
         written = {Path(self.output_dir, name).resolve() for name in (*MODELS, "checkpoints")}

@@ -107,6 +107,11 @@ class DPOConfig(TrainConfig, EngineConfig):
             *super().idle(),
             (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
             (not self.penalize_missing_eos, OF_PENALTY, "with --penalize_missing_eos false"),
+            (
+                not self.needs_reference,
+                ["precompute_ref_log_probs"],
+                "where no loss has a reference",
+            ),
             (no_tournament, OF_TOURNAMENT, "without --pair_method rso_tournament"),
             (not is_sampled, OF_ROLLOUTS, "without --pairs_from rollouts"),
         ]

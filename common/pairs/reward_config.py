@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, flag, path_flag
+from common.config import Idle, TrainConfig, flag, path_flag
 from common.model.load import HEAD_INITS
 
 
@@ -46,3 +46,8 @@ class RewardConfig(TrainConfig):
         super().__post_init__()
         if self.sample_steps:
             raise self.refused("sample_steps", "0 in this stage; --eval_steps shows pairs too")
+
+    def idle(self) -> Idle:
+        """Flags that change nothing beside the others."""
+        has_none = not self.sft_dataset_name
+        return [*super().idle(), (has_none, ["num_sft_rows"], "without --sft_dataset_name")]

@@ -126,7 +126,11 @@ def test_an_adapter_that_is_a_pickle_is_not_loaded(lora_r, refusals):
     settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
     Path("evil/adapter_config.json").write_text(json.dumps(settings))
     torch.save(Evil(), "evil/adapter_model.bin")
-    flags = {"model_name_or_path": "evil", "lora_r": lora_r, "lora_alpha": 8}
+    flags = {
+        "model_name_or_path": "evil",
+        "lora_r": lora_r,
+        **({"lora_alpha": 8} if lora_r else {}),
+    }
     message = refusals.sentence("train_sft", arguments("train_sft", flags))
     assert "no adapter_model.safetensors could be read in 'evil'" in message
     assert not TRACE.exists()

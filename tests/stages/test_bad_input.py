@@ -427,8 +427,8 @@ FLAGS: list[Case] = [
     *(
         (stage, {name: value}, [f"--{name} has no effect", "leave it out"])
         for stage, idle in {
-            "train_sft": {"offload_frozen": True},
-            "train_reward": {"offload_frozen": True, "generation_batch_size": 2},
+            "train_sft": {"offload_frozen": True, "lora_alpha": 64},
+            "train_reward": {"offload_frozen": True, "num_sft_rows": 2, "generation_batch_size": 2},
             "train_dpo": {"num_candidates": 4, "temperature": 0.5, "missing_eos_penalty": 0},
             "train_grpo": {"max_resamples": 2, "ref_mixup_alpha": 0.5, "baseline": "kept"},
         }.items()
@@ -444,6 +444,11 @@ FLAGS: list[Case] = [
             ("train_dpo", {"loss_type": "simpo"}),
             ("train_dpo", {"lora_r": 2}),
         )
+    ),
+    (
+        "train_dpo",
+        {"loss_type": "simpo", "precompute_ref_log_probs": False},
+        ["--precompute_ref_log_probs has no effect where no loss has a reference"],
     ),
     (
         "train_grpo",
