@@ -409,7 +409,7 @@ def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
     [
         ({"lora_r": -1}, "--lora_r is -1; it must be at least 0"),
         ({"lora_alpha": 0}, "--lora_alpha is 0; it must be above 0"),
-        ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be empty with --lora_r 0"),
+        ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be left out without --lora_r"),
         (
             {"model_name_or_path": "shape.json"},
             "is shape.json; .* a config has no weights to adapt",
