@@ -6,6 +6,7 @@ looking at the lengths.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from common.data import (
     num_tokens,
     pack,
 )
-from common.evaluation.score import share
+from common.evaluation.score import distinct
 
 LAYOUTS = ("shared_prefix", "padded")
 CONFIGS = st.builds(
@@ -288,19 +289,22 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
         assert found == {2 * row + k: examples[row].completions[k] for row in rows for k in (0, 1)}
 
 
-@given(config=CONFIGS, world_size=st.sampled_from([1, 2, 5]))
-def test_evaluation_shares_every_row_once(config, world_size):
+@given(config=CONFIGS)
+def test_evaluation_scores_every_completion_of_a_prompt_once(config):
     examples = tiny.ragged_examples([(1 + 5 * i % 13, 1 + i % 4, 3, 1) for i in range(9)])
+    swapped = [examples[3].completions[k] for k in (2, 0)]
+    examples[8] = replace(examples[3], completions=[examples[8].completions[0], *swapped])
     chosen = [8, 0, 3, 4, 7]
-    places = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "world_size", lambda: world_size)
-        for rank in range(world_size):
-            patch.setattr(distributed, "rank", lambda rank=rank: rank)
-            for piece in share(examples, chosen, config):
-                places += piece.places
-                row = piece.places[0] // 3
-                assert piece.prompt_ids == examples[row].prompt_ids
-                ids = [examples[row].completions[place % 3] for place in piece.places]
-                assert piece.completions == ids
-    assert sorted(places) == sorted(3 * row + k for row in chosen for k in range(3))
+    pieces, first = distinct(examples, chosen, config)
+    places = [place for piece in pieces for place in piece.places]
+    for piece in pieces:
+        own = [divmod(place, 3) for place in piece.places]
+        assert all(piece.prompt_ids == examples[row].prompt_ids for row, _ in own)
+        assert piece.completions == [examples[row].completions[k] for row, k in own]
+    assert len(set(places)) == len(places)
+    assert {first[3 * row + k] for row in chosen for k in range(3)} == set(places)
+    texts = [(e.prompt_ids, ids) for e in examples for ids in e.completions]
+    assert [texts[place] for place in first] == texts
+    told = [texts[place] for place in places]
+    assert all(told.count(text) == 1 for text in told)
+    assert len(told) < 3 * len(chosen)

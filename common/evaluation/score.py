@@ -30,8 +30,10 @@ def score_examples(
     title: str,
     rows: Sequence[int] | None = None,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+    *,
+    by_row: bool = False,
 ) -> Tensor:
-    """Score every completion of every example. Collective.
+    """Score every completion of every example, those of equal prompts together. Collective.
 
     Args:
         model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
@@ -41,6 +43,7 @@ def score_examples(
         title: what the progress bar says.
         rows: score these examples only, at least one; the others get NaN.
         score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
+        by_row: it looks at the row of a completion, so that the same one may differ between rows.
 
     Returns:
         (N, K), or (N, K, S), float64 on the host, the same on every rank.
@@ -48,7 +51,8 @@ def score_examples(
     from common.record.terminal import progress_bar
 
     rows = range(len(examples)) if rows is None else rows
-    packs = data.pack(share(examples, rows, config), config)  # at least one
+    pieces, first = distinct(examples, rows, config, by_row=by_row)
+    packs = data.pack(pieces[distributed.rank() :: distributed.world_size()], config)
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
     places, real, found = [], [], []
     for pieces in packs:
@@ -63,23 +67,38 @@ def score_examples(
     values = torch.cat(found).double().cpu()  # the host waits once
     scores: Tensor = values.new_zeros(len(examples) * num_completions, *values.shape[1:])
     scores[torch.cat(places)[is_real]] = values[is_real]
-    scores = distributed.all_reduce_sum(scores).unflatten(0, (-1, num_completions))
+    scores = distributed.all_reduce_sum(scores)[first].unflatten(0, (-1, num_completions))
     left_out = torch.ones(len(examples), dtype=torch.bool)
     left_out[list(rows)] = False
     scores[left_out] = float("nan")
     return scores
 
 
-def share(examples: Sequence[Example], rows: Sequence[int], config: CommonConfig) -> list[Piece]:
-    """This rank's share of the rows, dealt out by length; completion k of row n: n * K + k."""
-    num_tokens = data.num_tokens(examples)
-    by_length = sorted(rows, key=lambda row: -num_tokens[row])
+def distinct(
+    examples: Sequence[Example], rows: Sequence[int], config: CommonConfig, *, by_row: bool = False
+) -> tuple[list[Piece], list[int]]:
+    """Every completion of a prompt once, however many rows have it, the longest first.
+
+    Returns:
+        The pieces, in which completion k of row n has the place n * K + k, n the first row with it;
+        and for each place of all N * K that of the same completion.
+    """
+    num_completions = len(examples[0].completions)
+    first = list(range(len(examples) * num_completions))
+    groups: dict[Any, dict[tuple[int, ...], int]] = {}  # by prompt the places of completions
+    for row in rows:
+        own = examples[row]
+        key = (tuple(own.prompt_ids), row if by_row or own.trained else None)
+        places = groups.setdefault(key, {})
+        for place, ids in enumerate(own.completions, row * num_completions):
+            first[place] = places.setdefault(tuple(ids), place)
     pieces = []
-    for row in by_length[distributed.rank() :: distributed.world_size()]:
-        e = examples[row]
-        places = list(range(row * len(e.completions), (row + 1) * len(e.completions)))
-        pieces += data.cut_group(e.prompt_ids, e.completions, places, config, e.trained)
-    return pieces
+    for (prompt_ids, row), places in groups.items():
+        completions = [list(ids) for ids in places]
+        trained = () if row is None else examples[row].trained
+        own_places = list(places.values())
+        pieces += data.cut_group(list(prompt_ids), completions, own_places, config, trained)
+    return sorted(pieces, key=lambda piece: -data.cost([piece], "shared_prefix")), first
 
 
 def mean_sft_loss(

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,9 +137,9 @@ def reference_logps(
 
     def score_rows(missing: Sequence[int]) -> Tensor:
         rest = (config, tokenizer.pad_token_id, "reference", missing)
-        return score.score_examples(
-            reference, examples, *rest, lambda m, b: desensitised(m, b, shared, ld_alpha)
-        )
+        own = partial(desensitised, shared_lengths=shared, ld_alpha=ld_alpha)
+        by_row = ld_alpha != 1  # tails begin where the other completion of the row ends
+        return score.score_examples(reference, examples, *rest, own, by_row=by_row)
 
     file = None
     if config.ref_cache_dir:

@@ -6,6 +6,7 @@ the reward model itself, of the policy's ids where vocabularies agree and of the
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from common.text import synthetic
 
 PAD = 1
 PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5), (3, 5, 4)])
-PAIRS.append(tiny.ragged_examples([(5, 6, 6)])[0])  # 7: a prime, so that no batch size divides it
+PAIRS.append(replace(PAIRS[0], completions=[PAIRS[3].completions[0], PAIRS[0].completions[1]]))
+# 7: a prime, so that no batch size divides it; two of a prompt share a completion
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,7 +116,6 @@ def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_s
     handle.remove()
     scored = torch.stack([(part != 0).sum(-1) for part in parts])  # (ranks, N) completions scored
     assert (scored.sum(0) == 2).all()
-    assert ((scored == 0) | (scored == 2)).all()  # a pair stays on one rank
     assert num_forwards.count(0) == most
     assert len({num_forwards.count(rank) for rank in range(world_size)}) == 1
     torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
@@ -126,6 +127,18 @@ def test_rows_that_were_not_asked_for_have_no_score(model):
     some = evaluation.score_examples(model, PAIRS, config, PAD, "scoring", rows=[5, 0, 3])
     assert some[[1, 2, 4, 6]].isnan().all()
     torch.testing.assert_close(some[[0, 3, 5]], scores[[0, 3, 5]], rtol=0, atol=1e-4)
+
+
+def test_a_completion_of_two_rows_is_scored_once_unless_the_row_matters(model):
+    def places(model: Any, batch: Any) -> Tensor:
+        model(batch)
+        return batch.places.double()
+
+    rest = (PAIRS, tiny.train_config(), PAD, "scoring")
+    own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
+    assert evaluation.score_examples(model, *rest, score=places, by_row=True).equal(own)
+    own[6, 1] = 1  # the second completion of row 0
+    assert evaluation.score_examples(model, *rest, score=places).equal(own)
 
 
 def test_scoring_leaves_a_policy_sharded():

@@ -526,7 +526,7 @@ def test_a_reference_that_is_not_finite_is_named(monkeypatch):
     """It would otherwise pass for one that finds every completion certain."""
     examples = tiny.ragged_examples([(3, 2), (4, 5)])
     scores = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]], dtype=torch.float64)
-    monkeypatch.setattr(score, "score_examples", lambda *args: scores)
+    monkeypatch.setattr(score, "score_examples", lambda *args, **_: scores)
     rest: Any = (None, "", tiny.tokenizer(), config(), examples)
     assert reference.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
     with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, nan\]; they must be finite"):
