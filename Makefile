@@ -6,6 +6,7 @@
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
 # make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
 # make overoptimization   gold against proxy reward over the distance from SFT
+# make results   every recorded figure, on one commit; PARTS="demo kills", FLAGS=--list
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
@@ -25,6 +26,7 @@ SEED ?= 0
 RECIPE ?= demo
 SWEEP ?= assets/recipes/ablations/demo.yaml
 FLAGS ?=
+PARTS ?=
 # TRL is in an environment of its own: the project does not need it.
 BENCH_VENV := .venv-bench
 VLLM_VENV := .venv-vllm
@@ -34,7 +36,7 @@ DEMO := assets/recipes/demo
 # One thread per process on a CPU: the processes are the parallelism.
 LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
-.PHONY: demo overoptimization replicate sweep test test-vllm bench setup clean
+.PHONY: demo overoptimization replicate results sweep test test-vllm bench setup clean
 
 demo: setup
 	$(LAUNCH) train_sft.py --config $(DEMO)/sft.yaml --seed $(SEED)
@@ -62,6 +64,9 @@ replicate: setup
 
 sweep: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.sweep --config $(SWEEP) $(FLAGS)
+
+results: setup
+	$(BIN)/python -m tests.results.make $(FLAGS) $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
 	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)

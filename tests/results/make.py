@@ -1,0 +1,306 @@
+"""Every recorded figure by one command, on one commit.
+
+    make results                              # all parts; goes on where it was stopped
+    make results PARTS="demo bench-tiny"      # some; another call may make others at the same time
+    make results FLAGS=--list                 # the parts, what they run, and their records
+
+A part is one or more commands. What is kept of it goes to `assets/results/<part>`, beside
+`record.json`: command, commit, machine, versions, date, and minutes over all starts. A part with a
+record of this commit is not made again. The commit is the last one that changed what figures depend
+on (`CODE`), of which nothing may differ from it. Commands run in a clone of that commit,
+`output/results/<commit>`, so that nothing edited meanwhile is measured; a part's own folder there,
+`output/<part>`, is gone on with. In the end the tables of README and `docs/` are made anew
+(`tables.py`).
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+from common.record.folder import cpu_model
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDS = ROOT / "assets" / "results"
+RECORD, STARTS = "record.json", "starts.json"
+# What a figure depends on, as git's paths; a test holds that these modules import no other tests.
+CODE = (
+    *(":(glob)*.py", "common", "assets/recipes", "requirements.txt", "tests/benchmarks"),
+    *("tests/fault_drill.py", "tests/variants.py", "tests/ranks.py"),
+    ":(exclude,glob)tests/benchmarks/test_*.py",
+)
+PACKAGES = ("torch", "transformers", "numpy", "trl")
+TICK = 30  # seconds between two notes of how long a part has run, for one that is killed
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands and what is kept of them."""
+
+    commands: tuple[str, ...]  # behind `python -m`; {out} is the part's folder
+    keep: tuple[str, ...]  # globs in the folder; `printed.md` has what was printed
+    folder: str = "{out}"
+    needs: tuple[str, ...] = ()  # what only another part or a download makes
+    pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
+    samples: str = ""  # a file of `evaluate.py` of which the first lines are kept
+
+
+NUM_SAMPLES = 3
+SWEEP = "common.experiments.sweep --output_dir {out} --config"
+REPLICATE = "common.experiments.replicate --num_processes 2 --output_dir {out} --recipe"
+SWEPT = ("sweep.json", "report.md", "plots/*.png")
+CHAIN = (
+    *("replication.json", "report.md", "seed_*/*/metrics.jsonl"),
+    "seed_*/evaluation/results.json",
+)
+SUMMARY = "seed_0/evaluation/plots/summary.png"
+BENCH = ("results.json", "table.md")
+TRAINED = tuple(f"output/demo/seed_0/{stage}/model" for stage in ("sft", "reward"))
+TOO_FAR = (
+    "train_grpo --config assets/recipes/demo/grpo.yaml --beta 0.02 --max_steps 160 --eval_steps 10 "
+    f"--eval_pairs_dataset_name synthetic --model_name_or_path {TRAINED[0]} "
+    f"--reward_funcs {TRAINED[1]} gold --output_dir {{out}}"
+)
+FIXTURE = "tests.benchmarks.fixture --model tiny --folder output/bench/tiny/fixture"
+PARTS = {
+    "demo": Part((f"{REPLICATE} demo",), CHAIN, pictures={SUMMARY: "demo.png"}),
+    "too-far": Part((TOO_FAR,), ("metrics.jsonl", "plots/curves.png"), needs=TRAINED),
+    "ablations": Part((f"{SWEEP} assets/recipes/ablations/demo.yaml",), SWEPT),
+    "iterative": Part((f"{SWEEP} assets/recipes/iterative/demo.yaml",), SWEPT),
+    "overoptimization": Part(
+        (
+            "common.experiments.overoptimization --output_dir {out} "
+            "--config assets/recipes/overoptimization/demo.yaml",
+        ),
+        ("results.json", "report.md", "plots/*.png"),
+    ),
+    "scitldr": Part(  # the model: a folder, or a link to one
+        (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M",),
+        CHAIN,
+        needs=("data/SmolLM2-135M", "data/scitldr", "data/summeval_preference"),
+        pictures={SUMMARY: "scitldr.png"},
+        samples="seed_0/evaluation/completions.jsonl",
+    ),
+    "bench-tiny": Part(
+        ("tests.benchmarks.bench --model tiny",),
+        BENCH,
+        "output/bench/tiny",
+        pictures={"bench.png": "bench.png"},
+    ),
+    "bench-gpt2-small": Part(
+        ("tests.benchmarks.bench --model gpt2-small --rounds 1",),
+        BENCH,
+        "output/bench/gpt2-small",
+        pictures={"bench.png": "bench-gpt2-small.png"},
+    ),
+    "scaling": Part((FIXTURE, "tests.benchmarks.scaling"), ("scaling.json",), "output/bench"),
+    "plans": Part(("tests.benchmarks.plan_against_run",), ("printed.md",)),
+    "variants": Part(("tests.variants",), ("printed.md",)),
+    "kills": Part(("tests.fault_drill --kills 50",), ("printed.md",)),
+    "clusters": Part(("tests.benchmarks.cluster_arithmetic",), ("printed.md",)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make what has no record of this commit; the exit status is 1 if a part failed."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--list", action="store_true", help="what there is, and run nothing")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.parts) - PARTS.keys():
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if arguments.list:
+        print("\n".join(map(told, PARTS)))
+        return 0
+    for asked in (signal.SIGTERM, signal.SIGHUP):  # a part's processes must not be left
+        signal.signal(asked, lambda number, _: sys.exit(128 + number))
+    commit = code_commit()
+    clone = clone_of(commit)
+    made = [is_made(name, commit, clone) for name in arguments.parts or PARTS]
+    return 0 if all(made) else 1
+
+
+def is_made(name: str, commit: str, clone: Path) -> bool:
+    """Make a part unless it has a record of this commit; False if it failed.
+
+    What lacks something, or is being made by another call, is said and left out.
+    """
+    part, record = PARTS[name], read_record(name)
+    out = clone / "output" / name
+    commands = [command.format(out=out.relative_to(clone)) for command in part.commands]
+    if (record.get("git_commit"), record.get("commands")) == (commit, commands):
+        print(f"{name}: recorded", flush=True)
+        return True
+    if lacking := [path for path in part.needs if not (clone / path).exists()]:
+        print(f"{name}: left out, since {' and '.join(lacking)} is not there", flush=True)
+        return True
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".made_by", wait=False) as is_ours:
+        if not is_ours:
+            print(f"{name}: left out, since another call makes it", flush=True)
+            return True
+        print(f"{name}: {'; '.join(commands)} (prints to {out}/printed.md)", flush=True)
+        status = run(commands, clone, out)
+        seconds = json.loads((out / STARTS).read_text())
+        if status:
+            print(f"{name}: failed with status {status}; see {out}/errors", flush=True)
+            return False
+        record = {
+            "commands": commands,
+            "git_commit": commit,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+            "minutes": round(sum(seconds) / 60, 1),
+            "starts": len(seconds),
+            "cpu": cpu_model(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "packages": {d.name: d.version for d in metadata.distributions() if d.name in PACKAGES},
+        }
+        from tests.results import tables
+
+        with locked(RECORDS.parents[1] / "output" / "results" / ".lock"):
+            keep(name, clone, out, record)
+            tables.write()
+    print(told(name), flush=True)
+    return True
+
+
+def run(commands: Sequence[str], clone: Path, out: Path) -> int:
+    """Run the commands in turn: the first status that is not 0, else 0.
+
+    `printed.md` and `errors` get what they print, `starts.json` the seconds of every start.
+    """
+    file = out / STARTS
+    earlier = json.loads(file.read_text()) if file.is_file() else []
+    started = time.perf_counter()
+    with (out / "printed.md").open("w") as printed, (out / "errors").open("a") as errors:
+        for command in commands:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command.split()],
+                cwd=clone,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=printed,
+                stderr=errors,
+            )
+            try:
+                while process.poll() is None:
+                    write_json(file, [*earlier, round(time.perf_counter() - started, 1)])
+                    try:
+                        process.wait(TICK)
+                    except subprocess.TimeoutExpired:
+                        continue
+            finally:  # Ctrl-C too: the child saves what it has, and must not be left
+                process.terminate()
+                process.wait()
+                write_json(file, [*earlier, round(time.perf_counter() - started, 1)])
+            if process.returncode:
+                return process.returncode
+    return 0
+
+
+def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
+    """Put what is kept of a part, with its record, in the place of what was recorded of it.
+
+    Raises:
+        FileNotFoundError: a glob finds nothing; the old record is as it was.
+    """
+    part, new = PARTS[name], RECORDS / f".{name}"
+    folder = clone / part.folder.format(out=out)
+    found = {pattern: sorted(folder.glob(pattern)) for pattern in [*part.keep, *part.pictures]}
+    if missing := [pattern for pattern, files in found.items() if not files]:
+        raise FileNotFoundError(f"{name}: nothing is {' or '.join(missing)} in {folder}")
+    shutil.rmtree(new, ignore_errors=True)
+    for file in (file for pattern in part.keep for file in found[pattern]):
+        target = new / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    if part.samples:
+        lines = (folder / part.samples).read_text().splitlines(keepends=True)[:NUM_SAMPLES]
+        (new / "samples.jsonl").write_text("".join(lines))
+    write_json(new / RECORD, record)
+    for picture, target in part.pictures.items():
+        shutil.copyfile(folder / picture, RECORDS.parent / target)
+    shutil.rmtree(RECORDS / name, ignore_errors=True)
+    new.rename(RECORDS / name)
+
+
+def told(name: str) -> str:
+    """A line about a part and its record."""
+    record = read_record(name)
+    made = "{minutes} minutes, {date}, {git_commit:.12}, {cpu}" if record else "not recorded"
+    return f"{name}: {'; '.join(PARTS[name].commands)} ({made.format(**record)})"
+
+
+def read_record(name: str) -> dict[str, Any]:
+    """`record.json` of a part; empty where there is none."""
+    file = RECORDS / name / RECORD
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON to be read."""
+    file.write_text(json.dumps(value, indent=1) + "\n")
+
+
+# ---- the commit ----------------------------------------------------------------------------------
+
+
+def code_commit() -> str:
+    """The last commit that changed what figures depend on.
+
+    Exits with a sentence where something of it differs.
+    """
+    if changed := git("status", "--porcelain", "--", *CODE):
+        sys.exit(f"error: a record is of a commit; commit or undo first:\n{changed}")
+    return git("log", "-1", "--format=%H", "--", *CODE)
+
+
+def clone_of(commit: str) -> Path:
+    """The commit in a folder of its own, with this tree's `data`; made if it is not there."""
+    clone = ROOT / "output" / "results" / commit[:12]
+    with locked(clone.parent / ".lock"):
+        if not clone.exists():
+            new = clone.with_name(f"{clone.name}.new")
+            shutil.rmtree(new, ignore_errors=True)
+            git("clone", "--quiet", "--no-checkout", str(ROOT), str(new))
+            git("-C", str(new), "checkout", "--quiet", "--detach", commit)
+            (new / "data").symlink_to(ROOT / "data")
+            new.rename(clone)
+    return clone
+
+
+@contextmanager
+def locked(file: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a file that one process can hold at a time; without waiting whether it could be had."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    held: IO[str]
+    with file.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def git(*arguments: str) -> str:
+    """What git prints."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

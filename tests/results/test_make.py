@@ -1,0 +1,131 @@
+"""Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.results import make, tables
+
+ADDER = (
+    "import sys, pathlib\npathlib.Path(sys.argv[1], 'kept.txt').write_text('1\\n')\nprint('a')\n"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one command, `adder.py`, and a part that runs it."""
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(make, "RECORDS", tmp_path / "assets" / "results")
+    monkeypatch.setattr(make, "CODE", (":(glob)*.py", "common"))
+    monkeypatch.setattr(tables, "write", lambda: None)
+    part = make.Part(("adder {out}",), ("kept.txt", "printed.md"), needs=("data/rows",))
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    (tmp_path / ".gitignore").write_text("output/\ndata\n")
+    (tmp_path / "adder.py").write_text(ADDER)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows").touch()
+    commit(tmp_path)
+    return tmp_path
+
+
+def commit(folder: Path) -> str:
+    """Commit everything."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return make.git("rev-parse", "HEAD")
+
+
+def test_a_record_is_of_the_last_commit_of_code(tree: Path):
+    code = make.code_commit()
+    for page in ("README.md", "tests/test_page.py", "assets/results/one/record.json"):
+        (tree / page).parent.mkdir(parents=True, exist_ok=True)
+        (tree / page).write_text("{}\n")
+        assert make.code_commit() == code
+    commit(tree)
+    assert make.code_commit() == code
+    (tree / "common").mkdir()
+    (tree / "common" / "new.py").touch()
+    with pytest.raises(SystemExit, match=r"commit or undo first:\n\?\? common/"):
+        make.code_commit()
+    assert commit(tree) == make.code_commit() != code
+
+
+def test_what_is_recorded_is_not_made_again(tree: Path, capsys: pytest.CaptureFixture[str]):
+    assert make.main(["one"]) == 0
+    record = make.read_record("one")
+    assert record["git_commit"] == make.code_commit()
+    assert record["commands"] == ["adder output/one"]
+    assert (make.RECORDS / "one" / "printed.md").read_text() == "a\n"
+    assert make.main([]) == 0
+    assert "one: recorded" in capsys.readouterr().out
+    (tree / "adder.py").write_text(ADDER.replace("'1", "'2"))
+    commit(tree)
+    assert make.main([]) == 0
+    assert (make.RECORDS / "one" / "kept.txt").read_text() == "2\n"
+
+
+def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
+    clone = make.clone_of(make.code_commit())
+    (tree / "adder.py").write_text("raise SystemExit(3)\n")
+    assert make.is_made("one", "c" * 40, clone)
+    assert (clone / "data" / "rows").exists()
+
+
+def test_a_failed_start_leaves_the_record_and_adds_its_time(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    make.main([])
+    old = make.read_record("one")
+    (tree / "adder.py").write_text("raise SystemExit(3)\n")
+    commit(tree)
+    assert make.main([]) == 1
+    assert "failed with status 3" in capsys.readouterr().out
+    (tree / "adder.py").write_text("print('kept nothing')\n")
+    commit(tree)
+    with pytest.raises(FileNotFoundError, match=r"nothing is kept\.txt"):
+        make.main([])
+    assert make.read_record("one") == old
+    out = make.clone_of(make.code_commit()) / "output" / "one"
+    make.write_json(out / make.STARTS, [60.0, 120.0])
+    (out / "kept.txt").touch()  # of an earlier start
+    assert make.main([]) == 0
+    record = make.read_record("one")
+    assert record["starts"] == 3
+    assert 3 <= record["minutes"] < 3.5
+
+
+def test_what_lacks_something_or_is_being_made_is_left_out(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+):
+    clone = make.clone_of(make.code_commit())
+    with make.locked(clone / "output" / "one" / ".made_by"):
+        assert make.main([]) == 0
+    assert "left out, since another call makes it" in capsys.readouterr().out
+    (tree / "data" / "rows").unlink()
+    assert make.main([]) == 0
+    assert "left out, since data/rows is not there" in capsys.readouterr().out
+    assert make.read_record("one") == {}
+
+
+def test_the_code_of_a_record_imports_no_other_test():
+    own = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
+    files = [make.ROOT / f"tests/{name}.py" for name in own]
+    files += [f for f in make.ROOT.glob("tests/benchmarks/*.py") if not f.name.startswith("test_")]
+    for file in files:
+        text = file.read_text()
+        imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", text, re.MULTILINE)
+        imported += re.findall(r"^\s*from tests import (\w+)", text, re.MULTILINE)
+        assert set(imported) <= own | {"benchmarks"}, file
+
+
+def test_every_part_names_what_there_is():
+    for name, part in make.PARTS.items():
+        for command in part.commands:
+            module, *words = command.split()
+            found = make.ROOT / module.replace(".", "/")
+            assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), name
+            for word in words:
+                assert not word.startswith("assets/") or (make.ROOT / word).exists(), word
