@@ -185,11 +185,15 @@ def mean_interval(values: Tensor | ArrayLike) -> tuple[float, float, float]:
     return mean, *percentile_interval(means[:, 0], mean)
 
 
-def t_quantile(degrees: int) -> float:
-    """The quantile of Student's t for a two-sided interval of 95%."""
+def t_quantile(degrees: int, family: int = 1) -> float:
+    """The quantile of Student's t for two-sided intervals: 95% for a whole family of them.
+
+    Each of the family may err in 0.05 / family of all cases, and so one or more of them in 0.05 at
+    most, however they depend on each other (Bonferroni; Dunn 1961).
+    """
     from scipy.special import stdtrit
 
-    return float(stdtrit(degrees, 0.975))
+    return float(stdtrit(degrees, 1 - 0.025 / family))
 
 
 # ---- over prompts --------------------------------------------------------------------------------

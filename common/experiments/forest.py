@@ -15,8 +15,8 @@ PANEL_HEIGHT = 0.85  # inches beside the rows: title and axis
 PANEL_WIDTH = 2.6  # inches
 LABEL_WIDTH = 3.2  # inches
 KEY = (
-    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; "
-    "orange: a patch"
+    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; orange: a "
+    "patch; thin line: the interval that holds together with those of all other lines"
 )
 
 
@@ -28,6 +28,7 @@ class Effect:
     outcome: str
     values: Sequence[float]  # by seed
     base: Sequence[float]  # by seed
+    family: int = 0  # effects that are told together from 0, this one among them; 0: secondary
 
     @property
     def by_seed(self) -> list[float]:
@@ -38,6 +39,26 @@ class Effect:
     def difference(self) -> SeedMean:
         """Their mean over the seeds."""
         return over_seeds(self.by_seed)
+
+    @property
+    def together(self) -> SeedMean:
+        """The same with its simultaneous interval; of a secondary outcome with its own."""
+        return over_seeds(self.by_seed, self.family or 1)
+
+    @property
+    def cell(self) -> str:
+        """The difference, with a second star where the simultaneous interval excludes 0 too."""
+        is_clear = self.family and self.together.excludes_zero
+        return self.difference.difference + ("*" if is_clear else "")
+
+    @property
+    def verdict(self) -> str:
+        """What the simultaneous interval says, empty without one: yes, or how much at most."""
+        mean = self.together
+        if not self.family or mean.low is None or mean.high is None:
+            return ""
+        most = max(-mean.low, mean.high)
+        return "yes" if mean.excludes_zero else f"no larger than {most:.2f}"
 
 
 Effects = Mapping[str, Mapping[str, Sequence[Effect]]]  # by stage and outcome, one of each variant
@@ -78,9 +99,10 @@ def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> No
         mean, colour = effect.difference, COLOURS[1 if effect.variant.patch else 0]
         seeds = effect.by_seed
         axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
-        if mean.low is not None and mean.high is not None:
-            axes.plot([mean.low, mean.high], [place, place], color=colour, linewidth=1.4)
-            seen += [max(-reach, mean.low), min(mean.high, reach)]
+        for own, width in ((mean, 1.4), (effect.together, 0.6)):
+            if own.low is not None and own.high is not None:
+                axes.plot([own.low, own.high], [place, place], color=colour, linewidth=width)
+                seen += [max(-reach, own.low), min(own.high, reach)]
         face = colour if mean.excludes_zero else "white"
         axes.plot([mean.mean], [place], "s", color=colour, markerfacecolor=face, ms=4.5)
     margin = 0.05 * (max(seen) - min(seen)) or 1.0

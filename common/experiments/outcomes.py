@@ -132,8 +132,10 @@ class SeedMean:
         return interval_cell(asdict(self), 1, 2, sign="+") + (" *" if self.excludes_zero else "")
 
 
-def over_seeds(values: Iterable[float]) -> SeedMean:
+def over_seeds(values: Iterable[float], family: int = 1) -> SeedMean:
     """Mean and interval mean +- t sd / sqrt(n) of independent values, at least one (Student 1908).
+
+    With a family the intervals of that many means are simultaneous: all are right in 95% of cases.
 
     Raises:
         RuntimeError: a value is not finite.
@@ -143,7 +145,7 @@ def over_seeds(values: Iterable[float]) -> SeedMean:
     if n == 1:
         return SeedMean(mean, None, None, None, 1)
     sd = float(vector.std(ddof=1))
-    half_width = t_quantile(n - 1) * sd / math.sqrt(n)
+    half_width = t_quantile(n - 1, family) * sd / math.sqrt(n)
     return SeedMean(mean, sd, mean - half_width, mean + half_width, n)
 
 

@@ -5,7 +5,8 @@
 For each seed the base chain is trained once, then every variant of it (`sweep_file.py` says how a
 sweep is written down). All runs of a seed are judged together, on the same held-out rows. The
 effect of a variant is its outcome minus the base's of the same seed; printed is the mean over
-seeds with Student's 95% interval, and n. Runs that are finished are not made again, so the command
+seeds with Student's 95% interval, n, and for a stage's first outcome what is left of it when all
+lines of the stage are looked at together. Runs that are finished are not made again, so the command
 goes on where it was stopped, and a line that is added to the file costs its own runs only. With
 `--finished_only` the lines that are not finished yet are left out.
 
@@ -122,6 +123,9 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
             if judged == stage or (first and has_all):
                 effect = Effect(own, outcome, outcomes[slug, judged, outcome], base)
                 found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
+    for panels in found.values():
+        first_outcome, own_effects = next(iter(panels.items()))
+        panels[first_outcome] = [replace(e, family=len(own_effects)) for e in own_effects]
     return found
 
 
@@ -151,6 +155,8 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
                 "by_seed": effect.values,
                 "base_by_seed": effect.base,
                 "difference": asdict(effect.difference),
+                "together": asdict(effect.together) | {"family": effect.family},
+                "verdict": effect.verdict,
             }
             for effect in found
         ],
@@ -181,9 +187,13 @@ def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
         f"Each row is {row}, for the seeds {list(sweep.seeds)}. A base row has mean "
         "\N{PLUS-MINUS SIGN} standard deviation over seeds; every other row the mean difference to "
         f"{base} of the same seed, with Student's 95% interval over seeds. "
-        f"A star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
-        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The intervals "
-        "cover the seed of training, not the draw of the held-out rows, which all runs share. "
+        f"One star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
+        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The first "
+        "outcome of a stage is its primary one: two stars, and yes, mark what excludes 0 also when "
+        "the intervals of all lines of the stage are to hold together with 95% (Bonferroni); where "
+        "it does not, the effect is no larger than the farther end of that interval. The other "
+        "outcomes are secondary, without a correction. The intervals cover the seed of training, "
+        "not the draw of the held-out rows, which all runs share. "
         f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
         "code, or dropout; the scripts themselves have no flag for it."
     )
@@ -203,13 +213,13 @@ def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
 
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
     """Base values and differences of one stage, of its effects by outcome."""
-    headers = ["detail", "choice", *(about(name).heading for name in panels), "n"]
+    headers = ["detail", "choice", *(about(name).heading for name in panels), "matters?", "n"]
     first = [over_seeds(effects[0].base) for effects in panels.values()]
-    rows = [["base", AS_IS, *(mean.spread for mean in first), str(first[0].n)]]
+    rows = [["base", AS_IS, *(mean.spread for mean in first), "", str(first[0].n)]]
     for own in zip(*panels.values(), strict=True):
         variant = own[0].variant
         choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
-        cells = [effect.difference.difference for effect in own]
+        cells = [*(effect.cell for effect in own), own[0].verdict]
         rows.append([str(variant.detail), choice, *cells, str(own[0].difference.n)])
     return Table(headers, rows)
 
