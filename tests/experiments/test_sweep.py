@@ -136,11 +136,11 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
         *(("zeros, then GRPO", "gold_reward", 2), ("none", "gold_reward", 2)),
         *(("zeros, then GRPO", "entropy", 0), ("none", "entropy", 0)),
     ], "a stage's lines are a family in its first outcome"
-    target = stats.ttest_1samp(differences, 0).confidence_interval(1 - 0.05 / 2)
-    (then,) = [e for e in record["effects"] if e["choice"] == "zeros, then GRPO" and e["verdict"]]
-    assert (then["together"]["low"], then["together"]["high"]) == pytest.approx(tuple(target))
-    assert then["verdict"] == f"no larger than {target.high:.2f}"
-    target = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    verdicts = {e["choice"]: e["verdict"] for e in record["effects"] if e["verdict"]}
+    assert verdicts == {
+        "zeros": f"no larger than {target.high:.2f}",
+        **dict.fromkeys(("zeros, then GRPO", "none"), "no larger than 0.00"),
+    }
     (base,) = [b for b in record["base"] if b["stage"] == "reward"]
     assert base["mean"] == pytest.approx(100 * sum(NOISE.values()) / 3)
     assert base["sd"] == pytest.approx(float(torch.tensor([30.0, -50.0, 10.0]).std()))
