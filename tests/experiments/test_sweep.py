@@ -21,6 +21,7 @@ from transformers import AutoModelForSequenceClassification
 
 from common import advantages, distributed, padding
 from common.errors import UserError
+from common.evaluation.config import EvaluateConfig, settle
 from common.experiments import sweep
 from common.experiments.outcomes import over_seeds
 from common.experiments.replicate import config_class
@@ -266,6 +267,8 @@ def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
     for stage, num_processes in found.training(0):
         parse(config_class(stage.script), script_arguments(stage))
         assert num_processes in (1, 2)
+    for stage in found.evaluations(0):
+        settle(parse(EvaluateConfig, script_arguments(stage)))
 
 
 def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
