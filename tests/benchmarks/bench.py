@@ -3,6 +3,7 @@
     make bench                             # random GPT-2 of 4 layers, 256 wide
     make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
     python -m tests.benchmarks.bench --stages sft dpo --only ours
+    python -m tests.benchmarks.bench --resume   # goes on where the same command was stopped
 
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
 steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 
 from common.record.folder import cpu_model
+from common.record.jsonl import write_atomically
 from tests.benchmarks import flops, our_stages, processes
 from tests.benchmarks.fixture import SHAPES
 from tests.benchmarks.rows import REACH_MEMORY, ROWS, BenchRow, num_steps
@@ -41,7 +43,8 @@ def main() -> None:
     run_module("fixture", folder / "fixture.log", arguments, folder=fixture)
     if arguments.only is None and not arguments.skip_check:
         log = folder / "same_loss.log"
-        run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
+        if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
+            run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
         print(log.read_text()[log.read_text().index("same loss:") :])
     results = measure(arguments, folder)
     results["rows"] = summarise(
@@ -72,6 +75,8 @@ def parse_arguments() -> argparse.Namespace:
         "--trl_grpo_micro_batch_size", type=int, default=0, choices=sizes, help=size_help
     )
     parser.add_argument("--skip_check", action="store_true", help="do not compare losses first")
+    resume_help = "take runs that this code left in runs.json, and the check of losses, as they are"
+    parser.add_argument("--resume", action="store_true", help=resume_help)
     arguments = parser.parse_args()
     needed = 1 + max(num_steps(ROWS[name], arguments.model)[1] for name in arguments.stages)
     if arguments.steps and arguments.steps < needed:
@@ -98,11 +103,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
     }
     chosen = [arguments.only] if arguments.only else list(sides)
     rows = [ROWS[name] for name in arguments.stages]
-    runs: list[Result] = []
+    file = folder / "runs.json"
+    runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
+    made = {(run["row"], run["side"], run["round"]) for run in runs}
     ceilings = [measure_ceiling(arguments, folder)]
     for round_number in range(1, arguments.rounds + 1):
         for row in rows:
             for side in chosen[:: 1 if round_number % 2 else -1]:  # either side goes first in turn
+                if (row.name, side, round_number) in made:
+                    continue
                 print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
                 steps = arguments.steps or num_steps(row, arguments.model)[0]
                 output = folder / "runs" / f"{row.name}-{side}-{round_number}"
@@ -117,7 +126,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Result:
                 )
                 runs.append({"row": row.name, "side": side, "round": round_number, **result})
                 # What is there already survives an interruption of the rest.
-                (folder / "runs.json").write_text(json.dumps(runs, indent=1) + "\n")
+                write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
         ceilings.append(measure_ceiling(arguments, folder))
     return {
         "model": arguments.model,
