@@ -57,7 +57,7 @@ class Effect:
         mean = self.together
         if not self.family or mean.low is None or mean.high is None:
             return ""
-        most = max(-mean.low, mean.high)
+        most = max(abs(mean.low), abs(mean.high))
         return "yes" if mean.excludes_zero else f"no larger than {most:.2f}"
 
 
