@@ -12,6 +12,7 @@ which fails, is a row in bold type, and the exit status is 1.
 """
 
 import argparse
+import atexit
 import json
 import os
 import random
@@ -139,9 +140,11 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen:
     """Start a run in a process group of its own."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("ab") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             arguments, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
+    atexit.register(process.terminate)  # a drill that is stopped leaves none behind
+    return process
 
 
 def finish(process: subprocess.Popen, log: Path) -> None:
@@ -306,6 +309,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="so many, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and of who is killed")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     draw, started = random.Random(arguments.seed), time.monotonic()
     headers = ["case", "ranks", "SIGKILL", "of them early", "while saving", "SIGTERM", "restarts"]
     print(f"| {' | '.join([*headers, 'identical'])} |\n|{'---|' * 8}", flush=True)

@@ -6,6 +6,7 @@ parent must stay small, so it imports no torch.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ def run(
         "WANDB_MODE": "disabled",
         **(more_environment or {}),
     }
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -55,8 +57,8 @@ def run(
         )
         try:
             _, status, usage = os.wait4(process.pid, 0)
-        except BaseException:  # an interrupt must not leave it running
-            process.kill()
+        except BaseException:  # an interrupt must not leave it running, nor torchrun's ranks
+            process.terminate()
             raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
