@@ -88,9 +88,9 @@ PARTS = {
         ("results.json", "report.md", "plots/*.png"),
     ),
     "scitldr": Part(  # the model: a folder, or a link to one
-        (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M",),
+        (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
-        needs=("data/SmolLM2-135M", "data/scitldr", "data/summeval_preference"),
+        needs=("data/SmolLM2-135M-Instruct", "data/scitldr", "data/summeval_preference"),
         pictures={SUMMARY: "scitldr.png"},
         samples="seed_0/evaluation/completions.jsonl",
     ),

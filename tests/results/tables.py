@@ -3,32 +3,65 @@
     python -m tests.results.tables
 
 A page has the place of a table between `<!-- NAME -->` and `<!-- /NAME -->`; NAME is one of
-`TABLES`. A record that is not there leaves its table as it is.
+`TABLES`, a part of `make.py` or a part, a dot and what is shown of it. A record that is not there
+leaves its place as it is.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
+from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import interval_cell
-from common.experiments.outcomes import over_seeds
+from common.evaluation.pair_scores import BASELINES
+from common.experiments.outcomes import about, over_seeds
+from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
-from tests.results.make import RECORDS, ROOT, read_record
+from common.report.figures import reward_functions
+from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-METHODS = {"grpo": "GRPO over steps", "best_of_n": "best of n", "dpo": "DPO over beta"}
+METHODS = {  # what the first word of their settings is
+    "grpo": ("GRPO over steps", "step"),
+    "best_of_n": ("Best of n", "n"),
+    "dpo": ("DPO over beta", "beta"),
+    "rejection": ("SFT on the best of n", "n"),
+}
+RUNS = {  # of the sweep `iterative`
+    "grpo": "GRPO",
+    "round_3": "DPO, three rounds, reference SFT",
+    "round_2": "the same after two rounds",
+    "round_1": "the same after one round",
+    "moving_3": "DPO, three rounds, reference the round's start",
+    "moving_2": "the same after two rounds",
+    "once": "DPO, all pairs at once by the SFT model",
+    "offline": "DPO on the data set's pairs",
+}
+COLUMNS = {  # of the means over seeds: heading, scale, digits
+    "accuracy": ("accuracy %", 100, 1),
+    "gold": ("gold reward", 1, 3),
+    "model": ("RM score", 1, 2),
+    "wins": ("wins over references at equal length %", 100, 1),
+    "rouge_l": ("ROUGE-L", 100, 1),
+    "kl": ("KL", 1, 2),
+    "length": ("length", 1, 1),
+    "stop_rate": ("stop %", 100, 1),
+}
+STEPS = 20  # between two lines of the table of `too-far`
 
 
 def write() -> None:
     """Put the tables of what is recorded into the pages."""
     for page in PAGES:
-        page.write_text(filled(page.read_text()))
+        page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
 
 
-def filled(text: str) -> str:
+def filled(text: str, *, is_in_docs: bool = True) -> str:
     """A page with its tables as the records have them.
 
     Raises:
@@ -37,8 +70,13 @@ def filled(text: str) -> str:
 
     def table(place: re.Match[str]) -> str:
         begin, name, old, end = place.groups()
-        part = name.partition(".")[0]
-        return begin + (f"{TABLES[name]()}\n\n{source(part)}\n" if read_record(part) else old) + end
+        part, make = name.partition(".")[0], TABLES[name]
+        if part == "records":
+            return f"{begin}{make()}\n{end}"
+        if not read_record(part):
+            return place[0]
+        link = f"{'../' if is_in_docs else ''}assets/results/{part}"
+        return f"{begin}{make()}\n\n*[Record]({link}): {source(part)}.*\n{end}"
 
     return PLACE.sub(table, text)
 
@@ -48,8 +86,8 @@ def source(part: str) -> str:
     record = read_record(part)
     packages = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
     return (
-        f"*`make results PARTS={part}`: {record['minutes']:.0f} minutes, {record['date']}, commit "
-        f"{record['git_commit'][:12]}, {record['cpu']}, {record['cores']} cores, {packages}.*"
+        f"`make results PARTS={part}`, {record['minutes']:.0f} minutes, {record['date']}, commit "
+        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores, {packages}"
     )
 
 
@@ -58,88 +96,233 @@ def read(part: str, file: str) -> Any:
     return json.loads((RECORDS / part / file).read_text())
 
 
-# ---- the chain -----------------------------------------------------------------------------------
-
-
-def systems(part: str) -> str:
-    """What evaluation printed of seed 0."""
-    return str(chain.systems_table(read(part, "seed_0/evaluation/results.json")))
-
-
-def by_seed(part: str) -> str:
-    """A line per seed and system."""
-    rows = []
-    for file in sorted((RECORDS / part).glob("seed_*/evaluation/results.json")):
-        table = chain.systems_table(json.loads(file.read_text()))
-        headers = ["seed", *table.headers]
-        rows += [[file.parents[1].name.removeprefix("seed_"), *row] for row in table.rows]
-    return markdown.table(headers, rows)
-
-
-def over_all_seeds(part: str) -> str:
-    """Mean, standard deviation and interval over seeds."""
-    rows = [
-        [o["system"], o["metric"], o["unit"], found.spread, found.interval, str(found.n)]
-        for o in read(part, "replication.json")["ours"]
-        for found in [over_seeds(o["by_seed"].values())]
-    ]
-    headers = ["system", "metric", "unit", "mean \N{PLUS-MINUS SIGN} sd", "95% interval", "seeds"]
-    return markdown.table(headers, rows)
-
-
-# ---- sweeps --------------------------------------------------------------------------------------
-
-
-def effects(part: str) -> str:
-    """Every detail's effect on the first outcome of its stage."""
-    record, rows, seen = read(part, "sweep.json"), [], {}
-    for effect in record["effects"]:
-        outcome = seen.setdefault(effect["stage"], effect["outcome"])
-        if outcome == effect["outcome"]:
-            base = over_seeds(effect["base_by_seed"])
-            found = over_seeds(
-                a - b for a, b in zip(effect["by_seed"], effect["base_by_seed"], strict=True)
-            )
-            cells = [effect["stage"], effect["detail"], effect["choice"]]
-            rows.append([*cells, f"{outcome}, {effect['unit']}", base.spread, found.difference])
-    headers = ["stage", "detail", "choice", "outcome", "base", "difference [95%]"]
-    return markdown.table(headers, rows)
-
-
-# ---- over-optimisation ---------------------------------------------------------------------------
-
-
-def turns() -> str:
-    """What each method gains and loses behind its best setting."""
-    rows = [
-        [
-            METHODS.get(turn["method"], turn["method"]),
-            str(turn["seed"]),
-            f"{turn['peak']:g}, {turn['last']:g}",
-            interval_cell(turn["gold_change"], 1, 3, sign="+"),
-            interval_cell(turn["proxy_change"], 1, 2, sign="+"),
-        ]
-        for turn in read("overoptimization", "results.json")["turns"]
-    ]
-    return markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
-
-
-# ---- speed ---------------------------------------------------------------------------------------
-
-
 def printed(part: str, file: str = "printed.md") -> str:
     """What a command wrote, as it stands."""
     return (RECORDS / part / file).read_text().strip()
 
 
-def costs(kind: str, title: str) -> str:
-    """How cost grows along one axis."""
-    lines = {
-        "update, padded, s": "padded s",
-        "update, shared prefix, s": "update s",
-        "sampling, copied cache, s": "copied cache s",
-        "sampling, one copy of the prompt, s": "sampling s",
+def columns(part: str) -> dict[str, list[str]]:
+    """The table that a command printed, by the heads of its columns."""
+    rows = [line.strip("|").split("|") for line in printed(part).splitlines() if line[:1] == "|"]
+    heads, _, *cells = [[cell.strip() for cell in row] for row in rows]
+    return dict(zip(heads, map(list, zip(*cells, strict=True)), strict=True))
+
+
+def records() -> str:
+    """What was run, on which commit and machine, and how long it took."""
+    rows = [
+        [
+            part,
+            *(str(record[key]) for key in ("minutes", "date", "cpu")),
+            record["git_commit"][:10],
+            "; ".join(f"`python -m {command}`" for command in record["commands"]),
+        ]
+        for part in PARTS
+        if (record := read_record(part))
+    ]
+    return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
+
+
+# ---- the chain -----------------------------------------------------------------------------------
+
+
+def evaluations(part: str) -> dict[str, Any]:
+    """What evaluation found, by seed."""
+    files = sorted((RECORDS / part).glob("seed_*/evaluation/results.json"))
+    return {
+        file.parents[1].name.removeprefix("seed_"): json.loads(file.read_text()) for file in files
     }
+
+
+def systems(part: str) -> str:
+    """What evaluation printed of seed 0."""
+    return str(chain.systems_table(evaluations(part)["0"]))
+
+
+def by_seed(part: str) -> str:
+    """A line per seed and system."""
+    rows, headers = [], ["seed"]
+    for seed, results in evaluations(part).items():
+        table = chain.systems_table(results)
+        headers = ["seed", *table.headers]
+        rows += [[seed, *row] for row in table.rows]
+    return markdown.table(headers, rows)
+
+
+def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What evaluation found of references, every system, and baselines that need no model."""
+    models = [s["name"] for s in results["systems"] if s.get("kind") == "reward_model"]
+    functions = ["gold", *reward_functions(results["systems"])]
+    references = results.get("reference_completions")
+    compared = (results.get("comparison") or {}).get("systems", [])
+    lines = {}
+    for system in [
+        *([{**references, "name": REFERENCE}] if references else []),
+        *results["systems"],
+        *(own for own in compared if own["name"] in BASELINES[:-1]),
+    ]:
+        rewards = system.get("rewards") or {}
+        wins = [
+            rate["length_controlled"]
+            for rate in results.get("win_rates") or []
+            if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
+        ]
+        lines[system["name"]] = {
+            **{key: system.get(key) for key in COLUMNS},
+            **{name: rewards.get(name) for name in functions},
+            "model": next((rewards[name] for name in models if name in rewards), None),
+            "wins": next(iter(wins), None),
+        }
+    return lines
+
+
+def means(part: str) -> str:
+    """A line per system: means over seeds."""
+    seeds = [measured(results) for results in evaluations(part).values()]
+    keys = list(dict.fromkeys([*COLUMNS, *(key for own in seeds[0].values() for key in own)]))
+    heads, rows = [], [[name] for name in seeds[0]]
+    for key in keys:
+        found = [[number(own[name].get(key)) for own in seeds if name in own] for name in seeds[0]]
+        if any(value is not None for values in found for value in values):
+            head, scale, digits = COLUMNS.get(key, (f"reward {key}", 1, 3))
+            heads.append(head)
+            for row, values in zip(rows, found, strict=True):
+                known = [scale * value for value in values if value is not None]
+                row.append(over(known, digits) if known else NOT_MEASURED)
+    return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
+
+
+def number(value: Any) -> float | None:
+    """A number, or that of a mapping which has its interval too."""
+    keys = ("mean", "accuracy", "win_rate")
+    return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
+
+
+def over(values: Iterable[float], digits: int = 2) -> str:
+    """A mean over seeds with its interval, which equal values have not."""
+    mean = over_seeds(values)
+    shown = asdict(mean) if mean.sd else {"mean": mean.mean, "low": None}
+    return interval_cell(shown, 1, digits)
+
+
+def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
+    """A table of an evaluation's report."""
+    return str(what(evaluations(part)["0"]))
+
+
+def samples(part: str) -> str:
+    """The first abstracts, and what every system made of them."""
+    lines = [json.loads(line) for line in printed(part, "samples.jsonl").splitlines()]
+    titles = [line["prompt"].splitlines()[0].removeprefix("TITLE: ") for line in lines]
+    rows = [["author", *(line["reference"]["completion"] for line in lines)]]
+    rows += [
+        [name, *(line["systems"][name]["completion"] for line in lines)]
+        for name in lines[0]["systems"]
+    ]
+    return markdown.table(["summary by", *titles], rows)
+
+
+def too_far() -> str:
+    """What was found on held-out prompts while GRPO went on."""
+    heads = {
+        "what is optimised: the reward model": ("eval_reward{}/reward", 1, 2),
+        "what it stands for: gold reward": ("eval_reward{}/gold", 1, 3),
+        "accuracy on pairs %": ("eval_accuracy{}", 100, 1),
+        "KL": ("eval_kl{}", 1, 2),
+    }
+    rows = []
+    for line in read_metrics(RECORDS / "too-far"):
+        if line["step"] % STEPS or "eval_kl" not in line:
+            continue
+        cells = []
+        for name, scale, digits in heads.values():
+            ends = {end: line[name.format(f"_{end}")] for end in ("low", "high")}
+            found = {"mean": line[name.format("")], **ends}
+            cells.append(interval_cell(found, scale, digits))
+        rows.append([str(line["step"]), *cells])
+    return markdown.table(["step", *heads], rows)
+
+
+# ---- sweeps --------------------------------------------------------------------------------------
+
+
+def effects() -> str:
+    """Every detail's effect on the first outcome of its stage."""
+    rows: list[list[str]] = []
+    primary: dict[str, str] = {}
+    for effect in read("ablations", "sweep.json")["effects"]:
+        stage, base = effect["stage"], over_seeds(effect["base_by_seed"])
+        if stage not in primary:
+            primary[stage] = effect["outcome"]
+            told = f"base: {about(effect['outcome']).heading}"
+            rows.append([f"**{stage}**", told, base.spread, "", str(base.n)])
+        if primary[stage] == effect["outcome"]:
+            differences = differ(effect["by_seed"], effect["base_by_seed"])
+            cells = [over_seeds(differences).difference, effect.get("verdict", "")]
+            if not any(differences):
+                cells = ["the same numbers on every seed", ""]
+            rows.append([effect["detail"], str(effect["choice"]), *cells, str(len(differences))])
+    return markdown.table(["detail", "choice", "effect [95%]", "matters?", "seeds"], rows)
+
+
+def iterative() -> str:
+    """Every run of the sweep beside GRPO: its outcomes, and the difference in the first one."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in RUNS}
+    for effect in read("iterative", "sweep.json")["effects"]:
+        found["grpo"][effect["outcome"]] = effect["base_by_seed"]
+        if effect["detail"] in RUNS:
+            own = effect["detail"]
+        else:
+            own = f"{effect['detail']} {effect['choice']}"
+        found.setdefault(own, {})[effect["outcome"]] = effect["by_seed"]
+    outcomes = list(found["grpo"])
+    rows = []
+    for name, own in found.items():
+        beside = over_seeds(differ(own[outcomes[0]], found["grpo"][outcomes[0]])).difference
+        levels = [over(own[outcome]) for outcome in outcomes]
+        rows.append([RUNS.get(name, name), *levels, NOT_MEASURED if name == "grpo" else beside])
+    heads = [about(outcome).heading for outcome in outcomes]
+    return markdown.table(["run", *heads, f"{about(outcomes[0]).label}, beside GRPO"], rows)
+
+
+def differ(own: Iterable[float], base: Iterable[float]) -> list[float]:
+    """Differences by seed."""
+    return [a - b for a, b in zip(own, base, strict=True)]
+
+
+def turns() -> str:
+    """What each method gains and loses behind its best setting."""
+    found = read("overoptimization", "results.json")["turns"]
+    rows = [
+        [
+            METHODS[turn["method"]][0],
+            str(turn["seed"]),
+            f"{METHODS[turn['method']][1]} {turn['peak']:g}, {turn['last']:g}",
+            interval_cell(turn["gold_change"], 1, 3, sign="+"),
+            interval_cell(turn["proxy_change"], 1, 2, sign="+"),
+        ]
+        for turn in sorted(found, key=lambda turn: list(METHODS).index(turn["method"]))
+    ]
+    return markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
+
+
+# ---- speed and memory ----------------------------------------------------------------------------
+
+
+def speed() -> str:
+    """How many times TRL's speed each row has, and which share of its memory."""
+    models = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
+    found = {part: read(part, "results.json")["rows"] for part in models if read_record(part)}
+    heads = [line["row"] for line in found["bench-tiny"]]
+    rows = []
+    for part, lines in found.items():
+        own = {line["row"]: f"{line['ratio']:.1f} ({line['memory_ratio']:.2f})" for line in lines}
+        rows.append([models[part], *(own.get(head, NOT_MEASURED) for head in heads)])
+    return markdown.table(["times TRL's speed (memory)", *heads], rows)
+
+
+def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
+    """How cost grows along one axis; the lines are what is measured, by how it is told."""
     found = read("scaling", "scaling.json")[kind]
     rows = [
         [told, *(f"{at[name]:.3g}" if name in at else NOT_MEASURED for at in found.values())]
@@ -148,18 +331,65 @@ def costs(kind: str, title: str) -> str:
     return markdown.table([title, *found], rows)
 
 
+SECONDS = {
+    "update, padded, s": "padded s",
+    "update, shared prefix, s": "update s",
+    "sampling, copied cache, s": "copied cache s",
+    "sampling, one copy of the prompt, s": "sampling s",
+}
+PEAKS = {"logits in chunks": "in chunks", "all logits kept": "all logits"}
+
+
+def plans() -> str:
+    """How near the plans of memory are to what runs took."""
+    found = columns("plans")
+    in_use, all_of_it = (sorted(map(float, found[f"planned / {k}"])) for k in ("in use", "that"))
+    return (
+        f"Of {len(in_use)} real runs on a CPU plans are {in_use[0]:.2f} to {in_use[-1]:.2f} of the "
+        f"memory in use, and {all_of_it[0]:.2f} to {all_of_it[-1]:.2f} of what glibc keeps."
+    )
+
+
+def variants() -> str:
+    """How alike runs on one process and on several are."""
+    found = columns("variants")
+    drawn = [cell for cell in found["other completions"] if cell[0] not in "0-"]
+    return (
+        f"Of {len(found['variant'])} variants the largest relative difference of a loss is "
+        f"{max(map(float, found['loss'])):.1e}; {len(drawn)} drew another completion; "
+        f"{sum(map(int, found['warnings']))} warnings."
+    )
+
+
+CHAINS = [name for name, part in PARTS.items() if "replicate" in part.commands[0]]
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"{part}.systems": lambda part=part: systems(part) for part in ("demo", "scitldr")},
-    **{f"{part}.seeds": lambda part=part: by_seed(part) for part in ("demo", "scitldr")},
-    **{f"{part}.mean": lambda part=part: over_all_seeds(part) for part in ("demo", "scitldr")},
-    **{f"{part}.effects": lambda part=part: effects(part) for part in ("ablations", "iterative")},
-    "overoptimization.turns": turns,
+    "records": records,
+    **{f"{part}.systems": lambda part=part: systems(part) for part in CHAINS},
+    **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
+    **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
+    **{
+        f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
+        for part in CHAINS
+        for name, what in {
+            "wins": lambda results: win_rate_table(results["win_rates"]),
+            "accuracy": lambda results: accuracy_table(results["comparison"]),
+            "generations": lambda results: generation_tables(results)[0],
+        }.items()
+    },
+    "scitldr.samples": lambda: samples("scitldr"),
+    "too-far": too_far,
+    "ablations": effects,
+    "iterative": iterative,
+    "overoptimization": turns,
+    "bench-tiny.short": speed,
     "bench-tiny": lambda: printed("bench-tiny", "table.md"),
     "bench-gpt2-small": lambda: printed("bench-gpt2-small", "table.md"),
-    "scaling.group": lambda: costs("group", "completions of a prompt of 267"),
-    "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions"),
-    "plans": lambda: printed("plans"),
-    "variants": lambda: printed("variants"),
+    "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
+    "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
+    "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
+    "scaling.ranks": lambda: costs("ranks", "processes", {"step of SFT, s": "step s"}),
+    "plans": plans,
+    "variants": variants,
     "kills": lambda: printed("kills"),
 }
 

@@ -8,7 +8,6 @@ import pytest
 from tests.results import make, tables
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
-OURS = {"system": "sft", "metric": "kl", "unit": "nats", "by_seed": {"0": 1.0, "1": 3.0}}
 RECORD = {
     "git_commit": "0123456789abcdef",
     "date": "2026-01-01",
@@ -23,31 +22,45 @@ RECORD = {
 def test_tables_are_those_of_the_records(page: Path):
     """After a change of a record: `python -m tests.results.tables`."""
     text = page.read_text()
-    assert tables.filled(text) == text
+    assert tables.filled(text, is_in_docs=page.parent != make.ROOT) == text
     places = [name for _, name, _, _ in tables.PLACE.findall(text)]
     assert len(places) == text.count("<!-- /")
 
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A record of one part, in place of those there are."""
+    """A record of one part with two seeds, in place of those there are."""
     for module in (make, tables):
         monkeypatch.setattr(module, "RECORDS", tmp_path)
-    (tmp_path / "demo").mkdir()
+    for seed, kl in enumerate((1.0, 3.0)):
+        folder = tmp_path / "demo" / f"seed_{seed}" / "evaluation"
+        folder.mkdir(parents=True)
+        policy = {"name": "sft", "kind": "policy", "kl": {"mean": kl}, "rewards": {}}
+        judge = {"name": "reward", "kind": "reward_model", "accuracy": {"accuracy": 0.75}}
+        results = {"systems": [judge, policy], "reference_completions": {"length": 7.0}}
+        (folder / "results.json").write_text(json.dumps(results))
     (tmp_path / "demo" / "record.json").write_text(json.dumps(RECORD))
-    (tmp_path / "demo" / "replication.json").write_text(json.dumps({"ours": [OURS]}))
     return tmp_path
 
 
-def test_a_changed_digit_is_found(recorded: Path):
+def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     text = tables.filled(PAGE)
-    assert "2.00 \N{PLUS-MINUS SIGN} 1.41" in text
-    assert "[-10.71, 14.71]" in text  # 2 +- 12.706 * 1.4142 / sqrt(2)
-    assert "12 minutes, 2026-01-01, commit 0123456789ab, a processor, 2 cores" in text
+    lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
+    assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length"] in lines
+    assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0"] in lines
+    assert ["reward", "75.0", "\N{EN DASH}", "\N{EN DASH}"] in lines
+    found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
+    assert ["sft", "\N{EN DASH}", found, "\N{EN DASH}"] in lines
+    assert "`make results PARTS=demo`, 12 minutes, 2026-01-01, commit 0123456789, a proc" in text
+    assert "(../assets/results/demo)" in text
+    assert "(assets/results/demo)" in tables.filled(PAGE, is_in_docs=False)
     assert tables.filled(text) == text
-    assert tables.filled(text.replace("1.41", "1.42")) == text
+    assert tables.filled(text.replace("14.71", "14.72")) == text
     assert text.startswith("# Page\n\nBefore.\n")
     assert text.endswith("\n\nAfter.\n")
+    file = recorded / "demo" / "seed_1" / "evaluation" / "results.json"
+    file.write_text(file.read_text().replace("3.0", "3.1"))
+    assert tables.filled(text) != text
 
 
 def test_a_table_without_a_record_stays(recorded: Path):
