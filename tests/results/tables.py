@@ -22,6 +22,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from tests.results import papers
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
@@ -259,6 +260,7 @@ def effects() -> str:
         if primary[stage] == effect["outcome"]:
             differences = differ(effect["by_seed"], effect["base_by_seed"])
             cells = [over_seeds(differences).difference, effect.get("verdict", "")]
+            cells[0] += "*" if cells[1] == "yes" else ""
             if not any(differences):
                 cells = ["the same numbers on every seed", ""]
             rows.append([effect["detail"], str(effect["choice"]), *cells, str(len(differences))])
@@ -379,6 +381,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.samples": lambda: samples("scitldr"),
     "too-far": too_far,
     "ablations": effects,
+    "ablations.papers": papers.table,
     "iterative": iterative,
     "overoptimization": turns,
     "bench-tiny.short": speed,

@@ -63,6 +63,24 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     assert tables.filled(text) != text
 
 
+def test_of_a_sweep_the_primary_outcomes_are_shown_with_what_is_left_of_them(recorded: Path):
+    own = {"stage": "reward", "detail": "head", "outcome": "accuracy"}
+    own |= {"base_by_seed": [1.0, 2.0, 3.0]}
+    lines = [
+        own | {"choice": "a", "by_seed": [2.0, 3.1, 3.9], "verdict": "yes"},
+        own | {"choice": "b", "by_seed": [2.0, 3.1, 3.9], "verdict": "no larger than 2.29"},
+        own | {"choice": "a", "by_seed": [9.0, 9.0, 9.0], "verdict": "", "outcome": "other"},
+    ]
+    (recorded / "ablations").mkdir()
+    (recorded / "ablations" / "sweep.json").write_text(json.dumps({"effects": lines}))
+    _, _, base, *rows = (" ".join(row.split()) for row in tables.effects().splitlines())
+    assert base.startswith("| **reward** | base: accuracy on held-out pairs, points | 2.00")
+    assert rows == [
+        "| head | a | +1.00 [+0.75, +1.25] ** | yes | 3 |",
+        "| head | b | +1.00 [+0.75, +1.25] * | no larger than 2.29 | 3 |",
+    ]
+
+
 def test_a_table_without_a_record_stays(recorded: Path):
     page = PAGE.replace("demo.mean", "kills")
     assert tables.filled(page) == page
