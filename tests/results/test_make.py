@@ -97,6 +97,21 @@ def test_a_failed_start_leaves_the_record_and_adds_its_time(
     assert 3 <= record["minutes"] < 3.5
 
 
+def test_a_status_that_tells_a_finding_is_recorded_and_a_traceback_is_not(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+):
+    part = make.Part(("adder {out}",), ("printed.md",), finds=True)
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    (tree / "adder.py").write_text("raise ValueError\n")
+    commit(tree)
+    assert make.main([]) == 1
+    assert make.read_record("one") == {}
+    (tree / "adder.py").write_text("print('**1 of 2**')\nraise SystemExit(1)\n")
+    commit(tree)
+    assert make.main([]) == 0
+    assert make.read_record("one")["status"] == 1
+
+
 def test_what_lacks_something_or_is_being_made_is_left_out(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ):
