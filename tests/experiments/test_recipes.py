@@ -50,7 +50,11 @@ STAGES = {
 CHAINS = ("demo", "tldr-gpt2", "tldr-gpt2-large", "tldr-pythia-1b", "scitldr")
 WHOLE = ("sft", "reward", "dpo", "grpo", "evaluate")
 # Whose rewards need no training
-SHORT_CHAINS = {"count": ("sft", "grpo"), "gsm8k": ("sft", "grpo", "evaluate")}
+SHORT_CHAINS = {
+    "count": ("sft", "grpo"),
+    "gsm8k": ("sft", "grpo", "evaluate"),
+    "one-sentence": ("grpo", "evaluate"),
+}
 SENTIMENT = ("sft", "pairs", "dpo", "grpo", "evaluate")
 FILES = sorted(path for path in RECIPES.glob("*/*.yaml") if path.stem in STAGES)
 NUM_PAIRS, NUM_CNN_DM = 5, 2  # held out
@@ -104,6 +108,7 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     for hub_id in ("gpt2", "gpt2-large", "EleutherAI/pythia-1b-deduped", smol, f"{smol}-Instruct"):
         save_model(folder / hub_id)
     make_gsm8k(folder)
+    make_one_sentence(folder)
     summaries, pairs = synthetic.make_rows("sft", "train", 12), []
     for row in synthetic.make_rows("preference", "train", 12):
         pairs.append({name: row[name] for name in ("prompt", "chosen", "rejected")})
@@ -149,6 +154,18 @@ def make_gsm8k(folder: Path) -> None:
     script = RECIPES / "gsm8k" / "make_rows.py"
     cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
     command = [sys.executable, str(script), "--source", "gsm8k"]
+    subprocess.run(command, check=True, cwd=folder, env=cache)
+
+
+def make_one_sentence(folder: Path) -> None:
+    """The recipe's own script on rows as those of the recipe `scitldr`."""
+    abstract = "We train it. It is fast. " + "This one is too long for the text. " * 6
+    row = {"prompt": f"TITLE: T\n\nPOST: {abstract.strip()}\n\nTL;DR:", "completion": " Own."}
+    for split in ("train", "validation"):
+        write(folder / "abstracts", split, [row] * 6)
+    script = RECIPES / "one-sentence" / "make_rows.py"
+    cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
+    command = [sys.executable, str(script), "--source", "abstracts"]
     subprocess.run(command, check=True, cwd=folder, env=cache)
 
 
@@ -240,12 +257,42 @@ def test_two_steps_of_a_chain_with_rewards_that_are_functions(
     assert records[-1]["step"] == 2
     rewards = {name for record in records for name in record if name.startswith("reward/")}
     recipe = yaml.safe_load((RECIPES / chain / "grpo.yaml").read_text())
-    assert rewards == {f"reward/{name}" for name in recipe["reward_funcs"]}
+    functions = {name.split("reward.py:")[-1] for name in recipe["reward_funcs"]}
+    assert rewards == {f"reward/{name}" for name in functions}
     if "evaluate" in SHORT_CHAINS[chain]:
         results = json.loads((folder / "evaluation" / "results.json").read_text())
         names = [Path(recipe["model_name_or_path"]).name, *SHORT_CHAINS[chain][:-1]]
         assert [system["name"] for system in results["systems"]] == names
-        assert all(system["rewards"].keys() == {"gsm8k"} for system in results["systems"])
+        for system in results["systems"]:
+            (judge,) = system["rewards"]
+            assert judge in functions
+
+
+def test_one_sentence_passes_if_it_is_short_and_about_the_text(working_directory):
+    file = str(working_directory / "data" / "one-sentence" / "train.jsonl")
+    row = load_rows(file, "train", kind="sft")[0]
+    long = "This one is too long for the text."
+    assert row["text"] == "T\n\n" + " ".join(["We train it. It is fast.", *[long] * 4])
+    assert row["prompt"][-1]["content"].endswith(f" 8 to 16 words:\n\n{row['text']}")
+    (name,) = yaml.safe_load((RECIPES / "one-sentence" / "grpo.yaml").read_text())["reward_funcs"]
+    judge = load_reward_functions([name], [1.0])
+    text = "Faster training\n\nWe propose networks which learn to train other networks quickly."
+    for completion, passes in (
+        ("Networks that propose other networks are trained very quickly here.", 1),
+        ("networks that propose other networks are trained very quickly here.", 0),  # its beginning
+        ("Networks that propose other networks are trained very quickly here", 0),  # its end
+        ("We train networks. Networks that propose networks train very quickly.", 0),  # two
+        ("Networks propose other networks quickly.", 0),  # too short
+        (f"Networks {'on ' * 14}propose training.", 0),  # 17 words
+        (f"Networks {'on ' * 13}propose training.", 1),
+        ("We propose networks which learn to train other networks quickly.", 0),  # a copy
+        ("Networks that propose networks are trained by networks very quickly.", 0),  # a stutter
+        ("Networks that propose elephants are trained by giraffes in gardens.", 0),  # 3 of 6
+        ("We do not do as it is in the one.", 0),  # says nothing
+    ):
+        answer = [{"role": "assistant", "content": completion}]
+        found = judge([row["prompt"]], [answer], [[1]], {"text": [text]}).total
+        assert found.tolist() == [passes], completion
 
 
 CLASSIFIER = "siebert/sentiment-roberta-large-english"

@@ -95,6 +95,12 @@ PARTS = {
         pictures={SUMMARY: "scitldr.png"},
         samples="seed_0/evaluation/completions.jsonl",
     ),
+    "one-sentence": Part(  # `reward_curve.py` draws it
+        (f"{REPLICATE} one-sentence --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
+        CHAIN,
+        needs=("data/SmolLM2-135M-Instruct", "data/scitldr"),
+        samples="seed_0/evaluation/completions.jsonl",
+    ),
     "bench-tiny": Part(
         ("tests.benchmarks.bench --model tiny --resume",),
         BENCH,

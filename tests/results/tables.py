@@ -22,7 +22,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
-from tests.results import papers
+from tests.results import papers, reward_curve
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
@@ -60,6 +60,8 @@ def write() -> None:
     """Put the tables of what is recorded into the pages."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
+    if read_record(reward_curve.PART):
+        reward_curve.draw()
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
@@ -385,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "iterative": iterative,
     "overoptimization": turns,
     "bench-tiny.short": speed,
+    "one-sentence": reward_curve.table,
     "bench-tiny": lambda: printed("bench-tiny", "table.md"),
     "bench-gpt2-small": lambda: printed("bench-gpt2-small", "table.md"),
     "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
