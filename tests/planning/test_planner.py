@@ -730,11 +730,11 @@ def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
         run_of(shapes, model_name_or_path=str(folder))
 
 
-def test_the_command_of_the_first_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
+def test_the_command_of_the_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "memory_plan.md").read_text()
     blocks = r"```sh\npython ([^`]*--dry_run_ranks[^`]*)```\n\n```\n([^`]*)```"
-    ((command, table),) = re.findall(blocks, readme)
+    ((command, table),) = re.findall(blocks, page)
     output = dry_run_script(command.replace("\\\n", " ").split())
     assert table in output
     assert "plan of GRPO, prompts of 512 tokens with 8 x 53" in output

@@ -22,6 +22,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from tests.benchmarks.scaling import figure
 from tests.results import papers, reward_curve
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
@@ -74,12 +75,12 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
     def table(place: re.Match[str]) -> str:
         begin, name, old, end = place.groups()
         part, make = name.partition(".")[0], TABLES[name]
-        if part == "records":
+        if part == "records" and any(map(read_record, PARTS)):
             return f"{begin}{make()}\n{end}"
         if not read_record(part):
             return place[0]
-        link = f"{'../' if is_in_docs else ''}assets/results/{part}"
-        return f"{begin}{make()}\n\n*[Record]({link}): {source(part)}.*\n{end}"
+        told = f"\n\n*[Record](../assets/results/{part}): {source(part)}.*" if is_in_docs else ""
+        return f"{begin}{make()}{told}\n{end}"
 
     return PLACE.sub(table, text)
 
@@ -329,8 +330,7 @@ def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
     """How cost grows along one axis; the lines are what is measured, by how it is told."""
     found = read("scaling", "scaling.json")[kind]
     rows = [
-        [told, *(f"{at[name]:.3g}" if name in at else NOT_MEASURED for at in found.values())]
-        for told, name in lines.items()
+        [told, *(figure(at.get(name)) for at in found.values())] for told, name in lines.items()
     ]
     return markdown.table([title, *found], rows)
 
@@ -397,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plans": plans,
     "variants": variants,
     "kills": lambda: printed("kills"),
+    "clusters": lambda: "[The tables](../assets/results/clusters/printed.md).",
 }
 
 
