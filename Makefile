@@ -33,8 +33,10 @@ VLLM_VENV := .venv-vllm
 BENCH_MODEL ?= tiny
 BENCH_FLAGS ?=
 DEMO := assets/recipes/demo
-# One thread per process on a CPU: the processes are the parallelism.
-LAUNCH := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
+# One thread per process on a CPU: the processes are the parallelism. A signal to make reaches what
+# it runs only by exec: else it ends the shell around that, which goes on.
+RUN := exec env OMP_NUM_THREADS=1
+LAUNCH := $(RUN) $(BIN)/torchrun --standalone --nproc_per_node $(NPROC)
 
 .PHONY: demo overoptimization replicate results sweep test test-vllm bench setup clean
 
@@ -46,30 +48,30 @@ demo: setup
 	$(LAUNCH) evaluate.py --config $(DEMO)/evaluate.yaml --seed $(SEED)
 
 overoptimization: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.overoptimization \
+	$(RUN) $(BIN)/python -m common.experiments.overoptimization \
 		--config assets/recipes/overoptimization/demo.yaml
 
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-vllm: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
+	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
 
 replicate: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.replicate \
+	$(RUN) $(BIN)/python -m common.experiments.replicate \
 		--recipe $(RECIPE) --num_processes $(NPROC) $(FLAGS)
 
 sweep: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m common.experiments.sweep --config $(SWEEP) $(FLAGS)
+	$(RUN) $(BIN)/python -m common.experiments.sweep --config $(SWEEP) $(FLAGS)
 
 results: setup
-	$(BIN)/python -m tests.results.make $(FLAGS) $(PARTS)
+	exec $(BIN)/python -m tests.results.make $(FLAGS) $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
-	OMP_NUM_THREADS=1 $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+	$(RUN) $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
 
 setup: $(VENV)/.installed
 
