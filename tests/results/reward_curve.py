@@ -69,13 +69,14 @@ def held_out(seed: Path) -> Iterator[tuple[int, float, float]]:
             yield record["step"], record["eval_kl"], record["eval_reward"]
 
 
-def table() -> str:
-    """A line per policy: means over seeds with Student's 95% interval."""
+def shown() -> str:
+    """The picture, and a line per policy: means over seeds with Student's 95% interval."""
     rows = []
     for point in points(make.RECORDS / PART):
         kl = f"at most {point.kl.mean:.2f}" if point.step is None else cell(point.kl, 1, 2)
         rows.append([point.name, kl, cell(point.reward, 100, 1), str(point.reward.n)])
-    return markdown.table(["policy", "KL, nats [95%]", "passes, % [95%]", "seeds"], rows)
+    table = markdown.table(["policy", "KL, nats [95%]", "passes, % [95%]", "seeds"], rows)
+    return f"![Held-out reward over steps and over KL](../assets/{PART}.png)\n\n{table}"
 
 
 def cell(mean: SeedMean, scale: float, digits: int) -> str:

@@ -27,6 +27,7 @@ from tests.results import papers, reward_curve
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
+TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 METHODS = {  # what the first word of their settings is
     "grpo": ("GRPO over steps", "step"),
@@ -217,7 +218,7 @@ def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
 def samples(part: str) -> str:
     """The first abstracts, and what every system made of them."""
     lines = [json.loads(line) for line in printed(part, "samples.jsonl").splitlines()]
-    titles = [line["prompt"].splitlines()[0].removeprefix("TITLE: ") for line in lines]
+    titles = [TITLE.findall(line["prompt"])[0] for line in lines]
     rows = [["author", *(line["reference"]["completion"] for line in lines)]]
     rows += [
         [name, *(line["systems"][name]["completion"] for line in lines)]
@@ -387,7 +388,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "iterative": iterative,
     "overoptimization": turns,
     "bench-tiny.short": speed,
-    "one-sentence": reward_curve.table,
+    "one-sentence": reward_curve.shown,
+    "one-sentence.samples": lambda: samples("one-sentence"),
     "bench-tiny": lambda: printed("bench-tiny", "table.md"),
     "bench-gpt2-small": lambda: printed("bench-gpt2-small", "table.md"),
     "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.results import make, reward_curve
+from tests.results import make, reward_curve, tables
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_points_are_means_over_seeds(recorded: Path):
 
 
 def test_the_table_and_the_picture_are_made(recorded: Path, tmp_path: Path):
-    table = reward_curve.table().splitlines()
+    _, _, *table = reward_curve.shown().splitlines()
     assert [cell.strip() for cell in table[3].split("|")[1:-1]] == [
         *("GRPO, step 10", "1.05 [0.41, 1.69]", "55.0 [-8.5, 118.5]", "2")
     ]
@@ -52,3 +52,22 @@ def test_the_table_and_the_picture_are_made(recorded: Path, tmp_path: Path):
     picture = reward_curve.draw()
     assert picture == tmp_path / "assets" / "one-sentence.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_samples_stand_below_the_titles_of_their_papers(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+    prompts = (
+        "<|im_start|>user\nIn 8 to 16 words:\n\nA title\n\nIts text, in 9 words:\n\nnone",
+        "TITLE: Another\n\nPOST: Text.\n\nTL;DR:",
+    )
+    systems = {"grpo": {"completion": "Ours."}}
+    lines = [
+        json.dumps({"prompt": p, "reference": {"completion": "Own."}, "systems": systems})
+        for p in prompts
+    ]
+    (recorded / "samples.jsonl").write_text("\n".join(lines))
+    found = [row.split("|")[1:-1] for row in tables.samples(recorded.name).splitlines()]
+    assert [cell.strip() for cell in found[0]] == ["summary by", "A title", "Another"]
+    assert [cell.strip() for cell in found[3]] == ["grpo", "Ours.", "Ours."]
