@@ -70,13 +70,25 @@ def held_out(seed: Path) -> Iterator[tuple[int, float, float]]:
 
 
 def shown() -> str:
-    """The picture, and a line per policy: means over seeds with Student's 95% interval."""
-    rows = []
-    for point in points(make.RECORDS / PART):
+    """The picture, and the table of all policies."""
+    return f"![Held-out reward over steps and over KL](../assets/{PART}.png)\n\n{table()}"
+
+
+def table(*, is_short: bool = False) -> str:
+    """A line per policy: means over seeds with Student's 95% interval.
+
+    The short one has GRPO's first and last, and the best of most samples that is no farther away.
+    """
+    found, rows = points(make.RECORDS / PART), []
+    if is_short:
+        run = [point for point in found if point.step is not None]
+        best = found[len(run) :]
+        near = [point for point in best if point.kl.mean <= run[-1].kl.mean] or best
+        found = [run[0], near[-1], run[-1]]
+    for point in found:
         kl = f"at most {point.kl.mean:.2f}" if point.step is None else cell(point.kl, 1, 2)
         rows.append([point.name, kl, cell(point.reward, 100, 1), str(point.reward.n)])
-    table = markdown.table(["policy", "KL, nats [95%]", "passes, % [95%]", "seeds"], rows)
-    return f"![Held-out reward over steps and over KL](../assets/{PART}.png)\n\n{table}"
+    return markdown.table(["policy", "KL, nats [95%]", "passes, % [95%]", "seeds"], rows)
 
 
 def cell(mean: SeedMean, scale: float, digits: int) -> str:

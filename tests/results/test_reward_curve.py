@@ -49,6 +49,9 @@ def test_the_table_and_the_picture_are_made(recorded: Path, tmp_path: Path):
         *("GRPO, step 10", "1.05 [0.41, 1.69]", "55.0 [-8.5, 118.5]", "2")
     ]
     assert "at most 0.64" in table[5]
+    short = reward_curve.table(is_short=True).splitlines()[2:]
+    names = ["GRPO, step 0", "best of 4", "GRPO, step 10"]
+    assert [line.split("|")[1].strip() for line in short] == names
     picture = reward_curve.draw()
     assert picture == tmp_path / "assets" / "one-sentence.png"
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.evaluation.pair_scores import BASELINES
 from tests.results import make, tables
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
@@ -38,6 +39,9 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         policy = {"name": "sft", "kind": "policy", "kl": {"mean": kl}, "rewards": {}}
         judge = {"name": "reward", "kind": "reward_model", "accuracy": {"accuracy": 0.75}}
         results = {"systems": [judge, policy], "reference_completions": {"length": 7.0}}
+        baselines = dict(zip(BASELINES, (0.5, 0.5, 0.625, 0.5), strict=True))
+        compared = [{"name": n, "accuracy": {"accuracy": a}} for n, a in baselines.items()]
+        results["comparison"] = {"systems": compared}
         (folder / "results.json").write_text(json.dumps(results))
     (tmp_path / "demo" / "record.json").write_text(json.dumps(RECORD))
     return tmp_path
@@ -48,6 +52,8 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
     assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length"] in lines
     assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0"] in lines
+    assert ["ROUGE-L wins", "62.5", "\N{EN DASH}", "\N{EN DASH}"] in lines
+    assert not any("random guess" in line for line in lines)
     assert ["reward", "75.0", "\N{EN DASH}", "\N{EN DASH}"] in lines
     found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
     assert ["sft", "\N{EN DASH}", found, "\N{EN DASH}"] in lines
