@@ -4,13 +4,13 @@
     make results PARTS="demo bench-tiny"      # some; another call may make others at the same time
     make results FLAGS=--list                 # the parts, what they run, and their records
 
-A part is one or more commands. What is kept of it goes to `assets/results/<part>`, beside
-`record.json`: command, commit, machine, versions, date, and minutes over all starts. A part with a
-record of this commit is not made again. The commit is the last one that changed what figures depend
-on (`CODE`), of which nothing may differ from it. Commands run in a clone of that commit,
-`output/results/<commit>`, so that nothing edited meanwhile is measured; a part's own folder there,
-`output/<part>`, is gone on with. In the end the tables of README and `docs/` are made anew
-(`tables.py`).
+A part is one or more commands, which run on the CPU. What is kept of it goes to
+`assets/results/<part>`, beside `record.json`: command, commit, machine, versions, date, and minutes
+over all starts. A part with a record of this commit is not made again. The commit is the last one
+that changed what figures depend on (`CODE`), of which nothing may differ from it. Commands run in a
+clone of that commit, `output/results/<commit>`, so that nothing edited meanwhile is measured; a
+part's own folder there, `output/<part>`, is gone on with. In the end the tables of README and
+`docs/` are made anew (`tables.py`).
 """
 
 import argparse
@@ -57,6 +57,10 @@ class Part:
     pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
     finds: bool = False  # whether its status 1 without a traceback is a finding, and recorded
     samples: str = ""  # a file of `evaluate.py` of which the first lines are kept
+
+    def commands_to(self, out: str) -> list[str]:
+        """The commands with their folder."""
+        return [command.format(out=out) for command in self.commands]
 
 
 NUM_SAMPLES = 3
@@ -147,7 +151,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
     """
     part, record = PARTS[name], read_record(name)
     out = clone / "output" / name
-    commands = [command.format(out=out.relative_to(clone)) for command in part.commands]
+    commands = part.commands_to(f"output/{name}")
     if (record.get("git_commit"), record.get("commands")) == (commit, commands):
         print(f"{name}: recorded", flush=True)
         return True
@@ -200,7 +204,7 @@ def run(commands: Sequence[str], clone: Path, out: Path) -> int:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command.split()],
                 cwd=clone,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
                 stdout=printed,
                 stderr=errors,
             )
@@ -250,7 +254,8 @@ def told(name: str) -> str:
     """A line about a part and its record."""
     record = read_record(name)
     made = "{minutes} minutes, {date}, {git_commit:.12}, {cpu}" if record else "not recorded"
-    return f"{name}: {'; '.join(PARTS[name].commands)} ({made.format(**record)})"
+    commands = "; ".join(PARTS[name].commands_to(f"output/{name}"))
+    return f"{name}: {commands} ({made.format(**record)})"
 
 
 def read_record(name: str) -> dict[str, Any]:
@@ -288,6 +293,8 @@ def clone_of(commit: str) -> Path:
             git("-C", str(new), "checkout", "--quiet", "--detach", commit)
             (new / "data").symlink_to(ROOT / "data")
             new.rename(clone)
+        if changed := git("-C", str(clone), "diff", "--name-only", commit, "--", *CODE):
+            sys.exit(f"error: {clone} is not its commit any more; remove it:\n{changed}")
     return clone
 
 
@@ -308,7 +315,7 @@ def locked(file: Path, *, wait: bool = True) -> Iterator[bool]:
 def git(*arguments: str) -> str:
     """What git prints."""
     command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),
     "gold": ("gold reward", 1, 3),
     "model": ("RM score", 1, 2),
-    "wins": ("wins over references at equal length %", 100, 1),
+    "wins": ("RM prefers it to the reference at equal length %", 100, 1),
     "rouge_l": ("ROUGE-L", 100, 1),
     "kl": ("KL", 1, 2),
     "length": ("length", 1, 1),
@@ -66,20 +66,20 @@ def write() -> None:
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
-    """A page with its tables as the records have them.
+    """A page with its tables as the records have them; in `docs/` the first one of a part names it.
 
     Raises:
         KeyError: a place has the name of no table.
     """
+    named = {"records"} if is_in_docs else {"records", *PARTS}
 
     def table(place: re.Match[str]) -> str:
-        begin, name, old, end = place.groups()
+        begin, name, _, end = place.groups()
         part, make = name.partition(".")[0], TABLES[name]
-        if part == "records" and any(map(read_record, PARTS)):
-            return f"{begin}{make()}\n{end}"
-        if not read_record(part):
+        if not any(map(read_record, PARTS if part == "records" else [part])):
             return place[0]
-        told = f"\n\n*[Record](../assets/results/{part}): {source(part)}.*" if is_in_docs else ""
+        told = "" if part in named else f"\n\n*[Record](../assets/results/{part}): {source(part)}.*"
+        named.add(part)
         return f"{begin}{make()}{told}\n{end}"
 
     return PLACE.sub(table, text)
@@ -113,17 +113,15 @@ def columns(part: str) -> dict[str, list[str]]:
 
 
 def records() -> str:
-    """What was run, on which commit and machine, and how long it took."""
-    rows = [
-        [
-            part,
-            *(str(record[key]) for key in ("minutes", "date", "cpu")),
-            record["git_commit"][:10],
-            "; ".join(f"`python -m {command}`" for command in record["commands"]),
-        ]
-        for part in PARTS
-        if (record := read_record(part))
-    ]
+    """Every part: how long its record took, on which machine and commit, and what makes it."""
+    rows = []
+    for name, part in PARTS.items():
+        record = read_record(name)
+        known = [str(record.get(key, NOT_MEASURED)) for key in ("minutes", "date", "cpu")]
+        commit = record.get("git_commit", NOT_MEASURED)[:10]
+        commands = record.get("commands") or part.commands_to(f"output/{name}")
+        told = "; ".join(f"`python -m {command}`" for command in commands)
+        rows.append([name, *known, commit, told])
     return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
 
 
@@ -138,11 +136,6 @@ def evaluations(part: str) -> dict[str, Any]:
     }
 
 
-def systems(part: str) -> str:
-    """What evaluation printed of seed 0."""
-    return str(chain.systems_table(evaluations(part)["0"]))
-
-
 def by_seed(part: str) -> str:
     """A line per seed and system."""
     rows, headers = [], ["seed"]
@@ -155,14 +148,15 @@ def by_seed(part: str) -> str:
 
 def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What evaluation found of references, every system, and baselines that need no model."""
-    models = [s["name"] for s in results["systems"] if s.get("kind") == "reward_model"]
-    functions = ["gold", *reward_functions(results["systems"])]
+    systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
+    models = [s["name"] for s in systems if s.get("kind") == "reward_model"]
+    functions = ["gold", *reward_functions(systems)]
     references = results.get("reference_completions")
     compared = (results.get("comparison") or {}).get("systems", [])
     lines = {}
     for system in [
         *([{**references, "name": REFERENCE}] if references else []),
-        *results["systems"],
+        *systems,  # what no run made, first: the model that the chain starts from
         *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
     ]:
         rewards = system.get("rewards") or {}
@@ -368,19 +362,20 @@ def variants() -> str:
 CHAINS = [name for name, part in PARTS.items() if "replicate" in part.commands[0]]
 TABLES: dict[str, Callable[[], str]] = {
     "records": records,
-    **{f"{part}.systems": lambda part=part: systems(part) for part in CHAINS},
     **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
     **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
     **{
         f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
         for part in CHAINS
         for name, what in {
+            "systems": chain.systems_table,
             "wins": lambda results: win_rate_table(results["win_rates"]),
             "accuracy": lambda results: accuracy_table(results["comparison"]),
             "generations": lambda results: generation_tables(results)[0],
         }.items()
     },
     "scitldr.samples": lambda: samples("scitldr"),
+    "scitldr.picture": lambda: "![What seed 0 was worth, and its curves](../assets/scitldr.png)",
     "too-far": too_far,
     "ablations": effects,
     "ablations.papers": papers.table,

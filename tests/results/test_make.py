@@ -72,6 +72,9 @@ def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
     (tree / "adder.py").write_text("raise SystemExit(3)\n")
     assert make.is_made("one", "c" * 40, clone)
     assert (clone / "data" / "rows").exists()
+    (clone / "adder.py").write_text("print('edited')\n")
+    with pytest.raises(SystemExit, match=r"is not its commit any more; remove it:\nadder\.py"):
+        make.clone_of(make.git("rev-parse", "HEAD"))
 
 
 def test_a_failed_start_leaves_the_record_and_adds_its_time(

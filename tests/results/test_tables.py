@@ -38,6 +38,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder.mkdir(parents=True)
         policy = {"name": "sft", "kind": "policy", "kl": {"mean": kl}, "rewards": {}}
         judge = {"name": "reward", "kind": "reward_model", "accuracy": {"accuracy": 0.75}}
+        judge["minutes"] = 1.0  # of its run; nobody here trained the other
         results = {"systems": [judge, policy], "reference_completions": {"length": 7.0}}
         baselines = dict(zip(BASELINES, (0.5, 0.5, 0.625, 0.5), strict=True))
         compared = [{"name": n, "accuracy": {"accuracy": a}} for n, a in baselines.items()]
@@ -53,7 +54,9 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length"] in lines
     assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0"] in lines
     assert ["ROUGE-L wins", "62.5", "\N{EN DASH}", "\N{EN DASH}"] in lines
-    assert not any("random guess" in line for line in lines)
+    first_cells = [line[0] for line in lines if len(line) == 4]
+    names = ["reference completion", "sft", "reward", "longer wins", "ROUGE-L wins"]
+    assert first_cells[2:] == names
     assert ["reward", "75.0", "\N{EN DASH}", "\N{EN DASH}"] in lines
     found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
     assert ["sft", "\N{EN DASH}", found, "\N{EN DASH}"] in lines
@@ -85,6 +88,15 @@ def test_of_a_sweep_the_primary_outcomes_are_shown_with_what_is_left_of_them(rec
         "| head | a | +1.00 [+0.75, +1.25] ** | yes | 3 |",
         "| head | b | +1.00 [+0.75, +1.25] * | no larger than 2.29 | 3 |",
     ]
+
+
+def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
+    assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
+    text = tables.filled("<!-- records -->\n<!-- /records -->\n")
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("| ")}
+    assert lines.keys() >= make.PARTS.keys()
+    assert "0123456789" in lines["demo"]
+    assert "tests.fault_drill --kills 50" in lines["kills"]
 
 
 def test_a_table_without_a_record_stays(recorded: Path):
