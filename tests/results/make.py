@@ -71,7 +71,6 @@ CHAIN = (
     *("replication.json", "report.md", "seed_*/*/metrics.jsonl"),
     "seed_*/evaluation/results.json",
 )
-SUMMARY = "seed_0/evaluation/plots/summary.png"
 BENCH = ("results.json", "table.md")
 TRAINED = tuple(f"output/demo/seed_0/{stage}/model" for stage in ("sft", "reward"))
 TOO_FAR = (
@@ -81,7 +80,7 @@ TOO_FAR = (
 )
 FIXTURE = "tests.benchmarks.fixture --model tiny --folder output/bench/tiny/fixture"
 PARTS = {
-    "demo": Part((f"{REPLICATE} demo",), CHAIN, pictures={SUMMARY: "demo.png"}),
+    "demo": Part((f"{REPLICATE} demo",), CHAIN),
     "too-far": Part((TOO_FAR,), ("metrics.jsonl", "plots/curves.png"), needs=TRAINED),
     "ablations": Part((f"{SWEEP} assets/recipes/ablations/demo.yaml",), SWEPT),
     "iterative": Part((f"{SWEEP} assets/recipes/iterative/demo.yaml",), SWEPT),
@@ -96,7 +95,6 @@ PARTS = {
         (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr", "data/summeval_preference"),
-        pictures={SUMMARY: "scitldr.png"},
         samples="seed_0/evaluation/completions.jsonl",
     ),
     "one-sentence": Part(  # `reward_curve.py` draws it

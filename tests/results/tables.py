@@ -22,7 +22,7 @@ from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
 from tests.benchmarks.scaling import figure
-from tests.results import papers, reward_curve
+from tests.results import chain_picture, papers, reward_curve
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
@@ -61,6 +61,8 @@ def write() -> None:
     """Put the tables of what is recorded into the pages."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
+    for part in filter(read_record, chain_picture.PARTS):
+        chain_picture.draw(part)
     if read_record(reward_curve.PART):
         reward_curve.draw()
 
@@ -375,7 +377,7 @@ TABLES: dict[str, Callable[[], str]] = {
         }.items()
     },
     "scitldr.samples": lambda: samples("scitldr"),
-    "scitldr.picture": lambda: "![What seed 0 was worth, and its curves](../assets/scitldr.png)",
+    "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,
     "ablations": effects,
     "ablations.papers": papers.table,

@@ -1,0 +1,36 @@
+"""What a chain's systems are worth in one picture: accuracy above reward, to be read on a phone.
+
+`tables.py` draws `assets/<part>.png` of seed 0, whose tables are beside it on the pages.
+"""
+
+import json
+from pathlib import Path
+
+from common.report.figures import draw_accuracy, draw_reward, held_out
+from common.report.plots import save, style, system_colours, titled_figure
+from tests.results import make
+from tests.results.reward_curve import DPI
+
+PARTS = ("demo", "scitldr")
+
+
+def draw(part: str) -> Path:
+    """Draw seed 0; the intervals of accuracy are over prompts, some of which have several pairs."""
+    file = make.RECORDS / part / "seed_0" / "evaluation" / "results.json"
+    results = json.loads(file.read_text())
+    over_prompts = {
+        compared["name"].partition(" ")[0]: {
+            **compared["accuracy"],
+            **{end: compared["accuracy"][f"prompt_{end}"] for end in ("low", "high")},
+        }
+        for compared in results["comparison"]["systems"]
+    }
+    for system in results["systems"]:
+        system["accuracy"] = over_prompts[system["name"]]
+    colours = system_colours(over_prompts)
+    with style():
+        figure = titled_figure(held_out(results).capitalize(), 5, 6.6)
+        above, below = figure.subplots(2, 1)
+        draw_accuracy(above, results, colours)
+        draw_reward(below, results, colours)
+        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
