@@ -18,16 +18,12 @@ def draw(part: str) -> Path:
     """Draw seed 0; the intervals of accuracy are over prompts, some of which have several pairs."""
     file = make.RECORDS / part / "seed_0" / "evaluation" / "results.json"
     results = json.loads(file.read_text())
-    over_prompts = {
-        compared["name"].partition(" ")[0]: {
-            **compared["accuracy"],
-            **{end: compared["accuracy"][f"prompt_{end}"] for end in ("low", "high")},
-        }
-        for compared in results["comparison"]["systems"]
-    }
+    compared = [own["accuracy"] for own in results["comparison"]["systems"]]
     for system in results["systems"]:
-        system["accuracy"] = over_prompts[system["name"]]
-    colours = system_colours(over_prompts)
+        own = system["accuracy"]
+        over_prompts = next(one for one in compared if own.items() <= one.items())
+        own |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
+    colours = system_colours(system["name"] for system in results["systems"])
     with style():
         figure = titled_figure(held_out(results).capitalize(), 5, 6.6)
         above, below = figure.subplots(2, 1)

@@ -18,10 +18,14 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(
         chain_picture, "draw_accuracy", lambda _, results, __: drawn.append(results)
     )
     own = {"accuracy": 0.6, "low": 0.58, "high": 0.62}
-    compared = {"name": "dpo implicit_reward"}
-    compared["accuracy"] = {**own, "prompt_low": 0.5, "prompt_high": 0.7}
+    ends = {"prompt_low": 0.5, "prompt_high": 0.7}
+    compared = [
+        {"name": "dpo logp", "accuracy": {**own, "accuracy": 0.4, **ends}},
+        {"name": "dpo implicit_reward", "accuracy": {**own, **ends}},
+        {"name": "dpo mean_logp", "accuracy": {**own, "accuracy": 0.5, **ends}},
+    ]
     results = {"systems": [{"name": "dpo", "accuracy": own}], "num_pairs": 1_226, "num_prompts": 96}
-    results["comparison"] = {"systems": [compared]}
+    results["comparison"] = {"systems": compared}
     file = tmp_path / "demo" / "seed_0" / "evaluation" / "results.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(results))
