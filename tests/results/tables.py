@@ -9,7 +9,8 @@ leaves its place as it is.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -246,24 +247,45 @@ def too_far() -> str:
 # ---- sweeps --------------------------------------------------------------------------------------
 
 
+def primary_effects() -> Iterator[dict[str, Any]]:
+    """The effects of every detail on the first outcome of its stage."""
+    first: dict[str, str] = {}
+    for effect in read("ablations", "sweep.json")["effects"]:
+        if first.setdefault(effect["stage"], effect["outcome"]) == effect["outcome"]:
+            yield effect
+
+
 def effects() -> str:
     """Every detail's effect on the first outcome of its stage."""
     rows: list[list[str]] = []
-    primary: dict[str, str] = {}
-    for effect in read("ablations", "sweep.json")["effects"]:
-        stage, base = effect["stage"], over_seeds(effect["base_by_seed"])
-        if stage not in primary:
-            primary[stage] = effect["outcome"]
+    stage = ""
+    for effect in primary_effects():
+        if effect["stage"] != stage:
+            stage, base = effect["stage"], over_seeds(effect["base_by_seed"])
             told = f"base: {about(effect['outcome']).heading}"
             rows.append([f"**{stage}**", told, base.spread, "", str(base.n)])
-        if primary[stage] == effect["outcome"]:
-            differences = differ(effect["by_seed"], effect["base_by_seed"])
-            cells = [over_seeds(differences).difference, effect.get("verdict", "")]
-            cells[0] += "*" if cells[1] == "yes" else ""
-            if not any(differences):
-                cells = ["the same numbers on every seed", ""]
-            rows.append([effect["detail"], str(effect["choice"]), *cells, str(len(differences))])
+        differences = differ(effect["by_seed"], effect["base_by_seed"])
+        cells = [over_seeds(differences).difference, effect.get("verdict", "")]
+        cells[0] += "*" if cells[1] == "yes" else ""
+        if not any(differences):
+            cells = ["the same numbers on every seed", ""]
+        rows.append([effect["detail"], str(effect["choice"]), *cells, str(len(differences))])
     return markdown.table(["detail", "choice", "effect [95%]", "matters?", "seeds"], rows)
+
+
+def what_matters() -> str:
+    """The details that a sweep can tell, in a sentence."""
+    found, matter = list(primary_effects()), defaultdict(list)
+    for one in found:
+        if one["verdict"] == "yes":
+            matter[f"{one['detail']} ({one['stage']})"].append(str(one["choice"]))
+    number = sum(map(len, matter.values()))
+    told = "; ".join(f"{detail}: {' / '.join(choices)}" for detail, choices in matter.items())
+    return (
+        f"**Which details matter?** On the embedded task {number} of {len(found)}, by "
+        f"{len(found[0]['by_seed'])} paired seeds, corrected for the number of comparisons: "
+        f"{told} ([all of them](docs/ablations.md))."
+    )
 
 
 def iterative() -> str:
@@ -380,6 +402,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,
     "ablations": effects,
+    "ablations.short": what_matters,
     "ablations.papers": papers.table,
     "iterative": iterative,
     "overoptimization": turns,

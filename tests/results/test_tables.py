@@ -88,6 +88,8 @@ def test_of_a_sweep_the_primary_outcomes_are_shown_with_what_is_left_of_them(rec
         "| head | a | +1.00 [+0.75, +1.25] ** | yes | 3 |",
         "| head | b | +1.00 [+0.75, +1.25] * | no larger than 2.29 | 3 |",
     ]
+    assert "task 1 of 2, by 3 paired seeds" in tables.what_matters()
+    assert ": head (reward): a ([" in tables.what_matters()
 
 
 def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
