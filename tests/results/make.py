@@ -87,7 +87,7 @@ PARTS = {
     "overoptimization": Part(
         (
             "common.experiments.overoptimization --output_dir {out} "
-            "--config assets/recipes/overoptimization/demo.yaml",
+            "--config assets/recipes/overoptimization/demo.yaml --seeds 0 1 2 3 4 5 6 7",
         ),
         ("results.json", "report.md", "plots/*.png"),
     ),
