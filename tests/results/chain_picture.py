@@ -3,8 +3,8 @@
 `tables.py` draws `assets/<part>.png` of seed 0, whose tables are beside it on the pages.
 """
 
-import json
 from pathlib import Path
+from typing import Any
 
 from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
@@ -14,10 +14,8 @@ from tests.results.reward_curve import DPI
 PARTS = ("demo", "scitldr")
 
 
-def draw(part: str) -> Path:
-    """Draw seed 0; the intervals of accuracy are over prompts, some of which have several pairs."""
-    file = make.RECORDS / part / "seed_0" / "evaluation" / "results.json"
-    results = json.loads(file.read_text())
+def draw(part: str, results: dict[str, Any]) -> Path:
+    """Draw `results.json`; accuracy gets its intervals over prompts, some with several pairs."""
     compared = [own["accuracy"] for own in results["comparison"]["systems"]]
     for system in results["systems"]:
         own = system["accuracy"]

@@ -63,7 +63,7 @@ def write() -> None:
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
     for part in filter(read_record, chain_picture.PARTS):
-        chain_picture.draw(part)
+        chain_picture.draw(part, evaluations(part)["0"])
     if read_record(reward_curve.PART):
         reward_curve.draw()
 
@@ -277,13 +277,13 @@ def what_matters() -> str:
     """The details that a sweep can tell, in a sentence."""
     found, matter = list(primary_effects()), defaultdict(list)
     for one in found:
-        if one["verdict"] == "yes":
+        if one.get("verdict") == "yes":
             matter[f"{one['detail']} ({one['stage']})"].append(str(one["choice"]))
     number = sum(map(len, matter.values()))
     told = "; ".join(f"{detail}: {' / '.join(choices)}" for detail, choices in matter.items())
     return (
         f"**Which details matter?** On the embedded task {number} of {len(found)}, by "
-        f"{len(found[0]['by_seed'])} paired seeds, corrected for the number of comparisons: "
+        f"{len(found[0]['by_seed'])} paired seeds, all intervals of a stage together: "
         f"{told} ([all of them](docs/ablations.md))."
     )
 

@@ -1,6 +1,5 @@
 """Claim: the picture of a chain has the intervals that hold where a prompt has several pairs."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(
 ):
     drawn = []
     monkeypatch.setattr(make, "ROOT", tmp_path)
-    monkeypatch.setattr(make, "RECORDS", tmp_path)
     monkeypatch.setattr(
         chain_picture, "draw_accuracy", lambda _, results, __: drawn.append(results)
     )
@@ -26,10 +24,7 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(
     ]
     results = {"systems": [{"name": "dpo", "accuracy": own}], "num_pairs": 1_226, "num_prompts": 96}
     results["comparison"] = {"systems": compared}
-    file = tmp_path / "demo" / "seed_0" / "evaluation" / "results.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(results))
-    picture = chain_picture.draw("demo")
+    picture = chain_picture.draw("demo", results)
     assert picture == tmp_path / "assets" / "demo.png"
     assert picture.is_file()
     accuracy = drawn[0]["systems"][0]["accuracy"]
