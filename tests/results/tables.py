@@ -9,8 +9,7 @@ leaves its place as it is.
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +22,7 @@ from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
 from tests.benchmarks.scaling import figure
-from tests.results import chain_picture, papers, reward_curve
+from tests.results import chain_picture, papers, reward_curve, sweep
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
@@ -66,6 +65,8 @@ def write() -> None:
         chain_picture.draw(part, evaluations(part)["0"])
     if read_record(reward_curve.PART):
         reward_curve.draw()
+    if read_record("ablations"):
+        sweep.draw()
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
@@ -247,47 +248,6 @@ def too_far() -> str:
 # ---- sweeps --------------------------------------------------------------------------------------
 
 
-def primary_effects() -> Iterator[dict[str, Any]]:
-    """The effects of every detail on the first outcome of its stage."""
-    first: dict[str, str] = {}
-    for effect in read("ablations", "sweep.json")["effects"]:
-        if first.setdefault(effect["stage"], effect["outcome"]) == effect["outcome"]:
-            yield effect
-
-
-def effects() -> str:
-    """Every detail's effect on the first outcome of its stage."""
-    rows: list[list[str]] = []
-    stage = ""
-    for effect in primary_effects():
-        if effect["stage"] != stage:
-            stage, base = effect["stage"], over_seeds(effect["base_by_seed"])
-            told = f"base: {about(effect['outcome']).heading}"
-            rows.append([f"**{stage}**", told, base.spread, "", str(base.n)])
-        differences = differ(effect["by_seed"], effect["base_by_seed"])
-        cells = [over_seeds(differences).difference, effect.get("verdict", "")]
-        cells[0] += "*" if cells[1] == "yes" else ""
-        if not any(differences):
-            cells = ["the same numbers on every seed", ""]
-        rows.append([effect["detail"], str(effect["choice"]), *cells, str(len(differences))])
-    return markdown.table(["detail", "choice", "effect [95%]", "matters?", "seeds"], rows)
-
-
-def what_matters() -> str:
-    """The details that a sweep can tell, in a sentence."""
-    found, matter = list(primary_effects()), defaultdict(list)
-    for one in found:
-        if one.get("verdict") == "yes":
-            matter[f"{one['detail']} ({one['stage']})"].append(str(one["choice"]))
-    number = sum(map(len, matter.values()))
-    told = "; ".join(f"{detail}: {' / '.join(choices)}" for detail, choices in matter.items())
-    return (
-        f"**Which details matter?** On the embedded task {number} of {len(found)}, by "
-        f"{len(found[0]['by_seed'])} paired seeds, all intervals of a stage together: "
-        f"{told} ([all of them](docs/ablations.md))."
-    )
-
-
 def iterative() -> str:
     """Every run of the sweep beside GRPO: its outcomes, and the difference in the first one."""
     found: dict[str, dict[str, list[float]]] = {name: {} for name in RUNS}
@@ -401,8 +361,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.samples": lambda: samples("scitldr"),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,
-    "ablations": effects,
-    "ablations.short": what_matters,
+    "ablations": sweep.table,
+    "ablations.short": sweep.what_matters,
     "ablations.papers": papers.table,
     "iterative": iterative,
     "overoptimization": turns,

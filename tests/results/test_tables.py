@@ -72,26 +72,6 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     assert tables.filled(text) != text
 
 
-def test_of_a_sweep_the_primary_outcomes_are_shown_with_what_is_left_of_them(recorded: Path):
-    own = {"stage": "reward", "detail": "head", "outcome": "accuracy"}
-    own |= {"base_by_seed": [1.0, 2.0, 3.0]}
-    lines = [
-        own | {"choice": "a", "by_seed": [2.0, 3.1, 3.9], "verdict": "yes"},
-        own | {"choice": "b", "by_seed": [2.0, 3.1, 3.9], "verdict": "no larger than 2.29"},
-        own | {"choice": "a", "by_seed": [9.0, 9.0, 9.0], "verdict": "", "outcome": "other"},
-    ]
-    (recorded / "ablations").mkdir()
-    (recorded / "ablations" / "sweep.json").write_text(json.dumps({"effects": lines}))
-    _, _, base, *rows = (" ".join(row.split()) for row in tables.effects().splitlines())
-    assert base.startswith("| **reward** | base: accuracy on held-out pairs, points | 2.00")
-    assert rows == [
-        "| head | a | +1.00 [+0.75, +1.25] ** | yes | 3 |",
-        "| head | b | +1.00 [+0.75, +1.25] * | no larger than 2.29 | 3 |",
-    ]
-    assert "task 1 of 2, by 3 paired seeds" in tables.what_matters()
-    assert ": head (reward): a ([" in tables.what_matters()
-
-
 def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
     assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
     text = tables.filled("<!-- records -->\n<!-- /records -->\n")
