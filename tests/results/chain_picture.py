@@ -12,15 +12,16 @@ from tests.results import make
 from tests.results.reward_curve import DPI
 
 PARTS = ("demo", "scitldr")
+SCORES = ("{}", "{} implicit_reward", "{} logp")  # what a system's accuracy is of, the first it has
 
 
 def draw(part: str, results: dict[str, Any]) -> Path:
     """Draw `results.json`; accuracy gets its intervals over prompts, some with several pairs."""
-    compared = [own["accuracy"] for own in results["comparison"]["systems"]]
+    compared = {own["name"]: own["accuracy"] for own in results["comparison"]["systems"]}
     for system in results["systems"]:
-        own = system["accuracy"]
-        over_prompts = next(one for one in compared if own.items() <= one.items())
-        own |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
+        names = [score.format(system["name"]) for score in SCORES]
+        over_prompts = next(compared[name] for name in names if name in compared)
+        system["accuracy"] |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
     colours = system_colours(system["name"] for system in results["systems"])
     with style():
         figure = titled_figure(held_out(results).capitalize(), 5, 6.6)

@@ -1,20 +1,22 @@
 """Every recorded figure by one command, on one commit.
 
     make results                              # all parts; goes on where it was stopped
-    make results PARTS="demo bench-tiny"      # some; another call may make others at the same time
+    make results PARTS="demo variants"        # some; another call may make others at the same time
     make results FLAGS=--list                 # the parts, what they run, and their records
 
 A part is one or more commands, which run on the CPU. What is kept of it goes to
-`assets/results/<part>`, beside `record.json`: command, commit, machine, versions, date, and minutes
-over all starts. A part with a record of this commit is not made again. The commit is the last one
-that changed what figures depend on (`CODE`), of which nothing may differ from it. Commands run in a
-clone of that commit, `output/results/<commit>`, so that nothing edited meanwhile is measured; a
-part's own folder there, `output/<part>`, is gone on with. In the end the tables of README and
-`docs/` are made anew (`tables.py`).
+`assets/results/<part>`, beside `record.json`: command, commit, machine, versions, date, checksums
+of what came from elsewhere, and minutes over all starts. A part with a record of this commit is not
+made again. The commit is the last one that changed what figures depend on (`CODE`), of which
+nothing may differ from it. Commands run in a clone of that commit, `output/results/<commit>`, so
+that nothing edited meanwhile is measured; a part's own folder there, `output/<part>`, is gone on
+with. Parts that measure time (`bench-*`, `scaling`, `saving`) want the machine for themselves. In
+the end the tables of README and `docs/` are made anew (`tables.py`).
 """
 
 import argparse
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -116,6 +118,7 @@ PARTS = {
         pictures={"bench.png": "bench-gpt2-small.png"},
     ),
     "scaling": Part((FIXTURE, "tests.benchmarks.scaling"), ("scaling.json",), "output/bench"),
+    "saving": Part(("tests.benchmarks.saving",), ("printed.md",)),
     "plans": Part(("tests.benchmarks.plan_against_run",), ("printed.md",), finds=True),
     "variants": Part(("tests.variants",), ("printed.md",)),
     "kills": Part(("tests.fault_drill --kills 50",), ("printed.md",), finds=True),
@@ -172,6 +175,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
             "commands": commands,
             "status": status,
             "git_commit": commit,
+            "inputs": {path: checksum(clone / path) for path in part.needs},
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "minutes": round(sum(seconds) / 60, 1),
             "starts": len(seconds),
@@ -187,6 +191,15 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
             tables.write()
     print(told(name), flush=True)
     return True
+
+
+def checksum(folder: Path) -> str:
+    """SHA-256 of the names and bytes of a folder's files."""
+    found = hashlib.sha256()
+    for file in sorted(file for file in folder.resolve().rglob("*") if file.is_file()):
+        found.update(file.relative_to(folder.resolve()).as_posix().encode() + b"\0")
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def run(commands: Sequence[str], clone: Path, out: Path) -> int:

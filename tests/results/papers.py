@@ -3,9 +3,9 @@
     python -m tests.results.papers
 
 A claim says which sign an effect has. It holds where the 95% interval over seeds lies on that side
-of 0, does not where it lies on the other; else it cannot be told, and the interval's farther end is
-as large as the effect may be. No claim is corrected for the number of the others. A record that
-lacks a run leaves its claims unmeasured.
+of 0, does not where it lies on the other; else it cannot be told, and the interval's end on that
+side is the most that the claim may amount to. No claim is corrected for the number of the others. A
+record that lacks a run leaves its claims unmeasured.
 """
 
 import json
@@ -51,8 +51,8 @@ class Claim:
             return [*told, cell, "cannot be told: one seed"]
         if found.excludes_zero:
             return [*told, cell, "holds" if found.mean * self.sign > 0 else "does not hold"]
-        most = max(abs(found.low), abs(found.high))
-        return [*told, cell, f"cannot be told; no larger than {most:.2f}"]
+        most = found.high if self.sign > 0 else found.low
+        return [*told, cell, f"cannot be told; at most {most:+.2f}"]
 
 
 def table() -> str:
@@ -65,7 +65,13 @@ def table() -> str:
 # ---- effects of a sweep --------------------------------------------------------------------------
 
 
-def line(stage: str, outcome: str, of: tuple[str, str], beside: tuple[str, str] = BASE) -> Effect:
+def line(
+    stage: str,
+    outcome: str,
+    of: tuple[str, str],
+    beside: tuple[str, str] = BASE,
+    scale: float = 1.0,
+) -> Effect:
     """What one line of a stage has over another, or over the base of the same seed."""
 
     def effect(record: Record) -> list[float]:
@@ -73,7 +79,7 @@ def line(stage: str, outcome: str, of: tuple[str, str], beside: tuple[str, str] 
         runs = {(e["detail"], e["choice"]): e["by_seed"] for e in own}
         if own:
             runs[BASE] = own[0]["base_by_seed"]
-        return [a - b for a, b in zip(runs[of], runs[beside], strict=True)]
+        return [scale * (a - b) for a, b in zip(runs[of], runs[beside], strict=True)]
 
     return effect
 
@@ -100,24 +106,27 @@ def turn(method: str) -> Effect:
 
 
 def at_equal_kl(method: str, other: str) -> Effect:
-    """Gold reward of a method over another at its points' KL, in points, mean over those points.
+    """Gold reward of a method over another at its points' KL, in points, mean over its settings.
 
-    The other's gain is interpolated between its own points and the reference; a point farther from
-    the reference than the other has been is left out.
+    The other's gain is interpolated between its own points and the reference. A setting that on any
+    seed is farther from the reference than the other has been is left out on all of them.
     """
 
-    def of_seed(own: Sequence[Record], others: Sequence[Record]) -> float:
-        path = sorted((one["kl"]["mean"], one["gold_gain"]["mean"]) for one in others)
-        kl, gold = (np.array([0.0, *ends]) for ends in zip(*path, strict=True))
-        near = [one for one in own if 0 < one["kl"]["mean"] <= kl[-1]]
-        if not near:
-            raise KeyError(f"no {method} within the reach of {other}")
-        gains = [one["gold_gain"]["mean"] - np.interp(one["kl"]["mean"], kl, gold) for one in near]
-        return 100 * float(np.mean(gains))
-
     def effect(record: Record) -> list[float]:
+        gains: dict[float, list[float]] = {}
         both = (by_seed(record, "points", name) for name in (method, other))
-        return [of_seed(own, others) for own, others in zip(*both, strict=True)]
+        seeds = list(zip(*both, strict=True))
+        for own, others in seeds:
+            path = sorted((one["kl"]["mean"], one["gold_gain"]["mean"]) for one in others)
+            kl, gold = (np.array([0.0, *ends]) for ends in zip(*path, strict=True))
+            for one in own:
+                if 0 < one["kl"]["mean"] <= kl[-1]:
+                    gain = one["gold_gain"]["mean"] - np.interp(one["kl"]["mean"], kl, gold)
+                    gains.setdefault(one["setting"], []).append(100 * float(gain))
+        common = [own for own in gains.values() if len(own) == len(seeds)]
+        if not common:
+            raise KeyError(f"no {method} within the reach of {other}")
+        return [float(np.mean(own)) for own in zip(*common, strict=True)]
 
     return effect
 
@@ -163,7 +172,7 @@ CLAIMS = [
     Claim(GAO, "so does best of n",
           "last n minus best", POINTS, -1, OVER, turn("best_of_n")),
     Claim(GAO, "RL needs more KL than best of n",
-          "best of n beside GRPO at the same KL",
+          "best of n, at the upper bound of its KL, beside GRPO",
           POINTS, 1, OVER, at_equal_kl("best_of_n", "grpo")),
     Claim(GAO, "best of n follows d (a - b d)",
           "how much farther off d (a - b log d) is, rmse",
@@ -171,29 +180,29 @@ CLAIMS = [
     Claim(GAO, "RL follows d (a - b log d)",
           "GRPO: how much farther off d (a - b d) is, rmse",
           POINTS, 1, OVER, misfit("grpo", "rl", "bon")),
-    Claim(STIENNON, "the reward head is drawn with variance 1/(d + 1)",
-          "with standard deviation 0.02 instead",
+    Claim(STIENNON, "a reward head of variance 1/(d + 1) is worth having",
+          "reward model with standard deviation 0.02 instead",
           ACCURACY, -1, SWEEP, line("reward", "accuracy", ("head", "std 0.02, transformers"))),
-    Claim(HUANG, "dropout is off",
+    Claim(HUANG, "dropout is better off",
           "reward model with dropout 0.1 instead",
           ACCURACY, -1, SWEEP, line("reward", "accuracy", ("dropout", "0.1, padded"))),
-    Claim(HUANG, "Adam's epsilon is 1e-5",
+    Claim(HUANG, "an Adam epsilon of 1e-5 is worth having",
           "reward model, 1e-5 beside 1e-8",
           ACCURACY, 1, SWEEP, line("reward", "accuracy", ("Adam eps", "1e-5"))),
-    Claim(DR_GRPO, "the mean over a completion's tokens makes completions longer",
-          "GRPO with a sum over a constant instead",
+    Claim(DR_GRPO, "the mean over a completion's tokens makes wrong completions longer",
+          "all completions, with a sum over a constant instead",
           "tokens", -1, SWEEP, line("grpo", "length", CONSTANT)),
     Claim(DAPO, "a higher upper bound keeps up entropy",
-          "four passes over a rollout, 0.28 beside 0.2",
-          "nats per token", 1, SWEEP, line("updates", "entropy", CLIP)),
+          "four passes over a rollout, 0.28 beside 0.2 (clipped: one token of 200)",
+          "nats per 1,000 tokens", 1, SWEEP, line("updates", "entropy", CLIP, scale=1000)),
     Claim(DAPO, "and reaches more",
           "the same runs", POINTS, 1, SWEEP, line("updates", GOLD, CLIP)),
     Claim(GSPO, "with the sequence's ratio as many updates learn more",
           "four passes over a rollout, bounds 3e-4 and 4e-4 beside 0.2",
           "units of the optimised reward", 1, SWEEP, line("updates", "reward", RATIO)),
     Claim(PODS, "the most different of many rollouts teach more than as many drawn",
-          "8 of 12 beside 8 of 8", POINTS, 1, SWEEP,
-          line("grpo", GOLD, ("rejection", "max_variance"), DRAWN)),
+          "8 of 12 by max_variance beside 8 of 8; sampling costs half more",
+          POINTS, 1, SWEEP, line("grpo", GOLD, ("rejection", "max_variance"), DRAWN)),
     Claim("the origin's README", "normalising what is kept once more helps",
           "over all ranks, beside once",
           POINTS, 1, SWEEP, line("grpo", GOLD, ("global normalisation", "on"))),

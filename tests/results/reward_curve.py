@@ -54,7 +54,12 @@ def points(folder: Path) -> list[Point]:
         (step,) = {one[0] for one in at}
         found.append(Point(f"GRPO, step {step}", step, *zip(*(one[1:] for one in at), strict=True)))
     results = [json.loads((seed / "evaluation" / "results.json").read_text()) for seed in seeds]
-    starts = [one["systems"][0]["pass_rates"][CHECK] for one in results]
+    starts = [
+        system["pass_rates"][CHECK]
+        for one in results
+        for system in one["systems"]
+        if system["name"] != "grpo"  # the chat model
+    ]
     for name in starts[0]:
         n = int(name.removeprefix("pass@"))
         rewards = tuple(start[name]["mean"] for start in starts)

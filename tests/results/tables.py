@@ -15,7 +15,7 @@ from typing import Any
 
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import interval_cell
-from common.experiments.outcomes import about, over_seeds
+from common.experiments.outcomes import over_seeds
 from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
@@ -33,16 +33,6 @@ METHODS = {  # what the first word of their settings is
     "best_of_n": ("Best of n", "n"),
     "dpo": ("DPO over beta", "beta"),
     "rejection": ("SFT on the best of n", "n"),
-}
-RUNS = {  # of the sweep `iterative`
-    "grpo": "GRPO",
-    "round_3": "DPO, three rounds, reference SFT",
-    "round_2": "the same after two rounds",
-    "round_1": "the same after one round",
-    "moving_3": "DPO, three rounds, reference the round's start",
-    "moving_2": "the same after two rounds",
-    "once": "DPO, all pairs at once by the SFT model",
-    "offline": "DPO on the data set's pairs",
 }
 COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),
@@ -184,13 +174,13 @@ def means(part: str) -> str:
     keys = list(dict.fromkeys([*COLUMNS, *(key for own in seeds[0].values() for key in own)]))
     heads, rows = [], [[name] for name in seeds[0]]
     for key in keys:
-        found = [[number(own[name].get(key)) for own in seeds if name in own] for name in seeds[0]]
+        found = [[number(own[name].get(key)) for own in seeds] for name in seeds[0]]
         if any(value is not None for values in found for value in values):
             head, scale, digits = COLUMNS.get(key, (f"reward {key}", 1, 3))
             heads.append(head)
             for row, values in zip(rows, found, strict=True):
                 known = [scale * value for value in values if value is not None]
-                row.append(over(known, digits) if known else NOT_MEASURED)
+                row.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
@@ -246,31 +236,6 @@ def too_far() -> str:
 
 
 # ---- sweeps --------------------------------------------------------------------------------------
-
-
-def iterative() -> str:
-    """Every run of the sweep beside GRPO: its outcomes, and the difference in the first one."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in RUNS}
-    for effect in read("iterative", "sweep.json")["effects"]:
-        found["grpo"][effect["outcome"]] = effect["base_by_seed"]
-        if effect["detail"] in RUNS:
-            own = effect["detail"]
-        else:
-            own = f"{effect['detail']} {effect['choice']}"
-        found.setdefault(own, {})[effect["outcome"]] = effect["by_seed"]
-    outcomes = list(found["grpo"])
-    rows = []
-    for name, own in found.items():
-        beside = over_seeds(differ(own[outcomes[0]], found["grpo"][outcomes[0]])).difference
-        levels = [over(own[outcome]) for outcome in outcomes]
-        rows.append([RUNS.get(name, name), *levels, NOT_MEASURED if name == "grpo" else beside])
-    heads = [about(outcome).heading for outcome in outcomes]
-    return markdown.table(["run", *heads, f"{about(outcomes[0]).label}, beside GRPO"], rows)
-
-
-def differ(own: Iterable[float], base: Iterable[float]) -> list[float]:
-    """Differences by seed."""
-    return [a - b for a, b in zip(own, base, strict=True)]
 
 
 def turns() -> str:
@@ -361,10 +326,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.samples": lambda: samples("scitldr"),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,
-    "ablations": sweep.table,
+    "ablations": sweep.ablations,
     "ablations.short": sweep.what_matters,
     "ablations.papers": papers.table,
-    "iterative": iterative,
+    "iterative": sweep.iterative,
     "overoptimization": turns,
     "bench-tiny.short": speed,
     "one-sentence": reward_curve.shown,
@@ -376,6 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
     "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
     "scaling.ranks": lambda: costs("ranks", "processes", {"step of SFT, s": "step s"}),
+    "saving": lambda: printed("saving"),
     "plans": plans,
     "variants": variants,
     "kills": lambda: printed("kills"),

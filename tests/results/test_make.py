@@ -1,5 +1,6 @@
 """Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed."""
 
+import hashlib
 import re
 import subprocess
 from pathlib import Path
@@ -24,8 +25,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(make, "PARTS", {"one": part})
     (tmp_path / ".gitignore").write_text("output/\ndata\n")
     (tmp_path / "adder.py").write_text(ADDER)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rows").touch()
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    (tmp_path / "data" / "rows" / "kept.jsonl").write_text("of no use\n")
     commit(tmp_path)
     return tmp_path
 
@@ -58,6 +59,8 @@ def test_what_is_recorded_is_not_made_again(tree: Path, capsys: pytest.CaptureFi
     record = make.read_record("one")
     assert record["git_commit"] == make.code_commit()
     assert record["commands"] == ["adder output/one"]
+    rows = hashlib.sha256(b"kept.jsonl\0of no use\n").hexdigest()
+    assert record["inputs"] == {"data/rows": rows}
     assert (make.RECORDS / "one" / "printed.md").read_text() == "a\n"
     assert make.main([]) == 0
     assert "one: recorded" in capsys.readouterr().out
@@ -122,7 +125,7 @@ def test_what_lacks_something_or_is_being_made_is_left_out(
     with make.locked(clone / "output" / "one" / ".made_by"):
         assert make.main([]) == 0
     assert "left out, since another call makes it" in capsys.readouterr().out
-    (tree / "data" / "rows").unlink()
+    (tree / "data" / "rows").rename(tree / "elsewhere")
     assert make.main([]) == 0
     assert "left out, since data/rows is not there" in capsys.readouterr().out
     assert make.read_record("one") == {}

@@ -29,7 +29,8 @@ SWEEP = {
     [
         ("up", 1, "+1.00 [+0.75, +1.25] points, 3 seeds", "holds"),
         ("up", -1, "+1.00 [+0.75, +1.25] points, 3 seeds", "does not hold"),
-        ("mixed", 1, "+0.10 [-2.42, +2.62] points, 3 seeds", "cannot be told; no larger than 2.62"),
+        ("mixed", 1, "+0.10 [-2.42, +2.62] points, 3 seeds", "cannot be told; at most +2.62"),
+        ("mixed", -1, "+0.10 [-2.42, +2.62] points, 3 seeds", "cannot be told; at most -2.42"),
         ("lost", 1, "\N{EN DASH}", "not measured"),
     ],
 )
@@ -46,8 +47,8 @@ def test_one_line_may_stand_beside_another():
         line("dpo", "gold_reward", ("d", "up"))(SWEEP)
 
 
-def point(method: str, kl: float, gain: float, seed: int = 0) -> dict:
-    own = {"method": method, "seed": seed, "distance": math.sqrt(kl)}
+def point(method: str, kl: float, gain: float, seed: int = 0, setting: float = 0) -> dict:
+    own = {"method": method, "seed": seed, "setting": setting, "distance": math.sqrt(kl)}
     return own | {"kl": {"mean": kl}, "gold_gain": {"mean": gain}}
 
 
@@ -55,10 +56,17 @@ def test_at_equal_kl_the_other_s_gain_is_interpolated():
     # GRPO has 0.2 at 2, where DPO has 5 points more, and 0.05 at 0.5, where DPO has 3 less; DPO's
     # point at 4 is farther than GRPO's last.
     grpo = [point("grpo", 3.0, 0.3), point("grpo", 1.0, 0.1)]
-    dpo = [point("dpo", 2.0, 0.25), point("dpo", 0.5, 0.02), point("dpo", 4.0, 0.9)]
+    dpo = [point("dpo", kl, gain, 0, kl) for kl, gain in ((2.0, 0.25), (0.5, 0.02), (4.0, 0.9))]
     assert at_equal_kl("dpo", "grpo")({"points": grpo + dpo}) == [pytest.approx(1.0)]
     with pytest.raises(KeyError, match="within the reach"):
         at_equal_kl("dpo", "grpo")({"points": [*grpo, dpo[2]]})
+
+
+def test_every_seed_is_compared_at_the_same_settings():
+    grpo = [point("grpo", 3.0, 0.3, seed) for seed in (0, 1)]
+    dpo = [point("dpo", 1.0, 0.12, 0, 1), point("dpo", 2.0, 0.3, 0, 2)]
+    dpo += [point("dpo", 2.0, 0.23, 1, 1), point("dpo", 5.0, 0.9, 1, 2)]
+    assert at_equal_kl("dpo", "grpo")({"points": grpo + dpo}) == pytest.approx([2.0, 3.0])
 
 
 def test_the_form_that_points_lie_on_fits_better():

@@ -20,8 +20,8 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         records = [dict(zip(("step", "eval_kl", "eval_reward"), e, strict=True)) for e in evaluated]
         records.insert(1, {"step": 5, "reward": 0.9, "kl": 0.9})  # of training
         passes = {"pass@1": {"mean": 0.1 + shift}, "pass@4": {"mean": 0.3 + shift}}
-        trained = {"pass_rates": {"one_sentence": {"pass@1": {"mean": 0.9}}}}
-        systems = [{"pass_rates": {"one_sentence": passes}}, trained]
+        trained = {"name": "grpo", "pass_rates": {"one_sentence": {"pass@1": {"mean": 0.9}}}}
+        systems = [trained, {"name": "chat", "pass_rates": {"one_sentence": passes}}]
         for name, text in (
             ("grpo/metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records)),
             ("evaluation/results.json", json.dumps({"systems": systems})),
