@@ -81,6 +81,13 @@ def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Pat
     assert "tests.fault_drill --kills 50" in lines["kills"]
 
 
+def test_every_run_of_a_record_is_of_its_commit():
+    for name in make.PARTS:
+        for file in (make.RECORDS / name).glob("*.json"):
+            commits = json.loads(file.read_text()).get("git_commits")
+            assert commits in (None, [make.read_record(name)["git_commit"]]), file
+
+
 def test_a_table_without_a_record_stays(recorded: Path):
     page = PAGE.replace("demo.mean", "kills")
     assert tables.filled(page) == page
