@@ -16,7 +16,6 @@ the end the tables of README and `docs/` are made anew (`tables.py`).
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -33,6 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
+from common.checkpoint.files import describe
 from common.record.folder import cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,7 +175,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
             "commands": commands,
             "status": status,
             "git_commit": commit,
-            "inputs": {path: checksum(clone / path) for path in part.needs},
+            "inputs": {path: checksums(clone / path) for path in part.needs},
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "minutes": round(sum(seconds) / 60, 1),
             "starts": len(seconds),
@@ -193,13 +193,10 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
     return True
 
 
-def checksum(folder: Path) -> str:
-    """SHA-256 of the names and bytes of a folder's files."""
-    found = hashlib.sha256()
-    for file in sorted(file for file in folder.resolve().rglob("*") if file.is_file()):
-        found.update(file.relative_to(folder.resolve()).as_posix().encode() + b"\0")
-        found.update(file.read_bytes())
-    return found.hexdigest()
+def checksums(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file, by its name in the folder."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): describe(file)["sha256"] for file in files}
 
 
 def run(commands: Sequence[str], clone: Path, out: Path) -> int:

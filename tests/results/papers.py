@@ -193,7 +193,7 @@ CLAIMS = [
           "all completions, with a sum over a constant instead",
           "tokens", -1, SWEEP, line("grpo", "length", CONSTANT)),
     Claim(DAPO, "a higher upper bound keeps up entropy",
-          "four passes over a rollout, 0.28 beside 0.2 (clipped: one token of 200)",
+          "four passes over a rollout, 0.28 beside 0.2",
           "nats per 1,000 tokens", 1, SWEEP, line("updates", "entropy", CLIP, scale=1000)),
     Claim(DAPO, "and reaches more",
           "the same runs", POINTS, 1, SWEEP, line("updates", GOLD, CLIP)),

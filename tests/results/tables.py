@@ -22,7 +22,7 @@ from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
 from tests.benchmarks.scaling import figure
-from tests.results import chain_picture, papers, reward_curve, sweep
+from tests.results import ablations, chain_picture, papers, reward_curve
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
@@ -56,7 +56,7 @@ def write() -> None:
     if read_record(reward_curve.PART):
         reward_curve.draw()
     if read_record("ablations"):
-        sweep.draw()
+        ablations.draw()
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
@@ -326,10 +326,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.samples": lambda: samples("scitldr"),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,
-    "ablations": sweep.ablations,
-    "ablations.short": sweep.what_matters,
+    "ablations": ablations.ablations,
+    "ablations.short": ablations.what_matters,
     "ablations.papers": papers.table,
-    "iterative": sweep.iterative,
+    "iterative": ablations.iterative,
     "overoptimization": turns,
     "bench-tiny.short": speed,
     "one-sentence": reward_curve.shown,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.results import make, sweep
+from tests.results import ablations, make
 
 OWN = {  # Student's t of 2 degrees: 4.303 alone, 6.205 for one of two
     "stage": "reward",
@@ -36,7 +36,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_primary_outcome_is_shown_with_what_is_left_of_it_among_all_lines():
-    _, _, base, *rows = (" ".join(row.split()) for row in sweep.ablations().splitlines())
+    _, _, base, *rows = (" ".join(row.split()) for row in ablations.ablations().splitlines())
     assert base.startswith("| **reward** | base: accuracy on held-out pairs, points | 2.00")
     assert rows == [
         "| head | a | +1.03 [+0.89, +1.18] ** | yes | 3 |",
@@ -46,7 +46,7 @@ def test_the_primary_outcome_is_shown_with_what_is_left_of_it_among_all_lines():
 
 
 def test_the_sentence_names_what_is_told_and_which_way():
-    told = sweep.what_matters()
+    told = ablations.what_matters()
     assert "task 1 of 1, by 3 paired seeds" in told
     assert "head (reward model): a (+1.0). These 1 of 3 choices" in told
     assert ", 1 of them with all of the sweep" in told  # 7.649 standard errors of 0.033
@@ -55,5 +55,5 @@ def test_the_sentence_names_what_is_told_and_which_way():
 def test_the_picture_is_as_narrow_as_a_phone_needs():
     from PIL import Image
 
-    with Image.open(sweep.draw()) as picture:
+    with Image.open(ablations.draw()) as picture:
         assert picture.width < 700

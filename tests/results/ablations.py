@@ -6,11 +6,9 @@ on a phone; all outcomes are in the sweep's own `plots/forest.png`.
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
-from common.evaluation.intervals import interval_cell
 from common.experiments import forest
 from common.experiments.forest import Effect
 from common.experiments.outcomes import about, over_seeds
@@ -19,6 +17,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
 from tests.results import make
+from tests.results.reward_curve import cell
 
 STAGES = {
     "reward": "reward model",
@@ -86,7 +85,7 @@ def what_matters() -> str:
     still = sum(over_seeds(effect.by_seed, len(found)).excludes_zero for effect in clear)
     return (
         f"**Which details matter?** On the embedded task {len(by_detail)} of {len(details)}, by "
-        f"{len(found[0].by_seed)} paired seeds (in points of accuracy or gold reward). {told}. "
+        f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {told}. "
         f"These {len(clear)} of {len(found)} choices are told with all intervals of a stage "
         f"together, {still} of them with all of the sweep ([every interval](docs/ablations.md))."
     )
@@ -99,18 +98,20 @@ def iterative() -> str:
         detail = effect.variant.detail
         runs[detail if detail in RUNS else f"{detail} {effect.variant.choice}"].append(effect)
     base = next(iter(runs.values()))
-    rows = [["GRPO", *(level(effect.base) for effect in base), NOT_MEASURED, NOT_MEASURED]]
+    rows = [
+        [
+            "GRPO",
+            *(cell(over_seeds(effect.base), 1, 2) for effect in base),
+            NOT_MEASURED,
+            NOT_MEASURED,
+        ]
+    ]
     for name in dict.fromkeys([*RUNS, *runs]):
-        levels = [level(effect.values) for effect in runs[name]]
+        levels = [cell(over_seeds(effect.values), 1, 2) for effect in runs[name]]
         rows.append([RUNS.get(name, name), *levels, runs[name][0].cell, runs[name][0].verdict])
     heads = [about(effect.outcome).heading for effect in base]
     beside = f"{about(base[0].outcome).label}, beside GRPO"
     return markdown.table(["run", *heads, beside, "told?"], rows)
-
-
-def level(values: Sequence[float]) -> str:
-    """A mean over seeds with its interval."""
-    return interval_cell(asdict(over_seeds(values)), 1, 2)
 
 
 def draw() -> Path:
