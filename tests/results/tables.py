@@ -269,6 +269,17 @@ def speed() -> str:
     return markdown.table(["times TRL's speed (memory)", *heads], rows)
 
 
+def against_trl(part: str) -> str:
+    """A benchmark's table; where both sides sample, and lengths differ, its ratio per token."""
+    added = ["ratio per token", "---"]
+    for row in read(part, "results.json")["rows"]:
+        ours, theirs = (row[side]["completion_length"] for side in ("ours", "trl"))
+        added.append(f"{row['ratio'] * ours / theirs:.2f}" if theirs else "")
+    lines = printed(part, "table.md").splitlines()
+    rows = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
+    return "\n".join([*rows, *lines[len(rows) :]])
+
+
 def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
     """How cost grows along one axis; the lines are what is measured, by how it is told."""
     found = read("scaling", "scaling.json")[kind]
@@ -335,8 +346,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-sentence": reward_curve.shown,
     "one-sentence.samples": lambda: samples("one-sentence"),
     "one-sentence.short": lambda: reward_curve.table(is_short=True),
-    "bench-tiny": lambda: printed("bench-tiny", "table.md"),
-    "bench-gpt2-small": lambda: printed("bench-gpt2-small", "table.md"),
+    "bench-tiny": lambda: against_trl("bench-tiny"),
+    "bench-gpt2-small": lambda: against_trl("bench-gpt2-small"),
     "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
     "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
     "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
