@@ -9,7 +9,7 @@ leaves its place as it is.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -184,6 +184,25 @@ def means(part: str) -> str:
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
+def beside(part: str, base: str, names: Sequence[str]) -> str:
+    """What systems have over another of the same seed: means over seeds of the differences."""
+    keys = ("model", "rouge_l", "length")
+    seeds = [(measured(found), found["win_rates"]) for found in evaluations(part).values()]
+    rows = []
+    for name in names:
+        cells = []
+        for key in keys:
+            found = [[number(lines[of][key]) for of in (name, base)] for lines, _ in seeds]
+            _, scale, digits = COLUMNS[key]
+            known = [scale * (a - b) for a, b in found if a is not None and b is not None]
+            cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
+        rates = [{(rate["a"], rate["b"]): rate for rate in rates}[name, base] for _, rates in seeds]
+        wins = over((100 * rate["length_controlled"]["win_rate"] for rate in rates), 1)
+        rows.append([name, *cells, wins])
+    heads = (COLUMNS[key][0] for key in keys)
+    return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
+
+
 def number(value: Any) -> float | None:
     """A number, or that of a mapping which has its interval too."""
     keys = ("mean", "accuracy", "win_rate")
@@ -334,6 +353,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "generations": lambda results: generation_tables(results)[0],
         }.items()
     },
+    "scitldr.beside": lambda: beside("scitldr", "sft", ["dpo", "grpo"]),
     "scitldr.samples": lambda: samples("scitldr"),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
     "too-far": too_far,

@@ -72,6 +72,22 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     assert tables.filled(text) != text
 
 
+def test_systems_are_set_beside_another_of_the_same_seed(recorded: Path):
+    for seed, (own, its) in enumerate(((20.0, 25.0), (10.0, 16.0))):
+        file = recorded / "demo" / f"seed_{seed}" / "evaluation" / "results.json"
+        lengths = {"dpo": own, "sft": its}
+        systems = [
+            {"name": name, "length": {"mean": length}, "rouge_l": 0.25, "rewards": {}}
+            for name, length in lengths.items()
+        ]
+        rate = {"a": "dpo", "b": "sft", "judge": "reward", "length_controlled": {"win_rate": 0.75}}
+        file.write_text(json.dumps({"systems": systems, "win_rates": [rate]}))
+    row = tables.beside("demo", "sft", ["dpo"]).splitlines()[-1]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    found = "-5.5 [-11.9, 0.9]"  # -5.5 +- 12.706 * 0.7071 / sqrt(2)
+    assert cells == ["dpo", "\N{EN DASH}", "0.0", found, "75.0"]
+
+
 def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
     assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
     text = tables.filled("<!-- records -->\n<!-- /records -->\n")
