@@ -34,10 +34,11 @@ from typing import IO, Any
 
 from common.checkpoint.files import describe
 from common.record.folder import cpu_model
+from common.record.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"
-RECORD, STARTS = "record.json", "starts.json"
+RECORD, STARTS, REWARDS = "record.json", "starts.json", "rewards.jsonl"
 # What a figure depends on, as git's paths; a test holds that these modules import no other tests.
 CODE = (
     *(":(glob)*.py", "common", "assets/recipes", "requirements.txt", "tests/benchmarks"),
@@ -58,7 +59,7 @@ class Part:
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
     finds: bool = False  # whether its status 1 without a traceback is a finding, and recorded
-    samples: str = ""  # a file of `evaluate.py` of which the first lines are kept
+    completions: str = ""  # files of `evaluate.py`: rewards are kept, and a few texts of the first
 
     def commands_to(self, out: str) -> list[str]:
         """The commands with their folder."""
@@ -66,6 +67,7 @@ class Part:
 
 
 NUM_SAMPLES = 3
+COMPLETIONS = "seed_*/evaluation/completions.jsonl"
 SWEEP = "common.experiments.sweep --output_dir {out} --config"
 REPLICATE = "common.experiments.replicate --num_processes 2 --output_dir {out} --recipe"
 SWEPT = ("sweep.json", "report.md", "plots/*.png")
@@ -97,13 +99,13 @@ PARTS = {
         (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr", "data/summeval_preference"),
-        samples="seed_0/evaluation/completions.jsonl",
+        completions=COMPLETIONS,
     ),
     "one-sentence": Part(  # `reward_curve.py` draws it
         (f"{REPLICATE} one-sentence --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr"),
-        samples="seed_0/evaluation/completions.jsonl",
+        completions=COMPLETIONS,
     ),
     "bench-tiny": Part(
         ("tests.benchmarks.bench --model tiny --resume",),
@@ -248,14 +250,31 @@ def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
         target = new / file.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    if part.samples:
-        lines = (folder / part.samples).read_text().splitlines(keepends=True)[:NUM_SAMPLES]
-        (new / "samples.jsonl").write_text("".join(lines))
+    for number, file in enumerate(
+        sorted(folder.glob(part.completions)) if part.completions else ()
+    ):
+        lines = read_jsonl(file)
+        if not number:
+            write_jsonl(new / "samples.jsonl", lines[:NUM_SAMPLES])
+        target = new / file.relative_to(folder).with_name(REWARDS)
+        write_jsonl(
+            target, [{name: worth(own) for name, own in line["systems"].items()} for line in lines]
+        )
     write_json(new / RECORD, record)
     for picture, target in part.pictures.items():
         shutil.copyfile(folder / picture, RECORDS.parent / target)
     shutil.rmtree(RECORDS / name, ignore_errors=True)
     new.rename(RECORDS / name)
+
+
+def worth(completion: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a completion without its text."""
+    return {key: completion[key] for key in ("rewards", "stopped")}
+
+
+def write_jsonl(file: Path, lines: Sequence[Any]) -> None:
+    """Write a JSON object to a line."""
+    file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def told(name: str) -> str:

@@ -9,21 +9,26 @@ leaves its place as it is.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import mean
 from typing import Any
+
+import yaml
 
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import interval_cell
 from common.experiments.outcomes import over_seeds
 from common.record.folder import read_metrics
+from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
 from common.report.figures import reward_functions
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
 from tests.benchmarks.scaling import figure
 from tests.results import ablations, chain_picture, papers, reward_curve
-from tests.results.make import PARTS, RECORDS, ROOT, read_record
+from tests.results.make import PARTS, RECORDS, REWARDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
@@ -44,6 +49,7 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "length": ("length", 1, 1),
     "stop_rate": ("stop %", 100, 1),
 }
+TRAINED = ("RM score as trained", 1, 2)
 STEPS = 20  # between two lines of the table of `too-far`
 
 
@@ -186,21 +192,38 @@ def means(part: str) -> str:
 
 def beside(part: str, base: str, names: Sequence[str]) -> str:
     """What systems have over another of the same seed: means over seeds of the differences."""
-    keys = ("model", "rouge_l", "length")
-    seeds = [(measured(found), found["win_rates"]) for found in evaluations(part).values()]
+    shown = ("model", "trained", "rouge_l", "length")
+    keys = {key: {**COLUMNS, "trained": TRAINED}[key] for key in shown}
+    seeds, rates = [], []
+    for seed, results in evaluations(part).items():
+        lines = measured(results)
+        for name, reward in as_trained(part, seed).items():
+            lines[name]["trained"] = reward
+        seeds.append(lines)
+        rates.append(results["win_rates"])
     rows = []
     for name in names:
         cells = []
-        for key in keys:
-            found = [[number(lines[of][key]) for of in (name, base)] for lines, _ in seeds]
-            _, scale, digits = COLUMNS[key]
+        for key, (_, scale, digits) in keys.items():
+            found = [[number(lines[of].get(key)) for of in (name, base)] for lines in seeds]
             known = [scale * (a - b) for a, b in found if a is not None and b is not None]
             cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
-        rates = [{(rate["a"], rate["b"]): rate for rate in rates}[name, base] for _, rates in seeds]
-        wins = over((100 * rate["length_controlled"]["win_rate"] for rate in rates), 1)
-        rows.append([name, *cells, wins])
-    heads = (COLUMNS[key][0] for key in keys)
+        wins = (next(r for r in own if (r["a"], r["b"]) == (name, base)) for own in rates)
+        cells.append(over((100 * rate["length_controlled"]["win_rate"] for rate in wins), 1))
+        rows.append([name, *cells])
+    heads = (head for head, _, _ in keys.values())
     return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
+
+
+def as_trained(part: str, seed: str) -> dict[str, float]:
+    """The mean reward that GRPO had for each system's completions, with what not stopping costs."""
+    lines = read_jsonl(RECORDS / part / f"seed_{seed}" / "evaluation" / REWARDS)
+    recipe = yaml.safe_load((ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
+    penalty = recipe["missing_eos_penalty"]
+    rewards = defaultdict(list)
+    for name, own in (pair for line in lines for pair in line.items()):
+        rewards[name].append(sum(own["rewards"].values()) if own["stopped"] else penalty)
+    return {name: mean(found) for name, found in rewards.items()}
 
 
 def number(value: Any) -> float | None:
@@ -211,8 +234,8 @@ def number(value: Any) -> float | None:
 
 def over(values: Iterable[float], digits: int = 2) -> str:
     """A mean over seeds with its interval, which equal values have not."""
-    mean = over_seeds(values)
-    shown = asdict(mean) if mean.sd else {"mean": mean.mean, "low": None}
+    over_all = over_seeds(values)
+    shown = asdict(over_all) if over_all.sd else {"mean": over_all.mean, "low": None}
     return interval_cell(shown, 1, digits)
 
 
@@ -227,10 +250,14 @@ def samples(part: str) -> str:
     titles = [TITLE.findall(line["prompt"])[0] for line in lines]
     rows = [["author", *(line["reference"]["completion"] for line in lines)]]
     rows += [
-        [name, *(line["systems"][name]["completion"] for line in lines)]
-        for name in lines[0]["systems"]
+        [name, *(text_of(line["systems"][name]) for line in lines)] for name in lines[0]["systems"]
     ]
     return markdown.table(["summary by", *titles], rows)
+
+
+def text_of(completion: Mapping[str, Any]) -> str:
+    """A completion, with a mark where it was cut."""
+    return completion["completion"] + ("" if completion["stopped"] else " [...]")
 
 
 def too_far() -> str:

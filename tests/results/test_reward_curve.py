@@ -65,7 +65,10 @@ def test_samples_stand_below_the_titles_of_their_papers(
         "<|im_start|>user\nIn 8 to 16 words:\n\nA title\n\nIts text, in 9 words:\n\nnone",
         "TITLE: Another\n\nPOST: Text.\n\nTL;DR:",
     )
-    systems = {"grpo": {"completion": "Ours."}}
+    systems = {
+        "grpo": {"completion": "Ours.", "stopped": True},
+        "sft": {"completion": "Ours, and", "stopped": False},
+    }
     lines = [
         json.dumps({"prompt": p, "reference": {"completion": "Own."}, "systems": systems})
         for p in prompts
@@ -74,3 +77,4 @@ def test_samples_stand_below_the_titles_of_their_papers(
     found = [row.split("|")[1:-1] for row in tables.samples(recorded.name).splitlines()]
     assert [cell.strip() for cell in found[0]] == ["summary by", "A title", "Another"]
     assert [cell.strip() for cell in found[3]] == ["grpo", "Ours.", "Ours."]
+    assert [cell.strip() for cell in found[4]] == ["sft", *["Ours, and [...]"] * 2]
