@@ -59,7 +59,7 @@ class Part:
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
     finds: bool = False  # whether its status 1 without a traceback is a finding, and recorded
-    completions: str = ""  # files of `evaluate.py`: rewards are kept, and a few texts of the first
+    writes_texts: bool = False  # of which some are kept, and what each got
 
     def commands_to(self, out: str) -> list[str]:
         """The commands with their folder."""
@@ -67,7 +67,6 @@ class Part:
 
 
 NUM_SAMPLES = 3
-COMPLETIONS = "seed_*/evaluation/completions.jsonl"
 SWEEP = "common.experiments.sweep --output_dir {out} --config"
 REPLICATE = "common.experiments.replicate --num_processes 2 --output_dir {out} --recipe"
 SWEPT = ("sweep.json", "report.md", "plots/*.png")
@@ -99,13 +98,13 @@ PARTS = {
         (f"{REPLICATE} scitldr --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr", "data/summeval_preference"),
-        completions=COMPLETIONS,
+        writes_texts=True,
     ),
     "one-sentence": Part(  # `reward_curve.py` draws it
         (f"{REPLICATE} one-sentence --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr"),
-        completions=COMPLETIONS,
+        writes_texts=True,
     ),
     "bench-tiny": Part(
         ("tests.benchmarks.bench --model tiny --resume",),
@@ -250,16 +249,8 @@ def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
         target = new / file.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    for number, file in enumerate(
-        sorted(folder.glob(part.completions)) if part.completions else ()
-    ):
-        lines = read_jsonl(file)
-        if not number:
-            write_jsonl(new / "samples.jsonl", lines[:NUM_SAMPLES])
-        target = new / file.relative_to(folder).with_name(REWARDS)
-        write_jsonl(
-            target, [{name: worth(own) for name, own in line["systems"].items()} for line in lines]
-        )
+    if part.writes_texts:
+        keep_completions(folder, new)
     write_json(new / RECORD, record)
     for picture, target in part.pictures.items():
         shutil.copyfile(folder / picture, RECORDS.parent / target)
@@ -267,9 +258,16 @@ def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
     new.rename(RECORDS / name)
 
 
-def worth(completion: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a completion without its text."""
-    return {key: completion[key] for key in ("rewards", "stopped")}
+def keep_completions(folder: Path, new: Path) -> None:
+    """Some texts of the first seed; of all what each completion got, and whether it stopped."""
+    files = sorted(folder.glob("seed_*/evaluation/completions.jsonl"))
+    write_jsonl(new / "samples.jsonl", read_jsonl(files[0])[:NUM_SAMPLES])
+    for file in files:
+        found = [
+            {name: {key: own[key] for key in ("rewards", "stopped")} for name, own in of.items()}
+            for of in (line["systems"] for line in read_jsonl(file))
+        ]
+        write_jsonl(new / file.relative_to(folder).with_name(REWARDS), found)
 
 
 def write_jsonl(file: Path, lines: Sequence[Any]) -> None:

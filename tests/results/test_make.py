@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.record.jsonl import read_jsonl
 from tests.results import make, tables
 
 ADDER = (
@@ -150,3 +151,18 @@ def test_every_part_names_what_there_is():
             assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), name
             for word in words:
                 assert not word.startswith("assets/") or (make.ROOT / word).exists(), word
+
+
+def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
+    for seed in (0, 1):
+        own = {"completion": "a\u2028b", "rewards": {"gold": float(seed)}, "stopped": not seed}
+        file = tmp_path / "out" / f"seed_{seed}" / "evaluation" / "completions.jsonl"
+        for folder in (file.parent, tmp_path / "new" / f"seed_{seed}" / "evaluation"):
+            folder.mkdir(parents=True)
+        make.write_jsonl(file, [{"id": n, "systems": {"sft": own}} for n in range(4)])
+    make.keep_completions(tmp_path / "out", tmp_path / "new")
+    texts = read_jsonl(tmp_path / "new" / "samples.jsonl")
+    assert [line["id"] for line in texts] == [0, 1, 2]
+    assert texts[0]["systems"]["sft"]["completion"] == "a\u2028b"
+    kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / make.REWARDS)
+    assert kept == [{"sft": {"rewards": {"gold": 1.0}, "stopped": False}}] * 4
