@@ -10,7 +10,7 @@
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
-# FLAGS="--seeds 0 1" further flags of replicate or sweep,
+# FLAGS="--seeds 0 1" further flags of replicate, sweep or overoptimization,
 # BENCH_MODEL=gpt2-small the model of `make bench`, BENCH_FLAGS="--stages sft dpo" its flags.
 
 PYTHON ?= python3
@@ -49,7 +49,7 @@ demo: setup
 
 overoptimization: setup
 	$(RUN) $(BIN)/python -m common.experiments.overoptimization \
-		--config assets/recipes/overoptimization/demo.yaml
+		--config assets/recipes/overoptimization/demo.yaml $(FLAGS)
 
 test: setup
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
 from tests.results import make
-from tests.results.reward_curve import cell
+from tests.results.chains import over
 
 STAGES = {
     "reward": "reward model",
@@ -101,13 +101,13 @@ def iterative() -> str:
     rows = [
         [
             "GRPO",
-            *(cell(over_seeds(effect.base), 1, 2) for effect in base),
+            *(over(effect.base) for effect in base),
             NOT_MEASURED,
             NOT_MEASURED,
         ]
     ]
     for name in dict.fromkeys([*RUNS, *runs]):
-        levels = [cell(over_seeds(effect.values), 1, 2) for effect in runs[name]]
+        levels = [over(effect.values) for effect in runs[name]]
         rows.append([RUNS.get(name, name), *levels, runs[name][0].cell, runs[name][0].verdict])
     heads = [about(effect.outcome).heading for effect in base]
     beside = f"{about(base[0].outcome).label}, beside GRPO"

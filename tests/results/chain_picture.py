@@ -6,10 +6,10 @@
 from pathlib import Path
 from typing import Any
 
+from common.experiments.forest import DPI
 from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
 from tests.results import make
-from tests.results.reward_curve import DPI
 
 PARTS = ("demo", "scitldr")
 SCORES = ("{}", "{} implicit_reward", "{} logp")  # what a system's accuracy is of, the first it has

@@ -57,6 +57,7 @@ class Part:
     keep: tuple[str, ...]  # globs in the folder; `printed.md` has what was printed
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
+    makes: tuple[str, ...] = ()  # rows that it makes of that, unless they are there
     pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
     finds: bool = False  # whether its status 1 without a traceback is a finding, and recorded
     writes_texts: bool = False  # of which some are kept, and what each got
@@ -104,6 +105,7 @@ PARTS = {
         (f"{REPLICATE} one-sentence --overrides model_name_or_path=data/SmolLM2-135M-Instruct",),
         CHAIN,
         needs=("data/SmolLM2-135M-Instruct", "data/scitldr"),
+        makes=("data/one-sentence",),
         writes_texts=True,
     ),
     "bench-tiny": Part(
@@ -176,7 +178,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
             "commands": commands,
             "status": status,
             "git_commit": commit,
-            "inputs": {path: checksums(clone / path) for path in part.needs},
+            "inputs": {path: checksums(clone / path) for path in (*part.needs, *part.makes)},
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
             "minutes": round(sum(seconds) / 60, 1),
             "starts": len(seconds),
@@ -187,7 +189,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
         }
         from tests.results import tables
 
-        with locked(RECORDS.parents[1] / "output" / "results" / ".lock"):
+        with locked(clone.parent / ".lock"):
             keep(name, clone, out, record)
             tables.write()
     print(told(name), flush=True)
@@ -264,8 +266,14 @@ def keep_completions(folder: Path, new: Path) -> None:
     write_jsonl(new / "samples.jsonl", read_jsonl(files[0])[:NUM_SAMPLES])
     for file in files:
         found = [
-            {name: {key: own[key] for key in ("rewards", "stopped")} for name, own in of.items()}
-            for of in (line["systems"] for line in read_jsonl(file))
+            {
+                name: [
+                    {key: own[key] for key in ("rewards", "stopped")}
+                    for own in (first, *line["further"].get(name, ()))
+                ]
+                for name, first in line["systems"].items()
+            }
+            for line in read_jsonl(file)
         ]
         write_jsonl(new / file.relative_to(folder).with_name(REWARDS), found)
 

@@ -38,6 +38,7 @@ class Claim:
     sign: int  # that the paper says the effect has, 1 or -1
     part: str  # file of the record, in `assets/results`
     effect: Effect
+    is_bound: bool = False  # whether the true effect is at least this, on the claim's side
 
     def row(self, record: Record) -> list[str]:
         """Its line of the table."""
@@ -47,6 +48,8 @@ class Claim:
         except KeyError:
             return [*told, NOT_MEASURED, "not measured"]
         cell = f"{found.difference.removesuffix(' *')} {self.unit}, {found.n} seeds"
+        if self.is_bound and not (found.excludes_zero and found.mean * self.sign > 0):
+            return [*told, cell, "cannot be told: the effect is at least this"]
         if found.low is None or found.high is None:
             return [*told, cell, "cannot be told: one seed"]
         if found.excludes_zero:
@@ -173,7 +176,7 @@ CLAIMS = [
           "last n minus best", POINTS, -1, OVER, turn("best_of_n")),
     Claim(GAO, "RL needs more KL than best of n",
           "best of n, at the upper bound of its KL, beside GRPO",
-          POINTS, 1, OVER, at_equal_kl("best_of_n", "grpo")),
+          POINTS, 1, OVER, at_equal_kl("best_of_n", "grpo"), is_bound=True),
     Claim(GAO, "best of n follows d (a - b d)",
           "how much farther off d (a - b log d) is, rmse",
           POINTS, 1, OVER, misfit("best_of_n", "bon", "rl")),

@@ -1,137 +1,177 @@
 """The second task: reward over steps and over KL, GRPO beside the best of n.
 
 `tables.py` draws `assets/one-sentence.png` from what is recorded of the recipe `one-sentence`, and
-has its table. The best of n samples of the chat model has as its mean reward, a check being 0 or
+has its tables. The best of n samples of the chat model has as its mean reward, a check being 0 or
 1, the model's pass@n, and a KL of at most log n - (n - 1) / n, the point that is drawn: where
 several samples pass, one of them is taken at random, and the KL is smaller.
 """
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.evaluation.intervals import interval_cell
-from common.experiments.outcomes import SeedMean, over_seeds
+from common.experiments.forest import DPI
+from common.experiments.outcomes import over_seeds
 from common.experiments.overoptimization.curves import best_of_n_kl
 from common.record.jsonl import read_jsonl
+from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
 from tests.results import make
+from tests.results.chains import evaluations, over
 
 PART = "one-sentence"
 CHECK = "one_sentence"
-DPI = 110
 
 
 @dataclass(frozen=True)
 class Point:
-    """A policy: values by seed, and their mean over seeds."""
+    """A policy: values by seed."""
 
     name: str
-    step: int | None  # None of the best of n
-    kls: tuple[float, ...]  # nats per completion; of the best of n the bound
     rewards: tuple[float, ...]  # share of completions that pass
+    kls: tuple[float, ...] = ()  # nats per completion; of the best of n the bound
+    n: int = 0  # of the best of n
 
-    @property
-    def kl(self) -> SeedMean:
-        """Over seeds."""
-        return over_seeds(self.kls)
+    def row(self) -> list[str]:
+        """Its line of the table: means over seeds with Student's 95% interval."""
+        kl = over(self.kls) if self.kls else NOT_MEASURED
+        return [
+            self.name,
+            f"at most {self.kls[0]:.2f}" if self.n > 1 else kl,
+            over((100 * reward for reward in self.rewards), 1),
+            str(len(self.rewards)),
+        ]
 
-    @property
-    def reward(self) -> SeedMean:
-        """Over seeds."""
-        return over_seeds(self.rewards)
+
+@dataclass(frozen=True)
+class Record:
+    """What is recorded of all seeds."""
+
+    run: dict[int, Point]  # GRPO, by the step of each evaluation
+    trained: Point  # at its end, with more samples of each prompt
+    best: dict[int, Point]  # of n samples of the chat model
+    author: Point
 
 
-def points(folder: Path) -> list[Point]:
-    """GRPO at each evaluation and at its end, then the best of n, of all recorded seeds."""
-    seeds = sorted(folder.glob("seed_*"))
-    curves = [list(held_out(seed)) for seed in seeds]  # S lists of (step, KL, reward)
-    found = []
+def read() -> Record:
+    """The record."""
+    found = evaluations(PART)
+    curves = [list(held_out(make.RECORDS / PART / f"seed_{seed}")) for seed in found]
+    run = {}
     for at in zip(*curves, strict=True):
         (step,) = {one[0] for one in at}
-        found.append(Point(f"GRPO, step {step}", step, *zip(*(one[1:] for one in at), strict=True)))
-    results = [json.loads((seed / "evaluation" / "results.json").read_text()) for seed in seeds]
-    starts = [
-        system["pass_rates"][CHECK]
-        for one in results
-        for system in one["systems"]
-        if system["name"] != "grpo"  # the chat model
-    ]
+        rewards, kls = zip(*(one[1:] for one in at), strict=True)
+        run[step] = Point(f"GRPO, step {step}", rewards, kls)
+    trained, starts = [], []
+    for results in found.values():
+        for system in results["systems"]:
+            of = trained if system["name"] == "grpo" else starts  # the other is the chat model
+            of.append({name: at["mean"] for name, at in system["pass_rates"][CHECK].items()})
+    best = {}
     for name in starts[0]:
         n = int(name.removeprefix("pass@"))
-        rewards = tuple(start[name]["mean"] for start in starts)
-        found.append(Point(f"best of {n}", None, (best_of_n_kl(n),) * len(seeds), rewards))
-    return found
+        rewards = tuple(start[name] for start in starts)
+        told = f"best of {n}" if n > 1 else "the chat model"
+        best[n] = Point(told, rewards, (best_of_n_kl(n),) * len(rewards), n)
+    own = (results["reference_completions"]["rewards"][CHECK] for results in found.values())
+    return Record(
+        run,
+        Point(
+            f"GRPO, trained, {max(best)} samples",
+            tuple(rates["pass@1"] for rates in trained),
+            run[max(run)].kls,
+        ),
+        best,
+        Point("the author", tuple(rate["mean"] for rate in own)),
+    )
 
 
 def held_out(seed: Path) -> Iterator[tuple[int, float, float]]:
-    """Step, KL and reward of the evaluations of a run."""
+    """Step, reward and KL of the evaluations of a run."""
     for record in read_jsonl(seed / "grpo" / "metrics.jsonl"):
         if "eval_reward" in record:
-            yield record["step"], record["eval_kl"], record["eval_reward"]
+            yield record["step"], record["eval_reward"], record["eval_kl"]
 
 
 def shown() -> str:
     """The picture, and the table of all policies."""
-    return f"![Held-out reward over steps and over KL](../assets/{PART}.png)\n\n{table()}"
+    picture = f"![Held-out reward over steps and over KL](../assets/{PART}.png)"
+    found = read()
+    policies = [*found.run.values(), found.trained, *found.best.values(), found.author]
+    return f"{picture}\n\n{table(policies)}"
 
 
-def table(*, is_short: bool = False) -> str:
-    """A line per policy: means over seeds with Student's 95% interval.
+def short() -> str:
+    """The chat model, the best of its most samples, and what was trained."""
+    found = read()
+    return table([found.best[1], found.best[max(found.best)], found.trained])
 
-    The short one has GRPO's first and last, and the best of most samples that is no farther away.
+
+def table(policies: list[Point]) -> str:
+    """A line per policy."""
+    heads = ["policy", "KL at temperature 0.7 [95%]", "passes, % [95%]", "seeds"]
+    return markdown.table(heads, [policy.row() for policy in policies])
+
+
+def beside() -> str:
+    """Differences of the same seed: what GRPO gained, and where it is beside the best of n.
+
+    The last is at GRPO's first evaluation that is on every seed farther away than the best of most
+    samples can be.
     """
-    found, rows = points(make.RECORDS / PART), []
-    if is_short:
-        run = [point for point in found if point.step is not None]
-        best = found[len(run) :]
-        near = [point for point in best if point.kl.mean <= run[-1].kl.mean] or best
-        found = [run[0], near[-1], run[-1]]
-    for point in found:
-        kl = f"at most {point.kl.mean:.2f}" if point.step is None else cell(point.kl, 1, 2)
-        rows.append([point.name, kl, cell(point.reward, 100, 1), str(point.reward.n)])
-    return markdown.table(["policy", "KL, nats [95%]", "passes, % [95%]", "seeds"], rows)
-
-
-def cell(mean: SeedMean, scale: float, digits: int) -> str:
-    """A mean with its interval."""
-    return interval_cell(asdict(mean), scale, digits)
+    found = read()
+    most = found.best[max(found.best)]
+    farther = (own for own in found.run.values() if min(own.kls) > most.kls[0])
+    rows = [
+        [
+            f"{own.name}, beside {other.name}",
+            over((100 * (a - b) for a, b in zip(own.rewards, other.rewards, strict=True)), 1),
+        ]
+        for own, other in [
+            (found.trained, found.best[1]),
+            (found.trained, most),
+            *((own, most) for own in list(farther)[:1]),
+        ]
+    ]
+    return markdown.table(["difference by seed", "passes, points [95%]"], rows)
 
 
 def draw() -> Path:
-    """Seeds thin, their mean thick with its interval; one panel below the other, for a phone."""
-    found = points(make.RECORDS / PART)
-    run = [point for point in found if point.step is not None]
-    best = [point for point in found if point.step is None]
+    """One panel below the other, for a phone: seeds thin, means with intervals."""
+    found = read()
+    run, best, trained = found.run.values(), found.best.values(), found.trained
+    thin = {"color": COLOURS[0], "linewidth": 0.8, "alpha": 0.6}
+    end = {"color": "black", "fmt": "D", "label": f"trained, {max(found.best)} samples a prompt"}
     with style():
         figure = titled_figure("One short sentence: held-out share that passes", 5, 6.6)
         over_steps, over_kl = figure.subplots(2, 1, sharey=True)
-        draw_run(over_steps, run, lambda point: [point.step] * len(point.rewards))
-        over_steps.set(title="Over training", xlabel="step", ylabel="share that passes")
-        draw_run(over_kl, run, lambda point: point.kls)
-        means = [point.reward.mean for point in best]
-        over_kl.plot([p.kl.mean for p in best], means, "s--", color=COLOURS[1], label="best of n")
-        for point, mean in zip(best, means, strict=True):
-            where = {"xytext": (5, -9), "textcoords": "offset points", "fontsize": 8}
-            over_kl.annotate(point.name.split()[-1], (point.kl.mean, mean), **where)
+        over_steps.plot(list(found.run), [own.rewards for own in run], **thin)
+        look = {"color": COLOURS[0], "fmt": "o-", "label": "mean, 1 sample a prompt"}
+        draw_means(over_steps, list(found.run), run, look)
+        draw_means(over_steps, [max(found.run) + 1], [trained], end)
+        over_steps.set(title="GRPO over training", xlabel="step", ylabel="share that passes")
+        lines = over_kl.plot([own.kls for own in run], [own.rewards for own in run], **thin)
+        lines[0].set_label("GRPO, a seed")
+        over_kl.plot(trained.kls, trained.rewards, "D", color="black", label="trained")
+        look = {"color": COLOURS[1], "fmt": "s--", "label": "best of n, mean"}
+        draw_means(over_kl, [own.kls[0] for own in best], best, look)
+        for own in best:
+            where = {"xytext": (5, -3), "textcoords": "offset points", "fontsize": 8}
+            over_kl.annotate(str(own.n), (own.kls[0], over_seeds(own.rewards).mean), **where)
         label = "KL to the chat model, nats per completion (best of n: at most)"
         over_kl.set(title="Over the distance", xlabel=label, ylabel="share that passes")
-        over_kl.legend(loc="upper left")
+        over_steps.legend(loc="upper left")
+        over_kl.legend(loc="lower right")
         over_steps.set_ylim(bottom=0)
         return save(figure, make.ROOT / "assets" / f"{PART}.png", DPI)
 
 
-def draw_run(axes: Any, run: list[Point], places: Callable[[Point], Any]) -> None:
-    """GRPO's seeds and their mean over what `places` gives of a point, a value per seed."""
-    across = [places(point) for point in run]
-    look = {"color": COLOURS[0]}
-    axes.plot(across, [point.rewards for point in run], linewidth=0.8, alpha=0.4, **look)
-    middle = [sum(one) / len(one) for one in across]
-    means = [point.reward for point in run]
-    axes.plot(middle, [mean.mean for mean in means], "o-", linewidth=2.2, label="GRPO", **look)
-    ends = [(mean.low, mean.high) for mean in means if mean.low is not None]
-    if len(ends) == len(run):
-        axes.vlines(middle, *zip(*ends, strict=True), linewidth=1.2, alpha=0.6, **look)
+def draw_means(
+    axes: Any, places: list[float], policies: Iterable[Point], look: dict[str, Any]
+) -> None:
+    """Means over seeds with Student's 95% interval; one seed has none."""
+    means = [over_seeds(own.rewards) for own in policies]
+    halves = [mean.mean - mean.low if mean.low is not None else 0 for mean in means]
+    axes.errorbar(places, [mean.mean for mean in means], halves, elinewidth=1.2, **look)

@@ -3,35 +3,24 @@
     python -m tests.results.tables
 
 A page has the place of a table between `<!-- NAME -->` and `<!-- /NAME -->`; NAME is one of
-`TABLES`, a part of `make.py` or a part, a dot and what is shown of it. A record that is not there
-leaves its place as it is.
+`TABLES`, a part of `make.py` or a part, a dot and what is shown of it. Where a record is not there
+stands the command that makes it.
 """
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from statistics import mean
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
-
-from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import interval_cell
-from common.experiments.outcomes import over_seeds
 from common.record.folder import read_metrics
-from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
-from common.report import chain, markdown
-from common.report.figures import reward_functions
-from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from common.report import markdown
 from tests.benchmarks.scaling import figure
-from tests.results import ablations, chain_picture, papers, reward_curve
-from tests.results.make import PARTS, RECORDS, REWARDS, ROOT, read_record
+from tests.results import ablations, chain_picture, chains, papers, reward_curve
+from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
-TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 METHODS = {  # what the first word of their settings is
     "grpo": ("GRPO over steps", "step"),
@@ -39,17 +28,6 @@ METHODS = {  # what the first word of their settings is
     "dpo": ("DPO over beta", "beta"),
     "rejection": ("SFT on the best of n", "n"),
 }
-COLUMNS = {  # of the means over seeds: heading, scale, digits
-    "accuracy": ("accuracy %", 100, 1),
-    "gold": ("gold reward", 1, 3),
-    "model": ("RM score", 1, 2),
-    "wins": ("RM prefers it to the reference at equal length %", 100, 1),
-    "rouge_l": ("ROUGE-L", 100, 1),
-    "kl": ("KL", 1, 2),
-    "length": ("length", 1, 1),
-    "stop_rate": ("stop %", 100, 1),
-}
-TRAINED = ("RM score as trained", 1, 2)
 STEPS = 20  # between two lines of the table of `too-far`
 
 
@@ -58,7 +36,7 @@ def write() -> None:
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
     for part in filter(read_record, chain_picture.PARTS):
-        chain_picture.draw(part, evaluations(part)["0"])
+        chain_picture.draw(part, chains.evaluations(part)["0"])
     if read_record(reward_curve.PART):
         reward_curve.draw()
     if read_record("ablations"):
@@ -76,8 +54,8 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
     def table(place: re.Match[str]) -> str:
         begin, name, _, end = place.groups()
         part, make = name.partition(".")[0], TABLES[name]
-        if not any(map(read_record, PARTS if part == "records" else [part])):
-            return place[0]
+        if part in PARTS and not read_record(part):
+            return f"{begin}*Not recorded: `make results PARTS={part}`.*\n{end}"
         told = "" if part in named else f"\n\n*[Record](../assets/results/{part}): {source(part)}.*"
         named.add(part)
         return f"{begin}{make()}{told}\n{end}"
@@ -125,139 +103,7 @@ def records() -> str:
     return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
 
 
-# ---- the chain -----------------------------------------------------------------------------------
-
-
-def evaluations(part: str) -> dict[str, Any]:
-    """What evaluation found, by seed."""
-    files = sorted((RECORDS / part).glob("seed_*/evaluation/results.json"))
-    return {
-        file.parents[1].name.removeprefix("seed_"): json.loads(file.read_text()) for file in files
-    }
-
-
-def by_seed(part: str) -> str:
-    """A line per seed and system."""
-    rows, headers = [], ["seed"]
-    for seed, results in evaluations(part).items():
-        table = chain.systems_table(results)
-        headers = ["seed", *table.headers]
-        rows += [[seed, *row] for row in table.rows]
-    return markdown.table(headers, rows)
-
-
-def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What evaluation found of references, every system, and baselines that need no model."""
-    systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
-    models = [s["name"] for s in systems if s.get("kind") == "reward_model"]
-    functions = ["gold", *reward_functions(systems)]
-    references = results.get("reference_completions")
-    compared = (results.get("comparison") or {}).get("systems", [])
-    lines = {}
-    for system in [
-        *([{**references, "name": REFERENCE}] if references else []),
-        *systems,  # what no run made, first: the model that the chain starts from
-        *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
-    ]:
-        rewards = system.get("rewards") or {}
-        wins = [
-            rate["length_controlled"]
-            for rate in results.get("win_rates") or []
-            if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
-        ]
-        lines[system["name"]] = {
-            **{key: system.get(key) for key in COLUMNS},
-            **{name: rewards.get(name) for name in functions},
-            "model": next((rewards[name] for name in models if name in rewards), None),
-            "wins": next(iter(wins), None),
-        }
-    return lines
-
-
-def means(part: str) -> str:
-    """A line per system: means over seeds."""
-    seeds = [measured(results) for results in evaluations(part).values()]
-    keys = list(dict.fromkeys([*COLUMNS, *(key for own in seeds[0].values() for key in own)]))
-    heads, rows = [], [[name] for name in seeds[0]]
-    for key in keys:
-        found = [[number(own[name].get(key)) for own in seeds] for name in seeds[0]]
-        if any(value is not None for values in found for value in values):
-            head, scale, digits = COLUMNS.get(key, (f"reward {key}", 1, 3))
-            heads.append(head)
-            for row, values in zip(rows, found, strict=True):
-                known = [scale * value for value in values if value is not None]
-                row.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
-    return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
-
-
-def beside(part: str, base: str, names: Sequence[str]) -> str:
-    """What systems have over another of the same seed: means over seeds of the differences."""
-    shown = ("model", "trained", "rouge_l", "length")
-    keys = {key: {**COLUMNS, "trained": TRAINED}[key] for key in shown}
-    seeds, rates = [], []
-    for seed, results in evaluations(part).items():
-        lines = measured(results)
-        for name, reward in as_trained(part, seed).items():
-            lines[name]["trained"] = reward
-        seeds.append(lines)
-        rates.append(results["win_rates"])
-    rows = []
-    for name in names:
-        cells = []
-        for key, (_, scale, digits) in keys.items():
-            found = [[number(lines[of].get(key)) for of in (name, base)] for lines in seeds]
-            known = [scale * (a - b) for a, b in found if a is not None and b is not None]
-            cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
-        wins = (next(r for r in own if (r["a"], r["b"]) == (name, base)) for own in rates)
-        cells.append(over((100 * rate["length_controlled"]["win_rate"] for rate in wins), 1))
-        rows.append([name, *cells])
-    heads = (head for head, _, _ in keys.values())
-    return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
-
-
-def as_trained(part: str, seed: str) -> dict[str, float]:
-    """The mean reward that GRPO had for each system's completions, with what not stopping costs."""
-    lines = read_jsonl(RECORDS / part / f"seed_{seed}" / "evaluation" / REWARDS)
-    recipe = yaml.safe_load((ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
-    penalty = recipe["missing_eos_penalty"]
-    rewards = defaultdict(list)
-    for name, own in (pair for line in lines for pair in line.items()):
-        rewards[name].append(sum(own["rewards"].values()) if own["stopped"] else penalty)
-    return {name: mean(found) for name, found in rewards.items()}
-
-
-def number(value: Any) -> float | None:
-    """A number, or that of a mapping which has its interval too."""
-    keys = ("mean", "accuracy", "win_rate")
-    return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
-
-
-def over(values: Iterable[float], digits: int = 2) -> str:
-    """A mean over seeds with its interval, which equal values have not."""
-    over_all = over_seeds(values)
-    shown = asdict(over_all) if over_all.sd else {"mean": over_all.mean, "low": None}
-    return interval_cell(shown, 1, digits)
-
-
-def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
-    """A table of an evaluation's report."""
-    return str(what(evaluations(part)["0"]))
-
-
-def samples(part: str) -> str:
-    """The first abstracts, and what every system made of them."""
-    lines = [json.loads(line) for line in printed(part, "samples.jsonl").splitlines()]
-    titles = [TITLE.findall(line["prompt"])[0] for line in lines]
-    rows = [["author", *(line["reference"]["completion"] for line in lines)]]
-    rows += [
-        [name, *(text_of(line["systems"][name]) for line in lines)] for name in lines[0]["systems"]
-    ]
-    return markdown.table(["summary by", *titles], rows)
-
-
-def text_of(completion: Mapping[str, Any]) -> str:
-    """A completion, with a mark where it was cut."""
-    return completion["completion"] + ("" if completion["stopped"] else " [...]")
+# ---- tables of one part each -------------------------------------------------------------------
 
 
 def too_far() -> str:
@@ -285,19 +131,28 @@ def too_far() -> str:
 
 
 def turns() -> str:
-    """What each method gains and loses behind its best setting."""
+    """What each method that turns gains and loses behind its best setting, seed by seed."""
+    rows, told = [], []
     found = read("overoptimization", "results.json")["turns"]
-    rows = [
-        [
-            METHODS[turn["method"]][0],
-            str(turn["seed"]),
-            f"{METHODS[turn['method']][1]} {turn['peak']:g}, {turn['last']:g}",
-            interval_cell(turn["gold_change"], 1, 3, sign="+"),
-            interval_cell(turn["proxy_change"], 1, 2, sign="+"),
-        ]
-        for turn in sorted(found, key=lambda turn: list(METHODS).index(turn["method"]))
-    ]
-    return markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
+    for method, (name, setting) in METHODS.items():
+        own = [turn for turn in found if turn["method"] == method]
+        if all(turn["peak"] == turn["last"] for turn in own):
+            continue
+        for turn in own:
+            rows.append(
+                [
+                    name,
+                    str(turn["seed"]),
+                    f"{setting} {turn['peak']:g}, {turn['last']:g}",
+                    interval_cell(turn["gold_change"], 1, 3, sign="+"),
+                    interval_cell(turn["proxy_change"], 1, 2, sign="+"),
+                ]
+            )
+        both = sum(turn["gold_change"]["high"] < 0 < turn["proxy_change"]["low"] for turn in own)
+        told.append(f"{name} {both} of {len(own)}")
+    table = markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
+    fell = "Seeds on which gold fell while the proxy rose, both intervals apart from 0"
+    return f"{table}\n\n{fell}: {', '.join(told)}."
 
 
 # ---- speed and memory ----------------------------------------------------------------------------
@@ -365,24 +220,9 @@ def variants() -> str:
     )
 
 
-CHAINS = [name for name, part in PARTS.items() if "replicate" in part.commands[0]]
 TABLES: dict[str, Callable[[], str]] = {
     "records": records,
-    **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
-    **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
-    **{
-        f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
-        for part in CHAINS
-        for name, what in {
-            "systems": chain.systems_table,
-            "wins": lambda results: win_rate_table(results["win_rates"]),
-            "accuracy": lambda results: accuracy_table(results["comparison"]),
-            "generations": lambda results: generation_tables(results)[0],
-        }.items()
-    },
-    "scitldr.beside": lambda: beside("scitldr", "sft", ["dpo", "grpo"]),
-    "scitldr.samples": lambda: samples("scitldr"),
-    "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
+    **chains.TABLES,
     "too-far": too_far,
     "ablations": ablations.ablations,
     "ablations.short": ablations.what_matters,
@@ -391,8 +231,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "overoptimization": turns,
     "bench-tiny.short": speed,
     "one-sentence": reward_curve.shown,
-    "one-sentence.samples": lambda: samples("one-sentence"),
-    "one-sentence.short": lambda: reward_curve.table(is_short=True),
+    "one-sentence.short": reward_curve.short,
+    "one-sentence.beside": reward_curve.beside,
     "bench-tiny": lambda: against_trl("bench-tiny"),
     "bench-gpt2-small": lambda: against_trl("bench-gpt2-small"),
     "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),

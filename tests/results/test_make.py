@@ -159,10 +159,13 @@ def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
         file = tmp_path / "out" / f"seed_{seed}" / "evaluation" / "completions.jsonl"
         for folder in (file.parent, tmp_path / "new" / f"seed_{seed}" / "evaluation"):
             folder.mkdir(parents=True)
-        make.write_jsonl(file, [{"id": n, "systems": {"sft": own}} for n in range(4)])
+        further = {"sft": [own | {"stopped": True}]}
+        lines = [{"id": n, "systems": {"sft": own}, "further": further} for n in range(4)]
+        make.write_jsonl(file, lines)
     make.keep_completions(tmp_path / "out", tmp_path / "new")
     texts = read_jsonl(tmp_path / "new" / "samples.jsonl")
     assert [line["id"] for line in texts] == [0, 1, 2]
     assert texts[0]["systems"]["sft"]["completion"] == "a\u2028b"
     kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / make.REWARDS)
-    assert kept == [{"sft": {"rewards": {"gold": 1.0}, "stopped": False}}] * 4
+    own = [{"rewards": {"gold": 1.0}, "stopped": stopped} for stopped in (False, True)]
+    assert kept == [{"sft": own}] * 4

@@ -40,6 +40,15 @@ def test_a_verdict_follows_from_the_interval_and_the_claimed_sign(choice, sign, 
     assert claim.row(SWEEP) == ["it helps (P)", "here", cell, verdict]
 
 
+@pytest.mark.parametrize(
+    ("sign", "verdict"), [(1, "holds"), (-1, "cannot be told: the effect is at least this")]
+)
+def test_a_bound_of_the_effect_tells_of_one_side_only(sign, verdict):
+    found = line("grpo", "gold_reward", ("d", "up"))
+    claim = Claim("P", "it helps", "here", "points", sign, "", found, is_bound=True)
+    assert claim.row(SWEEP)[-1] == verdict
+
+
 def test_one_line_may_stand_beside_another():
     found = line("grpo", "gold_reward", ("d", "up"), ("d", "mixed"))(SWEEP)
     assert found == pytest.approx([0.0, 2.1, 0.6])

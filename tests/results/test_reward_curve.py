@@ -6,75 +6,72 @@ from pathlib import Path
 
 import pytest
 
-from tests.results import make, reward_curve, tables
+from tests.results import make, reward_curve
 
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two seeds of two evaluations, and of the chat model's pass@1 and pass@4."""
+    """Two seeds of three evaluations, and of pass@1, @4 and @16 of both models."""
     monkeypatch.setattr(make, "RECORDS", tmp_path)
     monkeypatch.setattr(make, "ROOT", tmp_path)
     folder = tmp_path / reward_curve.PART
     for seed, shift in ((0, 0.0), (1, 0.1)):
-        evaluated = [(0, 0.0, 0.1 + shift), (10, 1.0 + shift, 0.5 + shift)]
+        evaluated = [(0, 0.0, 0.1 + shift), (5, 1.8 + shift, 0.2), (10, 2.0 + shift, 0.5 + shift)]
         records = [dict(zip(("step", "eval_kl", "eval_reward"), e, strict=True)) for e in evaluated]
         records.insert(1, {"step": 5, "reward": 0.9, "kl": 0.9})  # of training
-        passes = {"pass@1": {"mean": 0.1 + shift}, "pass@4": {"mean": 0.3 + shift}}
-        trained = {"name": "grpo", "pass_rates": {"one_sentence": {"pass@1": {"mean": 0.9}}}}
-        systems = [trained, {"name": "chat", "pass_rates": {"one_sentence": passes}}]
+        passes = {"pass@1": 0.1 + shift, "pass@4": 0.3 + shift, "pass@16": 0.6}
+        systems = [
+            {
+                "name": name,
+                "pass_rates": {"one_sentence": {at: {"mean": m} for at, m in own.items()}},
+            }
+            for name, own in (("grpo", {"pass@1": 0.4 + shift, "pass@16": 1.0}), ("chat", passes))
+        ]
+        results = {
+            "systems": systems,
+            "reference_completions": {"rewards": {"one_sentence": {"mean": 0.125}}},
+        }
         for name, text in (
             ("grpo/metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records)),
-            ("evaluation/results.json", json.dumps({"systems": systems})),
+            ("evaluation/results.json", json.dumps(results)),
         ):
             (folder / f"seed_{seed}" / name).parent.mkdir(parents=True)
             (folder / f"seed_{seed}" / name).write_text(text)
     return folder
 
 
-def test_points_are_means_over_seeds(recorded: Path):
-    found = {point.name: point for point in reward_curve.points(recorded)}
-    assert list(found) == ["GRPO, step 0", "GRPO, step 10", "best of 1", "best of 4"]
-    last = found["GRPO, step 10"]
-    assert (last.kls, last.rewards) == ((1.0, 1.1), (0.5, 0.6))
-    half_width = 12.706 * 0.1 / 2  # Student's, one degree of freedom; sd / sqrt(2) is 0.1 / 2
-    assert last.reward.high == pytest.approx(0.55 + half_width, abs=1e-4)
-    assert found["best of 1"].kl.mean == 0
-    assert found["best of 4"].kl.mean == pytest.approx(math.log(4) - 3 / 4)
-    assert found["best of 4"].reward.mean == pytest.approx(0.35)
+def rows(table: str) -> list[list[str]]:
+    """Cells of a table, its head aside."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_the_table_and_the_picture_are_made(recorded: Path, tmp_path: Path):
-    _, _, *table = reward_curve.shown().splitlines()
-    assert [cell.strip() for cell in table[3].split("|")[1:-1]] == [
-        *("GRPO, step 10", "1.05 [0.41, 1.69]", "55.0 [-8.5, 118.5]", "2")
+def test_policies_are_means_over_seeds(recorded: Path):
+    found = {row[0]: row[1:] for row in rows(reward_curve.shown())}
+    assert list(found) == [
+        *("GRPO, step 0", "GRPO, step 5", "GRPO, step 10", "GRPO, trained, 16 samples"),
+        *("the chat model", "best of 4", "best of 16", "the author"),
     ]
-    assert "at most 0.64" in table[5]
-    short = reward_curve.table(is_short=True).splitlines()[2:]
-    names = ["GRPO, step 0", "best of 4", "GRPO, step 10"]
-    assert [line.split("|")[1].strip() for line in short] == names
+    # Student's, one degree of freedom: 12.706 * 0.1 / 2, as sd / sqrt(2) is 0.1 / 2.
+    assert found["GRPO, step 10"] == ["2.05 [1.41, 2.69]", "55.0 [-8.5, 118.5]", "2"]
+    assert found["GRPO, trained, 16 samples"] == ["2.05 [1.41, 2.69]", "45.0 [-18.5, 108.5]", "2"]
+    assert found["the chat model"][0] == "0.00"
+    assert found["best of 4"] == [f"at most {math.log(4) - 3 / 4:.2f}", "35.0 [-28.5, 98.5]", "2"]
+    assert found["the author"] == ["\N{EN DASH}", "12.5", "2"]
+    short = [row[0] for row in rows(reward_curve.short())]
+    assert short == ["the chat model", "best of 16", "GRPO, trained, 16 samples"]
+
+
+def test_differences_are_of_the_same_seed(recorded: Path):
+    assert rows(reward_curve.beside()) == [
+        ["GRPO, trained, 16 samples, beside the chat model", "30.0 [30.0, 30.0]"],
+        ["GRPO, trained, 16 samples, beside best of 16", "-15.0 [-78.5, 48.5]"],
+        # At step 5 one seed is no farther away than log 16 - 15 / 16 = 1.835.
+        ["GRPO, step 10, beside best of 16", "-5.0 [-68.5, 58.5]"],
+    ]
+
+
+def test_the_picture_is_drawn(recorded: Path, tmp_path: Path):
     picture = reward_curve.draw()
     assert picture == tmp_path / "assets" / "one-sentence.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_samples_stand_below_the_titles_of_their_papers(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tables, "RECORDS", tmp_path)
-    prompts = (
-        "<|im_start|>user\nIn 8 to 16 words:\n\nA title\n\nIts text, in 9 words:\n\nnone",
-        "TITLE: Another\n\nPOST: Text.\n\nTL;DR:",
-    )
-    systems = {
-        "grpo": {"completion": "Ours.", "stopped": True},
-        "sft": {"completion": "Ours, and", "stopped": False},
-    }
-    lines = [
-        json.dumps({"prompt": p, "reference": {"completion": "Own."}, "systems": systems})
-        for p in prompts
-    ]
-    (recorded / "samples.jsonl").write_text("\n".join(lines))
-    found = [row.split("|")[1:-1] for row in tables.samples(recorded.name).splitlines()]
-    assert [cell.strip() for cell in found[0]] == ["summary by", "A title", "Another"]
-    assert [cell.strip() for cell in found[3]] == ["grpo", "Ours.", "Ours."]
-    assert [cell.strip() for cell in found[4]] == ["sft", *["Ours, and [...]"] * 2]

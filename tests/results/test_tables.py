@@ -72,31 +72,6 @@ def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
     assert tables.filled(text) != text
 
 
-def test_systems_are_set_beside_another_of_the_same_seed(recorded: Path):
-    for seed, (own, its) in enumerate(((20.0, 25.0), (10.0, 16.0))):
-        folder = recorded / "scitldr" / f"seed_{seed}" / "evaluation"
-        folder.mkdir(parents=True)
-        systems = [
-            {"name": name, "length": {"mean": length}, "rouge_l": 0.25, "rewards": {}}
-            for name, length in {"dpo": own, "sft": its}.items()
-        ]
-        rate = {"a": "dpo", "b": "sft", "judge": "reward", "length_controlled": {"win_rate": 0.75}}
-        results = {"systems": systems, "win_rates": [rate]}
-        (folder / "results.json").write_text(json.dumps(results))
-        lines = [
-            {
-                "dpo": {"rewards": {"reward": 0.5}, "stopped": True},
-                "sft": {"rewards": {"reward": 2.0}, "stopped": stopped},  # -1 where it did not
-            }
-            for stopped in (True, False)
-        ]
-        make.write_jsonl(folder / make.REWARDS, lines)
-    row = tables.beside("scitldr", "sft", ["dpo"]).splitlines()[-1]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    found = "-5.5 [-11.9, 0.9]"  # -5.5 +- 12.706 * 0.7071 / sqrt(2)
-    assert cells == ["dpo", "\N{EN DASH}", "0.00", "0.0", found, "75.0"]
-
-
 def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
     assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
     text = tables.filled("<!-- records -->\n<!-- /records -->\n")
@@ -113,8 +88,9 @@ def test_every_run_of_a_record_is_of_its_commit():
             assert commits in (None, [make.read_record(name)["git_commit"]]), file
 
 
-def test_a_table_without_a_record_stays(recorded: Path):
-    page = PAGE.replace("demo.mean", "kills")
-    assert tables.filled(page) == page
+def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path):
+    text = tables.filled(PAGE.replace("demo.mean", "kills"))
+    assert "<!-- kills -->\n*Not recorded: `make results PARTS=kills`.*\n<!-- /kills -->" in text
+    assert "old" not in text
     with pytest.raises(KeyError):
         tables.filled(PAGE.replace("demo.mean", "demo.unknown"))
