@@ -6,12 +6,13 @@
 
 A part is one or more commands, which run on the CPU. What is kept of it goes to
 `assets/results/<part>`, beside `record.json`: command, commit, machine, versions, date, checksums
-of what came from elsewhere, and minutes over all starts. A part with a record of this commit is not
-made again. The commit is the last one that changed what figures depend on (`CODE`), of which
-nothing may differ from it. Commands run in a clone of that commit, `output/results/<commit>`, so
-that nothing edited meanwhile is measured; a part's own folder there, `output/<part>`, is gone on
-with. Parts that measure time (`bench-*`, `scaling`, `saving`) want the machine for themselves. In
-the end the tables of README and `docs/` are made anew (`tables.py`).
+of what came from elsewhere, and minutes over all starts. A part with a record of this commit, or of
+one from which only comments of recipes differ, is not made again. The commit is the last one that
+changed what figures depend on (`CODE`), of which nothing may differ from it. Commands run in a
+clone of that commit, `output/results/<commit>`, so that nothing edited meanwhile is measured; a
+part's own folder there, `output/<part>`, is gone on with. Parts that measure time (`bench-*`,
+`scaling`, `saving`) want the machine for themselves. In the end the tables of README and `docs/`
+are made anew (`tables.py`).
 """
 
 import argparse
@@ -31,6 +32,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
+
+import yaml
 
 from common.checkpoint.files import describe
 from common.record.folder import cpu_model
@@ -156,7 +159,7 @@ def is_made(name: str, commit: str, clone: Path) -> bool:
     part, record = PARTS[name], read_record(name)
     out = clone / "output" / name
     commands = part.commands_to(f"output/{name}")
-    if (record.get("git_commit"), record.get("commands")) == (commit, commands):
+    if record.get("commands") == commands and is_same_code(record["git_commit"], commit):
         print(f"{name}: recorded", flush=True)
         return True
     if lacking := [path for path in part.needs if not (clone / path).exists()]:
@@ -313,6 +316,21 @@ def code_commit() -> str:
     if changed := git("status", "--porcelain", "--", *CODE):
         sys.exit(f"error: a record is of a commit; commit or undo first:\n{changed}")
     return git("log", "-1", "--format=%H", "--", *CODE)
+
+
+def is_same_code(old: str, new: str) -> bool:
+    """Whether of `CODE` nothing but comments of recipes differs between two commits."""
+    try:
+        changes = git("diff", "--name-status", old, new, "--", *CODE).splitlines()
+    except subprocess.CalledProcessError:  # no commit of this clone
+        return False
+    for status, path in (change.split("\t", 1) for change in changes):
+        if status != "M" or not path.endswith(".yaml"):
+            return False
+        before, after = (yaml.safe_load(git("show", f"{of}:{path}")) for of in (old, new))
+        if before != after:
+            return False
+    return True
 
 
 def clone_of(commit: str) -> Path:

@@ -55,6 +55,23 @@ def test_a_record_is_of_the_last_commit_of_code(tree: Path):
     assert commit(tree) == make.code_commit() != code
 
 
+def test_only_comments_of_recipes_leave_the_code_as_it_was(tree: Path):
+    recipe = tree / "common" / "demo.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("beta: 0.1\n")
+    old = commit(tree)
+    recipe.write_text("beta: 0.1  # Rafailov\n")
+    (tree / "README.md").touch()
+    new = commit(tree)
+    assert make.code_commit() == new
+    assert make.is_same_code(old, new)
+    assert not make.is_same_code("c" * 40, new)
+    recipe.write_text("beta: 0.2  # Rafailov\n")
+    assert not make.is_same_code(new, commit(tree))
+    (tree / "adder.py").write_text(f"{ADDER}# the end\n")
+    assert not make.is_same_code(make.git("rev-parse", "HEAD"), commit(tree))
+
+
 def test_what_is_recorded_is_not_made_again(tree: Path, capsys: pytest.CaptureFixture[str]):
     assert make.main(["one"]) == 0
     record = make.read_record("one")
