@@ -165,17 +165,26 @@ def speed() -> str:
     heads = [line["row"] for line in found["bench-tiny"]]
     rows = []
     for part, lines in found.items():
-        own = {line["row"]: f"{line['ratio']:.1f} ({line['memory_ratio']:.2f})" for line in lines}
+        own = {
+            line["row"]: f"{per_token(line) or line['ratio']:.1f} ({line['memory_ratio']:.2f})"
+            for line in lines
+        }
         rows.append([models[part], *(own.get(head, NOT_MEASURED) for head in heads)])
     return markdown.table(["times TRL's speed (memory)", *heads], rows)
+
+
+def per_token(row: Mapping[str, Any]) -> float | None:
+    """The ratio of speeds per token of a completion; None where nothing is sampled."""
+    ours, theirs = (row[side]["completion_length"] for side in ("ours", "trl"))
+    return row["ratio"] * ours / theirs if theirs else None
 
 
 def against_trl(part: str) -> str:
     """A benchmark's table; where both sides sample, and lengths differ, its ratio per token."""
     added = ["ratio per token", "---"]
     for row in read(part, "results.json")["rows"]:
-        ours, theirs = (row[side]["completion_length"] for side in ("ours", "trl"))
-        added.append(f"{row['ratio'] * ours / theirs:.2f}" if theirs else "")
+        ratio = per_token(row)
+        added.append("" if ratio is None else f"{ratio:.2f}")
     lines = printed(part, "table.md").splitlines()
     rows = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
     return "\n".join([*rows, *lines[len(rows) :]])

@@ -94,3 +94,25 @@ def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path)
     assert "old" not in text
     with pytest.raises(KeyError):
         tables.filled(PAGE.replace("demo.mean", "demo.unknown"))
+
+
+def test_speed_is_per_token_where_both_sample(recorded: Path):
+    folder = recorded / "bench-tiny"
+    folder.mkdir()
+    lengths = {"dpo": (None, None), "grpo-1x8": (20.0, 40.0)}
+    rows = [
+        {
+            **{"row": name, "ratio": 3.0, "memory_ratio": 0.5},
+            **{"ours": {"completion_length": ours}, "trl": {"completion_length": theirs}},
+        }
+        for name, (ours, theirs) in lengths.items()
+    ]
+    (folder / "results.json").write_text(json.dumps({"rows": rows}))
+    (folder / "table.md").write_text("| row |\n| --- |\n| dpo |\n| grpo-1x8 |\n\nmachine\n")
+    (folder / "record.json").write_text(json.dumps(RECORD))
+    lines = [line.split("|")[1:-1] for line in tables.speed().splitlines()]
+    assert [cell.strip() for cell in lines[2]] == ["4 layers, 256 wide", "3.0 (0.50)", "1.5 (0.50)"]
+    assert tables.against_trl("bench-tiny").splitlines() == [
+        *("| row | ratio per token |", "| --- | --- |", "| dpo |  |", "| grpo-1x8 | 1.50 |"),
+        *("", "machine"),
+    ]
