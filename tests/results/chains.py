@@ -110,7 +110,8 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
         for name, reward in as_trained(part, seed).items():
             lines[name]["trained"] = reward
         seeds.append(lines)
-        rates.append(results["win_rates"])
+        models = [own["name"] for own in results["systems"] if own["kind"] == "reward_model"]
+        rates.append([rate for rate in results["win_rates"] if rate["judge"] in models])
     rows = []
     for name in names:
         cells = []
@@ -175,7 +176,11 @@ def text_of(completion: Mapping[str, Any]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
     **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
-    **{f"{part}.samples": lambda part=part: samples(part) for part in CHAINS},
+    **{
+        f"{part}.samples": lambda part=part: samples(part)
+        for part in CHAINS
+        if make.PARTS[part].writes_texts
+    },
     **{
         f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
         for part in CHAINS

@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -61,7 +61,6 @@ class Part:
     folder: str = "{out}"
     needs: tuple[str, ...] = ()  # what only another part or a download makes
     makes: tuple[str, ...] = ()  # rows that it makes of that, unless they are there
-    pictures: dict[str, str] = field(default_factory=dict)  # from the folder into `assets`
     finds: bool = False  # whether its status 1 without a traceback is a finding, and recorded
     writes_texts: bool = False  # of which some are kept, and what each got
 
@@ -115,13 +114,11 @@ PARTS = {
         ("tests.benchmarks.bench --model tiny --resume",),
         BENCH,
         "output/bench/tiny",
-        pictures={"bench.png": "bench.png"},
     ),
     "bench-gpt2-small": Part(
         ("tests.benchmarks.bench --model gpt2-small --rounds 1 --resume",),
         BENCH,
         "output/bench/gpt2-small",
-        pictures={"bench.png": "bench-gpt2-small.png"},
     ),
     "scaling": Part((FIXTURE, "tests.benchmarks.scaling"), ("scaling.json",), "output/bench"),
     "saving": Part(("tests.benchmarks.saving",), ("printed.md",)),
@@ -246,7 +243,7 @@ def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
     """
     part, new = PARTS[name], RECORDS / f".{name}"
     folder = clone / part.folder.format(out=out)
-    found = {pattern: sorted(folder.glob(pattern)) for pattern in [*part.keep, *part.pictures]}
+    found = {pattern: sorted(folder.glob(pattern)) for pattern in part.keep}
     if missing := [pattern for pattern, files in found.items() if not files]:
         raise FileNotFoundError(f"{name}: nothing is {' or '.join(missing)} in {folder}")
     shutil.rmtree(new, ignore_errors=True)
@@ -257,8 +254,6 @@ def keep(name: str, clone: Path, out: Path, record: dict[str, Any]) -> None:
     if part.writes_texts:
         keep_completions(folder, new)
     write_json(new / RECORD, record)
-    for picture, target in part.pictures.items():
-        shutil.copyfile(folder / picture, RECORDS.parent / target)
     shutil.rmtree(RECORDS / name, ignore_errors=True)
     new.rename(RECORDS / name)
 
@@ -320,15 +315,14 @@ def code_commit() -> str:
 
 def is_same_code(old: str, new: str) -> bool:
     """Whether of `CODE` nothing but comments of recipes differs between two commits."""
-    try:
-        changes = git("diff", "--name-status", old, new, "--", *CODE).splitlines()
-    except subprocess.CalledProcessError:  # no commit of this clone
+    if old not in git("rev-list", new).split():  # as in a shallow clone
         return False
+    changes = git("diff", "--name-status", old, new, "--", *CODE).splitlines()
     for status, path in (change.split("\t", 1) for change in changes):
         if status != "M" or not path.endswith(".yaml"):
             return False
-        before, after = (yaml.safe_load(git("show", f"{of}:{path}")) for of in (old, new))
-        if before != after:
+        values = (yaml.safe_load(git("show", f"{of}:{path}")) for of in (old, new))
+        if len({json.dumps(own) for own in values}) > 1:  # which tells true from 1
             return False
     return True
 

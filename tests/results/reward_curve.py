@@ -66,15 +66,17 @@ def read() -> Record:
         run[step] = Point(f"GRPO, step {step}", rewards, kls)
     trained, starts = [], []
     for results in found.values():
-        for system in results["systems"]:
-            of = trained if system["name"] == "grpo" else starts  # the other is the chat model
-            of.append({name: at["mean"] for name, at in system["pass_rates"][CHECK].items()})
+        passes = {system["name"]: system["pass_rates"][CHECK] for system in results["systems"]}
+        rates = {of: {k: own["mean"] for k, own in rate.items()} for of, rate in passes.items()}
+        trained.append(rates.pop("grpo"))
+        (start,) = rates.values()  # the chat model
+        starts.append(start)
     best = {}
     for name in starts[0]:
         n = int(name.removeprefix("pass@"))
         rewards = tuple(start[name] for start in starts)
-        told = f"best of {n}" if n > 1 else "the chat model"
-        best[n] = Point(told, rewards, (best_of_n_kl(n),) * len(rewards), n)
+        policy = f"best of {n}" if n > 1 else "the chat model"
+        best[n] = Point(policy, rewards, (best_of_n_kl(n),) * len(rewards), n)
     own = (results["reference_completions"]["rewards"][CHECK] for results in found.values())
     return Record(
         run,

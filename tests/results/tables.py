@@ -17,12 +17,12 @@ from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from tests.benchmarks.scaling import figure
-from tests.results import ablations, chain_picture, chains, papers, reward_curve
+from tests.results import ablations, chain_picture, chains, papers, reward_curve, speed
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-METHODS = {  # what the first word of their settings is
+METHODS = {  # heading, and what its settings are
     "grpo": ("GRPO over steps", "step"),
     "best_of_n": ("Best of n", "n"),
     "dpo": ("DPO over beta", "beta"),
@@ -37,6 +37,8 @@ def write() -> None:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
     for part in filter(read_record, chain_picture.PARTS):
         chain_picture.draw(part, chains.evaluations(part)["0"])
+    for part in filter(read_record, speed.MODELS):
+        speed.draw(part)
     if read_record(reward_curve.PART):
         reward_curve.draw()
     if read_record("ablations"):
@@ -53,12 +55,12 @@ def filled(text: str, *, is_in_docs: bool = True) -> str:
 
     def table(place: re.Match[str]) -> str:
         begin, name, _, end = place.groups()
-        part, make = name.partition(".")[0], TABLES[name]
+        part, content = name.partition(".")[0], TABLES[name]
         if part in PARTS and not read_record(part):
             return f"{begin}*Not recorded: `make results PARTS={part}`.*\n{end}"
         told = "" if part in named else f"\n\n*[Record](../assets/results/{part}): {source(part)}.*"
         named.add(part)
-        return f"{begin}{make()}{told}\n{end}"
+        return f"{begin}{content()}{told}\n{end}"
 
     return PLACE.sub(table, text)
 
@@ -158,38 +160,6 @@ def turns() -> str:
 # ---- speed and memory ----------------------------------------------------------------------------
 
 
-def speed() -> str:
-    """How many times TRL's speed each row has, and which share of its memory."""
-    models = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
-    found = {part: read(part, "results.json")["rows"] for part in models if read_record(part)}
-    heads = [line["row"] for line in found["bench-tiny"]]
-    rows = []
-    for part, lines in found.items():
-        own = {
-            line["row"]: f"{per_token(line) or line['ratio']:.1f} ({line['memory_ratio']:.2f})"
-            for line in lines
-        }
-        rows.append([models[part], *(own.get(head, NOT_MEASURED) for head in heads)])
-    return markdown.table(["times TRL's speed (memory)", *heads], rows)
-
-
-def per_token(row: Mapping[str, Any]) -> float | None:
-    """The ratio of speeds per token of a completion; None where nothing is sampled."""
-    ours, theirs = (row[side]["completion_length"] for side in ("ours", "trl"))
-    return row["ratio"] * ours / theirs if theirs else None
-
-
-def against_trl(part: str) -> str:
-    """A benchmark's table; where both sides sample, and lengths differ, its ratio per token."""
-    added = ["ratio per token", "---"]
-    for row in read(part, "results.json")["rows"]:
-        ratio = per_token(row)
-        added.append("" if ratio is None else f"{ratio:.2f}")
-    lines = printed(part, "table.md").splitlines()
-    rows = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
-    return "\n".join([*rows, *lines[len(rows) :]])
-
-
 def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
     """How cost grows along one axis; the lines are what is measured, by how it is told."""
     found = read("scaling", "scaling.json")[kind]
@@ -238,12 +208,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablations.papers": papers.table,
     "iterative": ablations.iterative,
     "overoptimization": turns,
-    "bench-tiny.short": speed,
+    "bench-tiny.short": speed.table,
     "one-sentence": reward_curve.shown,
     "one-sentence.short": reward_curve.short,
     "one-sentence.beside": reward_curve.beside,
-    "bench-tiny": lambda: against_trl("bench-tiny"),
-    "bench-gpt2-small": lambda: against_trl("bench-gpt2-small"),
+    "bench-tiny": lambda: speed.against_trl("bench-tiny"),
+    "bench-gpt2-small": lambda: speed.against_trl("bench-gpt2-small"),
     "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
     "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
     "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),

@@ -16,11 +16,19 @@ def test_systems_are_set_beside_another_of_the_same_seed(
         folder = tmp_path / "scitldr" / f"seed_{seed}" / "evaluation"
         folder.mkdir(parents=True)
         systems = [
-            {"name": name, "length": {"mean": length}, "rouge_l": 0.25, "rewards": {}}
+            {"name": name, "kind": "policy", "length": {"mean": length}, "rouge_l": 0.25}
             for name, length in {"dpo": own, "sft": its}.items()
         ]
-        rate = {"a": "dpo", "b": "sft", "judge": "reward", "length_controlled": {"win_rate": 0.75}}
-        results = {"systems": systems, "win_rates": [rate]}
+        systems.append({"name": "reward", "kind": "reward_model"})
+        rates = [
+            {"a": a, "b": b, "judge": judge, "length_controlled": {"win_rate": rate}}
+            for a, b, judge, rate in (
+                ("dpo", "sft", "longer", 0.25),
+                ("dpo", "reference", "reward", 0.125),
+                ("dpo", "sft", "reward", 0.75),
+            )
+        ]
+        results = {"systems": systems, "win_rates": rates}
         (folder / "results.json").write_text(json.dumps(results))
         lines = [
             {

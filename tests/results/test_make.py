@@ -3,6 +3,7 @@
 import hashlib
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,19 @@ def test_only_comments_of_recipes_leave_the_code_as_it_was(tree: Path):
     assert not make.is_same_code("c" * 40, new)
     recipe.write_text("beta: 0.2  # Rafailov\n")
     assert not make.is_same_code(new, commit(tree))
-    (tree / "adder.py").write_text(f"{ADDER}# the end\n")
-    assert not make.is_same_code(make.git("rev-parse", "HEAD"), commit(tree))
+    for path, text in (
+        (recipe, "beta: 0.20\nbf16: 1\n"),
+        (recipe, "beta: 0.20\nbf16: true\n"),
+        (recipe.with_name("new.yaml"), ""),
+        (tree / "adder.py", f"{ADDER}# the end\n"),
+    ):
+        path.write_text(text)
+        assert not make.is_same_code(make.git("rev-parse", "HEAD"), commit(tree))
 
 
-def test_what_is_recorded_is_not_made_again(tree: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_recorded_is_not_made_again(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     assert make.main(["one"]) == 0
     record = make.read_record("one")
     assert record["git_commit"] == make.code_commit()
@@ -82,6 +91,10 @@ def test_what_is_recorded_is_not_made_again(tree: Path, capsys: pytest.CaptureFi
     assert (make.RECORDS / "one" / "printed.md").read_text() == "a\n"
     assert make.main([]) == 0
     assert "one: recorded" in capsys.readouterr().out
+    part = replace(make.PARTS["one"], commands=("adder {out} more",))
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    assert make.main([]) == 0
+    assert make.read_record("one")["commands"] == ["adder output/one more"]
     (tree / "adder.py").write_text(ADDER.replace("'1", "'2"))
     commit(tree)
     assert make.main([]) == 0

@@ -7,7 +7,7 @@ import pytest
 from common.experiments.sweep_file import read_sweep
 from tests.results import papers
 from tests.results.make import ROOT
-from tests.results.papers import CLAIMS, Claim, at_equal_kl, line, misfit, turn
+from tests.results.papers import CLAIMS, Claim, at_equal_kl, far, line, misfit, turn
 
 
 def effect(choice: str, by_seed: list[float], outcome: str = "gold_reward") -> dict:
@@ -40,15 +40,6 @@ def test_a_verdict_follows_from_the_interval_and_the_claimed_sign(choice, sign, 
     assert claim.row(SWEEP) == ["it helps (P)", "here", cell, verdict]
 
 
-@pytest.mark.parametrize(
-    ("sign", "verdict"), [(1, "holds"), (-1, "cannot be told: the effect is at least this")]
-)
-def test_a_bound_of_the_effect_tells_of_one_side_only(sign, verdict):
-    found = line("grpo", "gold_reward", ("d", "up"))
-    claim = Claim("P", "it helps", "here", "points", sign, "", found, is_bound=True)
-    assert claim.row(SWEEP)[-1] == verdict
-
-
 def test_one_line_may_stand_beside_another():
     found = line("grpo", "gold_reward", ("d", "up"), ("d", "mixed"))(SWEEP)
     assert found == pytest.approx([0.0, 2.1, 0.6])
@@ -58,7 +49,11 @@ def test_one_line_may_stand_beside_another():
 
 def point(method: str, kl: float, gain: float, seed: int = 0, setting: float = 0) -> dict:
     own = {"method": method, "seed": seed, "setting": setting, "distance": math.sqrt(kl)}
-    return own | {"kl": {"mean": kl}, "gold_gain": {"mean": gain}}
+    return own | {
+        "kl": {"mean": kl},
+        "gold_gain": {"mean": gain},
+        "proxy_gain": {"mean": -2 * gain},
+    }
 
 
 def test_at_equal_kl_the_other_s_gain_is_interpolated():
@@ -67,6 +62,8 @@ def test_at_equal_kl_the_other_s_gain_is_interpolated():
     grpo = [point("grpo", 3.0, 0.3), point("grpo", 1.0, 0.1)]
     dpo = [point("dpo", kl, gain, 0, kl) for kl, gain in ((2.0, 0.25), (0.5, 0.02), (4.0, 0.9))]
     assert at_equal_kl("dpo", "grpo")({"points": grpo + dpo}) == [pytest.approx(1.0)]
+    proxy = at_equal_kl("dpo", "grpo", "proxy_gain", 1)
+    assert proxy({"points": grpo + dpo}) == [pytest.approx(-0.02)]
     with pytest.raises(KeyError, match="within the reach"):
         at_equal_kl("dpo", "grpo")({"points": [*grpo, dpo[2]]})
 
@@ -87,12 +84,17 @@ def test_the_form_that_points_lie_on_fits_better():
     assert on_rl < -0.5
 
 
-def test_what_is_lost_behind_the_best_setting_is_in_points():
-    turns = [
-        {"method": method, "seed": seed, "gold_change": {"mean": mean}}
-        for method, seed, mean in (("dpo", 1, -0.2), ("grpo", 0, 0.7), ("dpo", 0, 0.05))
-    ]
-    assert turn("dpo")({"turns": turns}) == pytest.approx([5.0, -20.0])
+def test_the_best_setting_is_that_of_the_other_seeds():
+    gains = {0: (0.1, 0.5, 0.4), 1: (0.6, 0.2, 0.3), 2: (0.1, 0.6, 0.0)}
+    of_all = [(seed, *one) for seed, own in gains.items() for one in enumerate(own)]
+    points = [point("grpo", at, gain, seed, at) for seed, at, gain in of_all]
+    # Others' means: of seed 0 (0.35, 0.4, 0.15), of 1 (0.1, 0.55, 0.2), of 2 (0.35, 0.35, 0.35).
+    assert turn("grpo")({"points": points}) == pytest.approx([-10.0, 10.0, -10.0])
+
+
+def test_far_is_by_kl_and_not_by_the_setting():
+    points = [point("dpo", kl, gain, 0, kl) for kl, gain in ((9.0, 0.1), (30.0, 0.2), (1.0, 0.5))]
+    assert far("dpo")({"points": points}) == pytest.approx([-30.0])
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):

@@ -96,23 +96,24 @@ def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path)
         tables.filled(PAGE.replace("demo.mean", "demo.unknown"))
 
 
-def test_speed_is_per_token_where_both_sample(recorded: Path):
-    folder = recorded / "bench-tiny"
+def test_turns_are_told_seed_by_seed_and_counted_where_both_intervals_tell(recorded: Path):
+    folder = recorded / "overoptimization"
     folder.mkdir()
-    lengths = {"dpo": (None, None), "grpo-1x8": (20.0, 40.0)}
-    rows = [
-        {
-            **{"row": name, "ratio": 3.0, "memory_ratio": 0.5},
-            **{"ours": {"completion_length": ours}, "trl": {"completion_length": theirs}},
-        }
-        for name, (ours, theirs) in lengths.items()
+    turns = [
+        {"method": method, "seed": seed, "peak": peak, "last": 100.0}
+        | {"gold_change": {"mean": -0.25, "low": -0.5, "high": gold}}
+        | {"proxy_change": {"mean": 1.0, "low": proxy, "high": 2.0}}
+        for method, seed, peak, gold, proxy in (
+            ("best_of_n", 0, 100, -0.125, 0.5),
+            ("best_of_n", 1, 100, -0.125, 0.5),  # nothing turned
+            ("grpo", 0, 50, -0.125, 0.5),
+            ("grpo", 1, 100, 0.125, 0.5),
+            ("grpo", 2, 60, -0.125, -0.5),
+        )
     ]
-    (folder / "results.json").write_text(json.dumps({"rows": rows}))
-    (folder / "table.md").write_text("| row |\n| --- |\n| dpo |\n| grpo-1x8 |\n\nmachine\n")
-    (folder / "record.json").write_text(json.dumps(RECORD))
-    lines = [line.split("|")[1:-1] for line in tables.speed().splitlines()]
-    assert [cell.strip() for cell in lines[2]] == ["4 layers, 256 wide", "3.0 (0.50)", "1.5 (0.50)"]
-    assert tables.against_trl("bench-tiny").splitlines() == [
-        *("| row | ratio per token |", "| --- | --- |", "| dpo |  |", "| grpo-1x8 | 1.50 |"),
-        *("", "machine"),
-    ]
+    (folder / "results.json").write_text(json.dumps({"turns": turns}))
+    *lines, _, told = tables.turns().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[:2] for row in cells[2:]] == [["GRPO over steps", seed] for seed in "012"]
+    assert cells[2][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
+    assert told.endswith(": GRPO over steps 1 of 3.")
