@@ -10,12 +10,16 @@ stands the command that makes it.
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from common.evaluation.intervals import interval_cell
+from common.experiments.forest import DPI
+from common.experiments.overoptimization.plots import draw_method
 from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
+from common.report.plots import save, style, titled_figure
 from tests.benchmarks.scaling import figure
 from tests.results import ablations, chain_picture, chains, papers, reward_curve, speed
 from tests.results.make import PARTS, RECORDS, ROOT, read_record
@@ -43,6 +47,8 @@ def write() -> None:
         reward_curve.draw()
     if read_record("ablations"):
         ablations.draw()
+    if read_record("overoptimization"):
+        draw_turns()
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
@@ -154,7 +160,19 @@ def turns() -> str:
         told.append(f"{name} {both} of {len(own)}")
     table = markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
     fell = "Seeds on which gold fell while the proxy rose, both intervals apart from 0"
-    return f"{table}\n\n{fell}: {', '.join(told)}."
+    picture = "![Gain in gold and proxy reward over the distance](../assets/overoptimization.png)"
+    return f"{picture}\n\n{table}\n\n{fell}: {', '.join(told)}."
+
+
+def draw_turns() -> Path:
+    """Gold and proxy reward over the distance, one method below the other, for a phone."""
+    results = read("overoptimization", "results.json")
+    fits = results["fits"]
+    with style():
+        figure = titled_figure("Gold and proxy over the distance", 5, 2.7 * len(fits))
+        for axes, fit in zip(figure.subplots(len(fits), 1), fits, strict=True):
+            draw_method(axes, results, fit)
+        return save(figure, ROOT / "assets" / "overoptimization.png", DPI)
 
 
 # ---- speed and memory ----------------------------------------------------------------------------

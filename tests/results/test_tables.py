@@ -112,7 +112,7 @@ def test_turns_are_told_seed_by_seed_and_counted_where_both_intervals_tell(recor
         )
     ]
     (folder / "results.json").write_text(json.dumps({"turns": turns}))
-    *lines, _, told = tables.turns().splitlines()
+    _, _, *lines, _, told = tables.turns().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [row[:2] for row in cells[2:]] == [["GRPO over steps", seed] for seed in "012"]
     assert cells[2][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
