@@ -72,7 +72,7 @@ def load_gpt2() -> Any:
     from transformers import AutoTokenizer
 
     if not (SHARED / "gpt2_tokenizer").is_dir():
-        pytest.skip("needs GPT-2's tokenizer in ../shared/data/gpt2_tokenizer")
+        pytest.skip(f"needs GPT-2's tokenizer in {SHARED / 'gpt2_tokenizer'}")
     return AutoTokenizer.from_pretrained(SHARED / "gpt2_tokenizer")
 
 
