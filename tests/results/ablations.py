@@ -4,7 +4,6 @@
 on a phone; all outcomes are in the sweep's own `plots/forest.png`.
 """
 
-import json
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -39,7 +38,7 @@ RUNS = {  # of the sweep `iterative`
 def effects(part: str) -> list[Effect]:
     """All that was measured of a sweep."""
     found = []
-    for own in json.loads((make.RECORDS / part / "sweep.json").read_text())["effects"]:
+    for own in make.read(f"{part}/sweep.json")["effects"]:
         variant = Variant(**{field.name: own[field.name] for field in fields(Variant)})
         values = own["by_seed"], own["base_by_seed"], own["together"].get("family", 0)
         found.append(Effect(variant, own["outcome"], *values))

@@ -59,7 +59,7 @@ def by_seed(part: str) -> str:
 def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What evaluation found of references, every system, and baselines that need no model."""
     systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
-    models = [s["name"] for s in systems if s.get("kind") == "reward_model"]
+    models = reward_models(systems)
     functions = ["gold", *reward_functions(systems)]
     references = results.get("reference_completions")
     compared = (results.get("comparison") or {}).get("systems", [])
@@ -110,7 +110,7 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
         for name, reward in as_trained(part, seed).items():
             lines[name]["trained"] = reward
         seeds.append(lines)
-        models = [own["name"] for own in results["systems"] if own["kind"] == "reward_model"]
+        models = reward_models(results["systems"])
         rates.append([rate for rate in results["win_rates"] if rate["judge"] in models])
     rows = []
     for name in names:
@@ -124,6 +124,11 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
         rows.append([name, *cells])
     heads = (head for head, _, _ in keys.values())
     return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
+
+
+def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the reward models among the systems of an evaluation."""
+    return [system["name"] for system in systems if system.get("kind") == "reward_model"]
 
 
 def as_trained(part: str, seed: str) -> dict[str, float]:

@@ -291,8 +291,18 @@ def told(name: str) -> str:
 
 def read_record(name: str) -> dict[str, Any]:
     """`record.json` of a part; empty where there is none."""
-    file = RECORDS / name / RECORD
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read(f"{name}/{RECORD}")
+
+
+def read(file: str) -> dict[str, Any]:
+    """JSON among the records, by its path there; empty where there is none."""
+    path = RECORDS / file
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def printed(file: str) -> str:
+    """Text among the records, as it stands."""
+    return (RECORDS / file).read_text().strip()
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -8,7 +8,6 @@ side is the most that the claim may amount to. No claim is corrected for the num
 record that lacks a run leaves its claims unmeasured.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from common.experiments.outcomes import over_seeds
 from common.experiments.overoptimization import curves
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from tests.results.make import RECORDS
+from tests.results import make
 
 Record = Mapping[str, Any]
 Effect = Callable[[Record], list[float]]  # by seed; a KeyError where it was not measured
@@ -36,7 +35,7 @@ class Claim:
     setting: str
     unit: str
     sign: int  # that the paper says the effect has, 1 or -1
-    part: str  # file of the record, in `assets/results`
+    file: str  # of the record, in `assets/results`
     effect: Effect
 
     def row(self, record: Record) -> list[str]:
@@ -57,9 +56,8 @@ class Claim:
 
 def table() -> str:
     """All claims, with what the records say of them."""
-    files = {claim.part: RECORDS / claim.part for claim in CLAIMS}
-    records = {p: json.loads(f.read_text()) if f.is_file() else {} for p, f in files.items()}
-    return markdown.table(HEADERS, [claim.row(records[claim.part]) for claim in CLAIMS])
+    records = {file: make.read(file) for file in {claim.file for claim in CLAIMS}}
+    return markdown.table(HEADERS, [claim.row(records[claim.file]) for claim in CLAIMS])
 
 
 # ---- effects of a sweep --------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 `tables.py` draws `assets/<part>.png`, to be read on a phone.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
 
 def rows(part: str) -> list[dict[str, Any]]:
     """What was measured of each row; none without a record."""
-    file = make.RECORDS / part / "results.json"
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
+    found: list[dict[str, Any]] = make.read(f"{part}/results.json").get("rows", [])
+    return found
 
 
-def per_token(row: Mapping[str, Any]) -> float | None:
-    """How many times TRL's speed a row has per token of a completion; None without sampling."""
-    ours, theirs = (row[side]["completion_length"] for side in ("ours", "trl"))
-    return row["ratio"] * ours / theirs if theirs else None
+def ratio(row: Mapping[str, Any]) -> float:
+    """How many times TRL's speed a row has, where both sides sample per token of a completion."""
+    ours, theirs = (row[side]["completion_length"] or 1 for side in ("ours", "trl"))
+    return float(row["ratio"] * ours / theirs)
 
 
 def table() -> str:
@@ -34,10 +33,7 @@ def table() -> str:
     lines = []
     heads = [row["row"] for row in rows("bench-tiny")]
     for part, model in MODELS.items():
-        own = {
-            row["row"]: f"{per_token(row) or row['ratio']:.1f} ({row['memory_ratio']:.2f})"
-            for row in rows(part)
-        }
+        own = {row["row"]: f"{ratio(row):.1f} ({row['memory_ratio']:.2f})" for row in rows(part)}
         if own:
             lines.append([model, *(own.get(head, NOT_MEASURED) for head in heads)])
     return markdown.table(["times TRL's speed (memory)", *heads], lines)
@@ -47,9 +43,8 @@ def against_trl(part: str) -> str:
     """The picture, and what the benchmark printed with a column of the ratio per token."""
     added = ["ratio per token", "---"]
     for row in rows(part):
-        ratio = per_token(row)
-        added.append("" if ratio is None else f"{ratio:.2f}")
-    lines = (make.RECORDS / part / "table.md").read_text().strip().splitlines()
+        added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
+    lines = make.printed(f"{part}/table.md").splitlines()
     with_ratio = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
     picture = f"![Speed beside TRL, {MODELS[part]}](../assets/{part}.png)"
     return "\n".join([picture, "", *with_ratio, *lines[len(added) :]])
@@ -58,7 +53,7 @@ def against_trl(part: str) -> str:
 def draw(part: str) -> Path:
     """A bar per row, with its goal."""
     found = rows(part)
-    ratios = [per_token(row) or row["ratio"] for row in found]
+    ratios = [ratio(row) for row in found]
     places = range(len(found))
     with style():
         figure = titled_figure(f"Times TRL's speed: {MODELS[part]}", 5, 4.5)
@@ -68,7 +63,7 @@ def draw(part: str) -> Path:
         look = {"color": COLOURS[1], "markersize": 14, "markeredgewidth": 2.5, "label": "goal"}
         axes.plot(*zip(*goals, strict=True), "|", **look)
         axes.axvline(1, color="black", linewidth=1, label="TRL")
-        names = [f"{row['row']}  {ratio:.1f}" for row, ratio in zip(found, ratios, strict=True)]
+        names = [f"{row['row']}  {times:.1f}" for row, times in zip(found, ratios, strict=True)]
         axes.set(yticks=places, yticklabels=names, xlabel="speed, TRL = 1")
         axes.invert_yaxis()
         axes.legend(loc="best")

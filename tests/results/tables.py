@@ -7,31 +7,23 @@ A page has the place of a table between `<!-- NAME -->` and `<!-- /NAME -->`; NA
 stands the command that makes it.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from common.evaluation.intervals import interval_cell
 from common.experiments.forest import DPI
-from common.experiments.overoptimization.plots import draw_method
+from common.experiments.overoptimization.plots import SETTINGS, TITLES, draw_method
 from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
 from tests.benchmarks.scaling import figure
 from tests.results import ablations, chain_picture, chains, papers, reward_curve, speed
-from tests.results.make import PARTS, RECORDS, ROOT, read_record
+from tests.results.make import PARTS, RECORDS, ROOT, printed, read, read_record
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-METHODS = {  # heading, and what its settings are
-    "grpo": ("GRPO over steps", "step"),
-    "best_of_n": ("Best of n", "n"),
-    "dpo": ("DPO over beta", "beta"),
-    "rejection": ("SFT on the best of n", "n"),
-}
 STEPS = 20  # between two lines of the table of `too-far`
 
 
@@ -81,19 +73,10 @@ def source(part: str) -> str:
     )
 
 
-def read(part: str, file: str) -> Any:
-    """A recorded JSON file."""
-    return json.loads((RECORDS / part / file).read_text())
-
-
-def printed(part: str, file: str = "printed.md") -> str:
-    """What a command wrote, as it stands."""
-    return (RECORDS / part / file).read_text().strip()
-
-
 def columns(part: str) -> dict[str, list[str]]:
     """The table that a command printed, by the heads of its columns."""
-    rows = [line.strip("|").split("|") for line in printed(part).splitlines() if line[:1] == "|"]
+    lines = printed(f"{part}/printed.md").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line[:1] == "|"]
     heads, _, *cells = [[cell.strip() for cell in row] for row in rows]
     return dict(zip(heads, map(list, zip(*cells, strict=True)), strict=True))
 
@@ -141,8 +124,8 @@ def too_far() -> str:
 def turns() -> str:
     """What each method that turns gains and loses behind its best setting, seed by seed."""
     rows, told = [], []
-    found = read("overoptimization", "results.json")["turns"]
-    for method, (name, setting) in METHODS.items():
+    found = read("overoptimization/results.json")["turns"]
+    for method, name in TITLES.items():
         own = [turn for turn in found if turn["method"] == method]
         if all(turn["peak"] == turn["last"] for turn in own):
             continue
@@ -151,7 +134,7 @@ def turns() -> str:
                 [
                     name,
                     str(turn["seed"]),
-                    f"{setting} {turn['peak']:g}, {turn['last']:g}",
+                    f"{SETTINGS[method]} {turn['peak']:g}, {turn['last']:g}",
                     interval_cell(turn["gold_change"], 1, 3, sign="+"),
                     interval_cell(turn["proxy_change"], 1, 2, sign="+"),
                 ]
@@ -166,7 +149,7 @@ def turns() -> str:
 
 def draw_turns() -> Path:
     """Gold and proxy reward over the distance, one method below the other, for a phone."""
-    results = read("overoptimization", "results.json")
+    results = read("overoptimization/results.json")
     fits = results["fits"]
     with style():
         figure = titled_figure("Gold and proxy over the distance", 5, 2.7 * len(fits))
@@ -180,7 +163,7 @@ def draw_turns() -> Path:
 
 def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
     """How cost grows along one axis; the lines are what is measured, by how it is told."""
-    found = read("scaling", "scaling.json")[kind]
+    found = read("scaling/scaling.json")[kind]
     rows = [
         [told, *(figure(at.get(name)) for at in found.values())] for told, name in lines.items()
     ]
@@ -236,10 +219,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
     "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
     "scaling.ranks": lambda: costs("ranks", "processes", {"step of SFT, s": "step s"}),
-    "saving": lambda: printed("saving"),
+    "saving": lambda: printed("saving/printed.md"),
     "plans": plans,
     "variants": variants,
-    "kills": lambda: printed("kills"),
+    "kills": lambda: printed("kills/printed.md"),
     "clusters": lambda: "[The tables](../assets/results/clusters/printed.md).",
 }
 

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from common.experiments.sweep_file import read_sweep
-from tests.results import papers
-from tests.results.make import ROOT
+from tests.results import make, papers
 from tests.results.papers import CLAIMS, Claim, at_equal_kl, far, line, misfit, turn
 
 
@@ -98,20 +97,20 @@ def test_far_is_by_kl_and_not_by_the_setting():
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(papers, "RECORDS", tmp_path)
+    monkeypatch.setattr(make, "RECORDS", tmp_path)
     rows = papers.table().splitlines()
     assert len(rows) == 2 + len(CLAIMS)
     assert all(row.endswith("| not measured |") for row in rows[2:])
 
 
 def test_the_shipped_sweep_runs_what_the_claims_are_about(monkeypatch):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(make.ROOT)
     sweep = read_sweep("assets/recipes/ablations/demo.yaml")
     of_all = [
         {**vars(own), "outcome": outcome, "by_seed": [1.0], "base_by_seed": [0.0]}
         for own in sweep.variants
         for outcome in sweep.base[own.stage].outcomes
     ]
-    told = [claim.row({"effects": of_all}) for claim in CLAIMS if claim.part == papers.SWEEP]
+    told = [claim.row({"effects": of_all}) for claim in CLAIMS if claim.file == papers.SWEEP]
     assert len(told) >= 9
     assert {row[-1] for row in told} == {"cannot be told: one seed"}
