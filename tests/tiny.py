@@ -82,6 +82,22 @@ def classifier(family: str, *, seed: int = 0, is_plain: bool = False, **fields: 
     return random_weights(lm, seed).to(distributed.device())
 
 
+def like_pretrained(lm: Any) -> Any:
+    """The model with a pretrained one's magnitudes: random tokens have about -12 nats each.
+
+    There bfloat16's rounding moves a token's log-probability by some hundredths of a nat.
+    """
+    ids = torch.arange(lm.config.vocab_size - 1)[:64, None].to(distributed.device())
+    with torch.no_grad():
+        logits = (
+            lm.base_model(input_ids=ids).last_hidden_state @ lm.get_output_embeddings().weight.T
+        )
+        norm = [part for part in lm.modules() if "Norm" in type(part).__name__][-1]
+        for parameter in norm.parameters():
+            parameter *= 3.2 / logits.std()
+    return lm
+
+
 def train_config(**fields: Any) -> TrainConfig:
     """A config that names no folder that would be read or written."""
     needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
