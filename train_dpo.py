@@ -75,8 +75,9 @@ def main(config: DPOConfig) -> None:
     policy, reference = None, ReferenceScores()
     if config.needs_reference:
         models = (paths, configs, mesh, tokenizer)
-        rows = order.rows_until(order.total_steps(config))
-        reference, policy = load_reference(config, *models, train_set, eval_set, shown, rows)
+        reference, policy = load_reference(
+            config, *models, train_set, eval_set, shown, order, is_resumed=resume_from is not None
+        )
         gc.collect()  # FSDP's units refer to one another: it would stay beside the policy
 
     # Policy, FSDP, optimiser

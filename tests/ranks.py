@@ -212,8 +212,7 @@ def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     for job in jobs:
         module_name, config_name = STAGES[job["stage"]]
         module = importlib.import_module(module_name)
-        # What another run has left would hide what this one computes.
-        flags = ({"ref_cache_dir": ""} if job["stage"] == "dpo" else {}) | job["flags"]
+        flags = job["flags"]
         arguments = [text for key, value in flags.items() for text in flag(key, value)]
         config = parse(getattr(module, config_name), arguments)
         # Pictures have their own tests, and take longer than the steps that are drawn.

@@ -110,7 +110,6 @@ VARIANTS: dict[str, list[Flags]] = {
         {"ld_alpha": 0.5},
         {"ref_model_name_or_path": "OTHER"},
         {"precompute_ref_log_probs": False},
-        {"ref_cache_dir": "CACHE"},
         {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
         {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
         {**ROLLOUTS, "pair_method": "all", "num_generations": 2, "penalize_missing_eos": False},
@@ -236,7 +235,6 @@ def start(folder: Path) -> dict[str, str]:
         "LETTERS": f"{folder}/rewards.py:letters",
         "STEPS": f"{folder}/rewards.py:steps",
         "COMPARISONS": str(folder / "comparisons.jsonl"),
-        "CACHE": str(folder / "cache"),
     }
 
 

@@ -1,7 +1,7 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from common.record.metrics import Accumulator
 
 
-@torch.no_grad()
 def score_examples(
     model: nn.Module,
     examples: Sequence[Example],
     config: CommonConfig,
     pad_id: int,
     title: str,
-    rows: Sequence[int] | None = None,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
-    *,
-    by_row: bool = False,
 ) -> Tensor:
     """Score every completion of every example, those of equal prompts together. Collective.
 
@@ -41,42 +37,56 @@ def score_examples(
         config: how much is scored at once on each rank, and in which layout.
         pad_id: fills padding; masked.
         title: what the progress bar says.
-        rows: score these examples only, at least one; the others get NaN.
         score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
-        by_row: it looks at the row of a completion, so that the same one may differ between rows.
 
     Returns:
         (N, K), or (N, K, S), float64 on the host, the same on every rank.
     """
     from common.record.terminal import progress_bar
 
-    rows = range(len(examples)) if rows is None else rows
-    pieces, first = distinct(examples, rows, config, by_row=by_row)
+    pieces, first = distinct(examples, config)
     packs = data.pack(pieces[distributed.rank() :: distributed.world_size()], config)
     bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
-    places, real, found = [], [], []
-    for pieces in packs:
-        bar.update()
-        batch = data.collate(pieces, config.layout, pad_id)
-        found.append(score(model, batch.to(distributed.device())))
+
+    def batches() -> Iterator[AnyBatch]:
+        for pieces in packs:
+            bar.update()
+            yield data.collate(pieces, config.layout, pad_id)
+        bar.close()
+
+    scores = score_batches(model, batches(), len(first), score)[first]
+    by_example: Tensor = scores.unflatten(0, (-1, len(examples[0].completions)))
+    return by_example
+
+
+@torch.no_grad()
+def score_batches(
+    model: nn.Module,
+    batches: Iterable[AnyBatch],
+    num_places: int,
+    score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
+) -> Tensor:
+    """Score the completions of every rank's batches, each of which has its place. Collective.
+
+    Returns:
+        (num_places,), or (num_places, S), float64 on the host, the same on every rank; 0 at a place
+        that is in no batch.
+    """
+    scored, places, real = [], [], []
+    for batch in batches:
+        scored.append(score(model, batch.to(distributed.device())))
         places.append(batch.places)
         real.append(batch.is_real)
-    bar.close()
     fsdp.reshard(model)
-    num_completions, is_real = len(examples[0].completions), torch.cat(real)
-    values = torch.cat(found).double().cpu()  # the host waits once
-    scores: Tensor = values.new_zeros(len(examples) * num_completions, *values.shape[1:])
+    is_real = torch.cat(real)
+    values = torch.cat(scored).double().cpu()  # the host waits once
+    scores = values.new_zeros(num_places, *values.shape[1:])
     scores[torch.cat(places)[is_real]] = values[is_real]
-    scores = distributed.all_reduce_sum(scores)[first].unflatten(0, (-1, num_completions))
-    left_out = torch.ones(len(examples), dtype=torch.bool)
-    left_out[list(rows)] = False
-    scores[left_out] = float("nan")
-    return scores
+    total: Tensor = distributed.all_reduce_sum(scores)
+    return total
 
 
-def distinct(
-    examples: Sequence[Example], rows: Sequence[int], config: CommonConfig, *, by_row: bool = False
-) -> tuple[list[Piece], list[int]]:
+def distinct(examples: Sequence[Example], config: CommonConfig) -> tuple[list[Piece], list[int]]:
     """Every completion of a prompt once, however many rows have it, the longest first.
 
     Returns:
@@ -86,16 +96,15 @@ def distinct(
     num_completions = len(examples[0].completions)
     first = list(range(len(examples) * num_completions))
     groups: dict[Any, dict[tuple[int, ...], int]] = {}  # by prompt the places of completions
-    for row in rows:
-        own = examples[row]
-        key = (tuple(own.prompt_ids), row if by_row or own.trained else None)
+    for row, own in enumerate(examples):
+        key = (tuple(own.prompt_ids), row if own.trained else None)
         places = groups.setdefault(key, {})
         for place, ids in enumerate(own.completions, row * num_completions):
             first[place] = places.setdefault(tuple(ids), place)
     pieces = []
-    for (prompt_ids, row), places in groups.items():
+    for (prompt_ids, trained_row), places in groups.items():
         completions = [list(ids) for ids in places]
-        trained = () if row is None else examples[row].trained
+        trained = () if trained_row is None else examples[trained_row].trained
         own_places = list(places.values())
         pieces += data.cut_group(list(prompt_ids), completions, own_places, config, trained)
     return sorted(pieces, key=lambda piece: -data.cost([piece], "shared_prefix")), first

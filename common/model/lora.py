@@ -332,12 +332,6 @@ def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
         shards[0].lerp_(shards[1], alpha)
 
 
-def reference_state(lm: nn.Module) -> dict[str, Tensor]:
-    """What an `AdapterReference` computes with, by the names of a plain model."""
-    state = lm.state_dict().items()
-    return {plain_name(name): tensor for name, tensor in state if not belongs_to(name, TRAINED)}
-
-
 def reference_scales(lm: nn.Module) -> dict[str, float]:
     """The scale of the frozen copy in each layer; empty where there is none."""
     layers = adapted_layers(lm).items()

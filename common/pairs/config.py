@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, free_flag, path_flag
+from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError
 from common.losses import (
     PER_TOKEN_LOSSES,
@@ -51,10 +51,6 @@ class DPOConfig(TrainConfig, EngineConfig):
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
     precompute_ref_log_probs: bool = flag(
         True, "score all pairs with the reference first and free it (false: beside each step)"
-    )
-    ref_cache_dir: str = free_flag(
-        "output/ref_cache",
-        "folder where runs find the reference's log-probabilities; may be deleted (empty: none)",
     )
 
     _pairs: ClassVar = "pairs"

@@ -24,6 +24,7 @@ from common.record.jsonl import read_jsonl
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-out ones
 FOLDERS = (
     *(*MODELS, "model.partial", "adapter.partial", "checkpoints", "failed", "plots"),
     *("profile", "wandb", "tensorboard"),
@@ -31,6 +32,7 @@ FOLDERS = (
 FILES = (
     *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),
     *("pairs.tokens", "completions.jsonl", "report.md", "report.html", ".lock"),
+    *(REFERENCE_LOGPS.format(split) for split in ("train", "held_out")),
     *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")

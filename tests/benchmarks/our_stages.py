@@ -23,7 +23,7 @@ FAST_FLAGS: dict[str, dict[str, Any]] = {
 }
 # Flags of the rows whose reference log-probabilities are computed ahead, and of the other DPO rows.
 PRECOMPUTE_FLAGS: dict[bool, dict[str, Any]] = {
-    True: {"precompute_ref_log_probs": "true", "ref_cache_dir": ""},  # every round computes them
+    True: {"precompute_ref_log_probs": "true"},
     False: {"precompute_ref_log_probs": "false"},
 }
 COMMON_FLAGS: dict[str, Any] = {

@@ -90,7 +90,7 @@ def test_the_rows_are_named_and_kept(
     tmp_path: Path,
 ) -> None:
     main, _ = CONFIGS[stage]
-    more = {"ref_cache_dir": "", "precompute_ref_log_probs": False} if stage == "dpo" else {}
+    more = {"precompute_ref_log_probs": False} if stage == "dpo" else {}
     config = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", **more)
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
         main(config)
@@ -202,7 +202,6 @@ def test_what_fails_behind_the_export_leaves_the_model(
         more |= ROLLOUTS | {"reward_funcs": [f"{tmp_path}/rewards.py:judge"]}
     else:
         monkeypatch.setattr(RunLogger, "samples", lambda *_: print(1 / 0))
-    more |= {"ref_cache_dir": ""} if stage == "dpo" else {}
     run = tmp_path / "run"
     config = config_of(stage, inputs, tokenizer_folder, run, save_steps=2, **more)
     with pytest.raises(RuntimeError, match="the model is whole in .* division by zero") as caught:

@@ -121,22 +121,13 @@ def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_s
     torch.testing.assert_close(sum(parts), plain_scores(model, PAIRS), rtol=0, atol=1e-4)
 
 
-def test_rows_that_were_not_asked_for_have_no_score(model):
-    scores = score(model, PAIRS)
-    config = tiny.train_config(micro_batch_size=2)
-    some = evaluation.score_examples(model, PAIRS, config, PAD, "scoring", rows=[5, 0, 3])
-    assert some[[1, 2, 4, 6]].isnan().all()
-    torch.testing.assert_close(some[[0, 3, 5]], scores[[0, 3, 5]], rtol=0, atol=1e-4)
-
-
-def test_a_completion_of_two_rows_is_scored_once_unless_the_row_matters(model):
+def test_a_completion_of_two_rows_is_scored_once(model):
     def places(model: Any, batch: Any) -> Tensor:
         model(batch)
         return batch.places.double()
 
     rest = (PAIRS, tiny.train_config(), PAD, "scoring")
     own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
-    assert evaluation.score_examples(model, *rest, score=places, by_row=True).equal(own)
     own[6, 1] = 1  # the second completion of row 0
     assert evaluation.score_examples(model, *rest, score=places).equal(own)
 

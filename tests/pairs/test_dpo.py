@@ -7,7 +7,7 @@ out here from plain log-probabilities; and the flags that contradict each other.
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import train_dpo
 from common import losses
 from common.data import BatchOrder
 from common.errors import UserError
-from common.evaluation import score
 from common.model import load
 from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
@@ -75,8 +74,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "reference_free": {"reference_free": True, "label_smoothing": 0.1},
     "rso": {**ROLLOUTS, "num_generations": 4, "rejection_temperature": 0.3},
     "best_worst": {**ROLLOUTS, "pair_method": "best_worst"},
-    "cached": {"ref_cache_dir": "CACHE"},
-    "cached_again": {"ref_cache_dir": "CACHE", "layout": "padded"},
+    "padded": {"layout": "padded"},
 }
 REWARD_JOBS: dict[str, dict[str, Any]] = {
     "reward": {"center_rewards_coefficient": 0.1, "margin_column": "margin"},
@@ -120,17 +118,6 @@ def save_model(folder: Path, tokenizer_folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def shift_cache(source: Path, target: Path) -> None:
-    """Write the file of reference log-probabilities anew, the chosen one nat more likely."""
-    (file,) = source.iterdir()
-    stored = reference.read(file)
-    assert stored is not None
-    assert stored.shape == (NUM_ROWS, 2)
-    assert not stored.isnan().any()
-    stored[:, 0] += 1
-    reference.write(target / file.name, stored)
-
-
 def uneven_first_step(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, Any]:
     """Flags of a run of one step without row 0 in which one of two ranks has a filler.
 
@@ -168,7 +155,7 @@ def reward(completions, **columns):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Runs:
-    """Every job on one rank, then on two; the second finds what the first left in the cache."""
+    """Every job on one rank, then on two."""
     folder = tmp_path_factory.mktemp("dpo")
     save_model(folder / "start", tokenizer_folder, seed=1)
     save_model(folder / "other", tokenizer_folder, seed=2)
@@ -178,14 +165,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
     uneven = uneven_first_step(pairs, AutoTokenizer.from_pretrained(tokenizer_folder))
     names = {
         "OTHER": str(folder / "other"),
-        "CACHE": str(folder / "cache"),
         "REWARD": f"{folder / 'judge.py'}:reward",
     }
     for num_ranks in (1, 2):
         jobs = []
         only_here: dict[str, Any] = {}
         if num_ranks == 2:
-            only_here["shifted"] = {"ref_cache_dir": str(folder / "shifted")}
             only_here["uneven"] = uneven
         for stage, group in (("dpo", JOBS | only_here), ("reward", REWARD_JOBS)):
             for job, own in group.items():
@@ -202,8 +187,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
                         flags[key] = [names[item] for item in value]
                 jobs.append({"stage": stage, "flags": flags})
         launch(run_stages, num_ranks, folder, jobs=jobs)
-        if num_ranks == 1:
-            shift_cache(folder / "cache", folder / "shifted")
     return Runs(folder, pairs)
 
 
@@ -332,20 +315,22 @@ def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
     assert runs.series(2, "uneven", "loss") == [pytest.approx(math.log(2), abs=1e-6)]
 
 
-# ---- the reference cache in a run ----------------------------------------------------------------
+# ---- the reference's log-probabilities -----------------------------------------------------------
 
 
-def test_a_run_finds_what_another_layout_and_number_of_ranks_left(runs):
-    assert len(list((runs.folder / "cache").iterdir())) == 1
-    assert runs.series(2, "cached_again", "loss") == pytest.approx(
-        runs.series(1, "cached", "loss"), rel=2e-5
-    )
-    assert runs.series(1, "cached", "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
-
-
-def test_two_ranks_train_against_what_the_file_holds(runs):
-    """Its log-probabilities favour the chosen by one nat: D is -1, on both ranks."""
-    assert runs.series(2, "shifted", "loss")[0] == pytest.approx(softplus(0.1), abs=1e-5)
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16, monkeypatch):
+    """Policy and reference score the same micro-batches: even bfloat16 rounds them alike."""
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    flags = COMMON | {"bf16": bf16, "max_steps": 3, "micro_batch_size": 3, "num_sample_prompts": 0}
+    flags |= {"learning_rate": 1e-30, "layout": layout}
+    flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
+    flags |= {"dataset_name": str(runs.folder / "train.jsonl")}
+    train_dpo.main(DPOConfig(**flags))
+    losses = [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert losses == pytest.approx([math.log(2)] * 3, abs=1e-7)
 
 
 # ---- pairs from rollouts -------------------------------------------------------------------------
@@ -377,10 +362,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
     flags = COMMON | ROLLOUTS | {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0}
     flags |= {"model_name_or_path": str(runs.folder / "start"), "micro_batch_size": 8}
     flags |= {"dataset_name": str(runs.folder / "train.jsonl"), "output_dir": str(tmp_path / "run")}
-    flags |= {
-        "reward_funcs": [f"{runs.folder / 'judge.py'}:reward"],
-        "ref_cache_dir": str(tmp_path / "cache"),
-    }
+    flags |= {"reward_funcs": [f"{runs.folder / 'judge.py'}:reward"]}
     train_dpo.main(DPOConfig(**flags))
     weights, lines = (
         tmp_path / "run" / "model" / "model.safetensors",
@@ -398,7 +380,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
-        patch.setattr(reference, "desensitised", refuse)
+        patch.setattr(reference, "tail_weighted_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
@@ -522,12 +504,12 @@ def test_flags_that_contradict_each_other_are_refused(fields, message):
     assert message in str(refusal.value)
 
 
-def test_a_reference_that_is_not_finite_is_named(monkeypatch):
+def test_a_reference_that_is_not_finite_is_named(tmp_path):
     """It would otherwise pass for one that finds every completion certain."""
-    examples = tiny.ragged_examples([(3, 2), (4, 5)])
-    scores = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]], dtype=torch.float64)
-    monkeypatch.setattr(score, "score_examples", lambda *args, **_: scores)
-    rest: Any = (None, "", tiny.tokenizer(), config(), examples)
-    assert reference.reference_logps(*rest, [0])[0].tolist() == [-1.0, -2.0]
-    with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, nan\]; they must be finite"):
-        reference.reference_logps(*rest, [0, 1])
+    scores = torch.tensor([[-1.0, -2.0], [-3.0, math.inf]], dtype=torch.float64)
+    run = replace(config(), output_dir=str(tmp_path))
+    logps = reference.kept_logps(run, "train", lambda: scores, [0], is_resumed=False)
+    assert logps.equal(scores)
+    for is_resumed in (False, True):  # from its file too
+        with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, inf\]; they must be finite"):
+            reference.kept_logps(run, "train", lambda: scores, [0, 1], is_resumed=is_resumed)
