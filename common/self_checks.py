@@ -108,8 +108,8 @@ def probe(
 
 
 def scores(model: nn.Module, batch: AnyBatch, **options: Any) -> Tensor:
-    """Log-probabilities (B, C) of a policy, or rewards (B,). Collective."""
-    with torch.no_grad():
+    """Log-probabilities (B, C) of a policy, or rewards (B,), not compiled. Collective."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output = model(batch.to(distributed.device()), **options)
     fsdp.reshard(model)
     result: Tensor = output.token_logps if isinstance(output, CompletionScores) else output

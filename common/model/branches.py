@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from common.padding import Layout, on_device
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # Python that differs by batch
 def branch_attention(
     query: Tensor,  # (1, H, T, d), or with `is_tail` (1, H, S, d): of the tails only
     key: Tensor,  # (1, H, T, d)

@@ -89,8 +89,12 @@ def shard(
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(lm)
     set_mode(module, config)
-    for block in blocks(module) if config.compile else []:
-        block.compile(dynamic=True)
+    if config.compile:
+        # Blocks share their code: with and without gradient, cache or padding, first and last ones
+        # are more than the default of 8 variants. None of them depends on a batch.
+        torch._dynamo.config.recompile_limit = 32
+        for block in blocks(module):
+            block.compile(dynamic=True)
     trains = any(p.requires_grad for p in module.parameters())
     offloads = config.cpu_offload or (config.offload_frozen and not trains and not moves)
     if distributed.world_size() == 1 and not config.bf16 and not offloads:

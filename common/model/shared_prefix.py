@@ -169,13 +169,28 @@ def attend(
         inputs = (module, query, key, value, attention_mask)
         output, _ = sdpa_attention_forward(*inputs, scaling=scaling, **options)
         return output, None
+    return attend_by_layout(module, query, key, value, scaling, layout, options), None
+
+
+# What differs by layer and batch is not compiled: every value of it would be compiled anew.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_by_layout(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    layout: "Layout | LastLayer | KeyCache",
+    options: dict[str, Any],
+) -> Tensor:
+    """What `attend` returns where there is a layout, (B, T, H, d); arguments as there."""
     refuse_unsupported(layout, options)
     if key.shape[-1] != value.shape[-1]:
         raise UserError("the model's values have another width than its keys; use --layout padded.")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not isinstance(layout, Layout | LastLayer):
         output = layout.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore
-        return output.transpose(1, 2), None
+        return output.transpose(1, 2)
     whole = layout.layout if isinstance(layout, LastLayer) else layout
     is_tail = isinstance(layout, LastLayer) and layout.keys is not None
     if whole.kept is not None and not is_tail:
@@ -183,11 +198,11 @@ def attend(
     if isinstance(layout, LastLayer):
         if layout.keys is None:
             layout.keys = key, value  # all that is wanted of the first of its two passes
-            return query.new_zeros(()).expand(query.transpose(1, 2).shape), None
+            return query.new_zeros(()).expand(query.transpose(1, 2).shape)
         key, value = layout.keys
     num_repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, num_repeats), repeat_kv(value, num_repeats)
-    return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2), None
+    return branch_attention(query, key, value, whole, is_tail, scaling).transpose(1, 2)
 
 
 def refuse_unsupported(layout: "Layout | LastLayer | KeyCache", options: dict[str, Any]) -> None:
