@@ -26,6 +26,9 @@ RATIO_LEVELS = ("token", "sequence")
 POLICY_OBJECTIVES = ("clip", "cispo")
 SAMPLER_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
+# What the advantage of a reward equal to the mean of its group may be in float32: rounding, over
+# the standard deviation. It is 0 for the share of clipped tokens.
+ADVANTAGE_ROUNDING = 1e-5
 MAX_LOG_RATIO = 60.0  # exp of more overflows float32, and 0 times infinity is no gradient
 
 
@@ -256,15 +259,15 @@ def clipped_tokens(
     ratio_level: str = "token",
     **bounds: Any,
 ) -> Tensor:
-    """Where a bound of `policy_loss`, which takes the same, is active: (B, C).
+    """Where a bound of `policy_loss`, which takes the same, removes a gradient: (B, C).
 
-    No gradient goes there in `clip`, less in `cispo`.
+    All of it in `clip`, a share in `cispo`. An advantage of 0 up to rounding has none to remove.
     """
     given = (token_logps.detach(), old_token_logps, completion_mask)
     ratio = probability_ratio(*given, ratio_level=ratio_level)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     is_bounded = _bounded(ratio, advantages, **bounds) != ratio
-    return is_bounded & (advantages != 0) & completion_mask
+    return is_bounded & (advantages.abs() > ADVANTAGE_ROUNDING) & completion_mask
 
 
 def _bounded(

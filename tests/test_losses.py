@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import losses
+from common.advantages import group_advantages, normalise_globally
 
 LN2 = math.log(2)
 SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
@@ -465,6 +466,17 @@ def test_clipped_tokens_are_those_without_gradient():
             **options,
         )
         assert clipped.tolist() == [[slope == 0 and advantage != 0, False]]
+
+
+def test_a_token_without_advantage_up_to_rounding_is_not_clipped():
+    # The second reward of each group is its mean, which float32 misses; the last group is flat.
+    rewards = torch.tensor([[0.1, 0.2, 0.3], [5.1, 5.3, 5.5], [1.0, 1.0, 1.0]])
+    in_group, everywhere = group_advantages(rewards), torch.ones(3, 3, dtype=torch.bool)
+    for advantages in (in_group, normalise_globally(in_group, everywhere, lambda sums: sums)):
+        assert bool((advantages[:2, 1] != 0).all())
+        terms = (torch.full((9, 1), 1.0), torch.zeros(9, 1), advantages.flatten())
+        clipped = losses.clipped_tokens(*terms, torch.ones(9, 1, dtype=torch.bool))
+        assert clipped.flatten().nonzero().flatten().tolist() == [2, 5]
 
 
 def test_clipped_tokens_at_sequence_level_are_whole_completions():
