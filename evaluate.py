@@ -64,8 +64,8 @@ def main(config: EvaluateConfig) -> None:
     # Data; every folder is checked before the first model is loaded
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
+    stop_ids = load.stop_token_ids(tokenizer, config, policies)  # the same for all of them
     policy_configs = {
         path: load.read_model_config(path, "policy", tokenizer, config) for path in policies
     }

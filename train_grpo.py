@@ -78,7 +78,7 @@ def main(config: GRPOConfig) -> None:
     # Data and rewards
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
+    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
     scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)

@@ -55,7 +55,7 @@ def main(config: RewardConfig) -> None:
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     load.add_own_pad_token(tokenizer)
     pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
+    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
     model_config = load.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)

@@ -38,7 +38,7 @@ def main(config: SFTConfig) -> None:
     # Data
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
     pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
+    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
     model_config = load.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)

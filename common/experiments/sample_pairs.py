@@ -42,8 +42,8 @@ def main(config: PairsConfig) -> None:
     """Sample, score, pair and write both splits, the training split last."""
     distributed.seed_everything(config.seed)
     tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    stop_ids = load.stop_token_ids(tokenizer, config.stop_token)
     path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
+    stop_ids = load.stop_token_ids(tokenizer, config, [path])
     if distributed.is_rank0():
         save_run_files(Path(config.output_dir), config, distributed.world_size())
     splits = {

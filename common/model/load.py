@@ -5,7 +5,7 @@ Every other rank builds the same model on the meta device and receives its shard
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,22 +101,38 @@ def load_tokenizer(
     return tokenizer
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_token: str) -> list[int]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, config: CommonConfig, paths: Sequence[str]
+) -> list[int]:
     """Ids that end a completion; the first is the one appended to training completions.
 
+    It is that of `stop_token`, the tokenizer's eos by default. The others are those at which the
+    models at the `paths` stop: of generation_config.json, else of config.json.
+
     Raises:
-        UserError: `stop_token` is a text of more than one token.
+        UserError: `stop_token` is a text of more than one token; or there is no model.
     """
-    eos = int(tokenizer.eos_token_id)
-    if stop_token == "eos":
-        return [eos]
-    text = stop_token.replace("\\n", "\n")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise UserError(
-            f"--stop_token {stop_token!r} is {len(ids)} tokens; it must be one, or eos."
-        )
-    return list(dict.fromkeys([int(ids[0]), eos]))
+    from common.model import lora
+
+    ids = [int(tokenizer.eos_token_id)]
+    if config.stop_token != "eos":
+        text = config.stop_token.replace("\\n", "\n")
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise UserError(
+                f"--stop_token {config.stop_token!r} is {len(ids)} tokens; it must be one, or eos."
+            )
+    for path in paths:
+        model_config, revision = find_config(path, tokenizer, config), revision_of(path, config)
+        try:
+            generation = GenerationConfig.from_pretrained(lora.base_path(path), revision=revision)
+        except OSError:  # there is none
+            generation = GenerationConfig.from_model_config(model_config)
+        stops = generation.eos_token_id
+        num_ids = model_config.get_text_config().vocab_size
+        listed = stops if isinstance(stops, list) else [stops]
+        ids += [i for i in listed if i is not None and i < num_ids]
+    return list(dict.fromkeys([*map(int, ids), int(tokenizer.eos_token_id)]))
 
 
 def read_model_config(

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -615,17 +616,55 @@ def test_positions_may_be_used_to_the_last_one(tmp_path):
 # ---- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_stop_tokens():
+def stops_of(path: str, stop_token: str = "eos") -> list[int]:
+    config = short_config(model_name_or_path=path, stop_token=stop_token)
+    return models.stop_token_ids(tiny.tokenizer(), config, [path])
+
+
+def test_stop_tokens(tmp_path):
     tokenizer = tiny.tokenizer()
     newline = tokenizer("\n")["input_ids"]
     assert len(newline) == 1
-    assert models.stop_token_ids(tokenizer, "eos") == [0]
-    assert models.stop_token_ids(tokenizer, "\n") == [*newline, 0]
-    assert models.stop_token_ids(tokenizer, "\\n") == [*newline, 0]  # as typed in a shell
-    assert models.stop_token_ids(tokenizer, "<|endoftext|>") == [0]
+    path = save_policy(tmp_path, eos_token_id=0)
+    assert stops_of(path) == [0]
+    assert stops_of(path, "\n") == [*newline, 0]
+    assert stops_of(path, "\\n") == [*newline, 0]  # as typed in a shell
+    assert stops_of(path, "<|endoftext|>") == [0]
     with pytest.raises(UserError) as caught:
-        models.stop_token_ids(tokenizer, "zqzq xj")
+        stops_of(path, "zqzq xj")
     assert_one_sentence(caught.value, "'zqzq xj'", "--stop_token")
+
+
+def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
+    """As Gemma, Llama 3.1 and GLM-4 list them, the one that is appended to completions first."""
+    path, newline = save_policy(tmp_path / "base", eos_token_id=[7, 0]), stops_of_newline()
+    (tmp_path / "base" / "generation_config.json").unlink()
+    assert stops_of(path) == [0, 7]  # of config.json
+    GenerationConfig(eos_token_id=[9, 8, 300]).save_pretrained(path)  # the last has no embedding
+    assert stops_of(path) == [0, 9, 8]
+    assert stops_of(path, "\n") == [newline, 9, 8, 0]
+    GenerationConfig(eos_token_id=9).save_pretrained(path)
+    assert stops_of(path) == [0, 9]
+
+    config = short_config()
+    policy = fsdp.shard(
+        Policy(AutoModelForCausalLM.from_pretrained(path)), config, distributed.mesh()
+    )
+    folder = tmp_path / "model"
+    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[0, 9])
+    assert stops_of(str(folder)) == [0, 9]  # of the next stage
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    for last in (0, 9):
+        with torch.no_grad():
+            plain.lm_head.weight.zero_()
+            plain.transformer.ln_f.bias.fill_(1.0)
+            plain.lm_head.weight[last] = 1.0  # the most likely token, always
+        written = plain.generate(torch.tensor([[5, 6]]), do_sample=False, max_new_tokens=4)
+        assert written.tolist() == [[5, 6, last]]
+
+
+def stops_of_newline() -> int:
+    return int(tiny.tokenizer()("\n")["input_ids"][0])
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):

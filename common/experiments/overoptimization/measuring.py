@@ -58,7 +58,8 @@ class Measurer:
         """
         self.config = config
         self.tokenizer = models.load_tokenizer(config.tokenizer_path, config)
-        self.stop_ids = models.stop_token_ids(self.tokenizer, config.stop_token)
+        path = config.model_name_or_path
+        self.stop_ids = models.stop_token_ids(self.tokenizer, config, [path])
         self.mesh = distributed.mesh(config.num_replicas)
         self.proxy = RewardScorer([proxy], [], self.tokenizer, config)
         self.gold = RewardScorer([config.gold], [], self.tokenizer, config)
