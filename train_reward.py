@@ -111,7 +111,8 @@ def main(config: RewardConfig) -> None:
     def shift() -> float:
         if not sft_set:
             return 0.0
-        rewards = score.score_examples(model, sft_set, config, pad_id, "scoring references")
+        with fsdp.in_float32(model):  # as the exported model computes them
+            rewards = score.score_examples(model, sft_set, config, pad_id, "scoring references")
         run.logger.log(run.total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 

@@ -4,7 +4,8 @@ Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP
 copies of the parameters and computes with them; a frozen model is held in bfloat16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -253,6 +254,35 @@ def reduce_gradients_in_next_backward(
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or shards)
         module.set_requires_all_reduce(is_last)
+
+
+@contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Compute in float32 inside, also under bf16: the precision of what is exported.
+
+    FSDP2 has no public switch for a unit's precision (torch 2.13, `FSDPState`); what a unit has
+    allocated in the other one is made anew.
+    """
+    reshard(module)
+    states: list[Any] = [unit._get_fsdp_state() for unit in fsdp_units(module)]
+    before = [state._mp_policy for state in states]
+
+    def use(policies: Sequence[MixedPrecisionPolicy]) -> None:
+        for state, policy in zip(states, policies, strict=True):
+            state._mp_policy = policy
+            for group in state._fsdp_param_groups:
+                group.mp_policy = policy
+                for parameter in group.fsdp_params:
+                    parameter.all_gather_outputs = []
+                    vars(parameter).pop("_unsharded_param", None)
+                group._init_mp_dtypes()
+
+    use([MixedPrecisionPolicy(torch.float32, torch.float32)] * len(states))
+    try:
+        yield
+    finally:
+        reshard(module)
+        use(before)
 
 
 def reshard(module: nn.Module) -> None:

@@ -340,6 +340,26 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
     assert found.std() > 0.1
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_shift_makes_the_exported_mean_0_in_float32_however_it_was_trained(bf16, tmp_path):
+    config = short_config(bf16=bf16)
+    path = save_policy(tmp_path / "policy")
+    with tiny.process_group():
+        model, tokenizer = new_reward_model(path, config)
+        batch = batch_of_rows(tokenizer.pad_token_id)
+        update(model, lambda: model(batch).square().mean(), config)
+        before = model(batch)
+        with torch.no_grad(), fsdp.in_float32(model):
+            exact = model(batch)
+        assert bf16 == bool((exact - before).abs().max() > 1e-4)
+        assert torch.equal(model(batch), before)
+        update(model, lambda: model(batch).square().mean(), config)  # it trains on
+        with torch.no_grad(), fsdp.in_float32(model):
+            shift = -float(model(batch).mean())
+        export.save_pretrained(model, tokenizer, tmp_path / "model", reward_shift=shift)
+    assert abs(float(transformers_rewards(tmp_path / "model").mean())) < 1e-4
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_shifts_of_a_reward_model_trained_twice_add_up(family, tmp_path):
     config = short_config()
