@@ -12,7 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -37,7 +43,10 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
         UserError: the model brings an attention of its own that cannot be replaced.
     """
     # Llama 4, whose layers see chunks, does not even name its decoder.
-    if lm.base_model is lm or not replace_attention(lm):
+    # Convolutions and recurrent states would run from one completion into the next.
+    layers = DynamicCache(config=lm.config).layers
+    is_hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    if lm.base_model is lm or is_hybrid or not replace_attention(lm):
         raise UserError(
             f"{type(lm).__name__} has an attention of its own, which cannot be planned (--dry_run) "
             "and cannot share a prompt; to train it use --layout padded."

@@ -5,6 +5,7 @@ the rounding of a matrix product in a batch of another shape, for which `draw_to
 room.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from common import padding
+from common.errors import UserError
 from common.padding import cut_at_stop, on_device
 
 DROP_FRACTION = 0.25  # finished rows leave the cache in groups: each removal copies it whole
@@ -75,7 +77,16 @@ class CopyingDecoder:
     def __init__(
         self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, pad_id: int
     ) -> None:
-        """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them."""
+        """Prefill N prompts, padded on the left; `logits` (N*K, V) follow them.
+
+        Raises:
+            UserError: the model has another kind of cache, as Mamba.
+        """
+        if "past_key_values" not in inspect.signature(lm.forward).parameters:
+            raise UserError(
+                f"{type(lm).__name__} takes no past_key_values and cannot be sampled from; train "
+                "it with --num_sample_prompts 0, and not by GRPO."
+            )
         device = lm.get_input_embeddings().weight.device
         ids, mask = (on_device(x, device) for x in padding.left_pad(prompts, pad_id))  # (N, P)
         positions = padding.position_ids(mask)  # (N, P)
@@ -83,10 +94,11 @@ class CopyingDecoder:
         self.is_padded = len(set(map(len, prompts))) > 1
         self.cache = DynamicCache(config=lm.config)
         logits = self.forward(ids, mask, positions)  # (N, V)
-        self.cache.batch_repeat_interleave(num_samples)
-        self.logits = logits.repeat_interleave(num_samples, 0)
-        self.mask = mask.repeat_interleave(num_samples, 0)  # (B, P)
-        self.positions = positions[:, -1:].repeat_interleave(num_samples, 0)  # (B, 1)
+        rows = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)  # (B,)
+        # Layers with linear attention have no `batch_repeat_interleave`, nor `batch_select_indices`
+        # (transformers 5.23); all have this.
+        self.cache.reorder_cache(rows)
+        self.logits, self.mask, self.positions = logits[rows], mask[rows], positions[rows, -1:]
 
     def forward(self, input_ids: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
         """Logits (B, V) that follow the last token."""
@@ -110,7 +122,7 @@ class CopyingDecoder:
         """Go on with some rows, by their indices on the host, which it returns on the device."""
         kept = on_device(kept, self.mask.device)
         self.mask, self.positions = self.mask[kept], self.positions[kept]
-        self.cache.batch_select_indices(kept)
+        self.cache.reorder_cache(kept)
         return kept
 
 

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from common import distributed, noise
 from common.data import Example
-from common.model import fsdp
+from common.errors import UserError
+from common.model import fsdp, shared_prefix
 from common.model.replica import PackedLinear
 from common.padding import padded_batch
 from common.sampling import decode as decoding
@@ -873,3 +874,57 @@ def test_a_packed_layer_with_a_bias_of_another_dtype():
     inputs = torch.randn(3, 8)
     expected = torch.nn.functional.linear(inputs, layer.weight, layer.bias.float())
     torch.testing.assert_close(PackedLinear(layer)(inputs), expected)
+
+
+# ---- hybrid attention ----------------------------------------------------------------------------
+
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+CONV = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "olmo_hybrid": LINEAR,
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "head_dim": 8},
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "lfm2": CONV,
+    "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_padding_and_sampling_of_a_model_with_convolution_or_recurrent_states(family):
+    """Prompts of several lengths, with finished rows dropped from the cache; float32."""
+    lm = tiny.causal_lm(family, is_plain=True, **HYBRIDS[family])
+    policy, prompts = Policy(lm), [tiny.random_ids(n, seed=n) for n in (3, 17, 9)]
+    uniforms = generation.uniforms(3, torch.arange(3), range(4), 12)
+    settings = Settings(MANY_STOPS, 1, layout="padded")
+    ids, mask, logps, _ = decoding.decode(lm, prompts, uniforms, settings)
+    completions = [[row[kept].tolist()] for row, kept in zip(ids, mask, strict=True)]
+    assert len({len(row[0]) for row in completions}) > 2
+    repeated = [prompt for prompt in prompts for _ in range(4)]
+    with torch.no_grad():
+        together = policy(padded_batch(repeated, completions, 1)).token_logps  # (12, C)
+        for row, (prompt, completion) in enumerate(zip(repeated, completions, strict=True)):
+            alone = policy(padded_batch([prompt], [completion], 1)).token_logps[0]
+            for found in (together[row], logps[row]):
+                torch.testing.assert_close(found[: len(alone)], alone, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match="--layout padded"):
+        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+
+
+def test_a_model_with_another_kind_of_cache_is_not_sampled_from():
+    lm = tiny.causal_lm("mamba", is_plain=True)
+    with pytest.raises(UserError, match="MambaForCausalLM takes no past_key_values"):
+        decoding.CopyingDecoder(lm, [[1, 2]], 1, 0)
