@@ -124,9 +124,7 @@ def main(config: EvaluateConfig) -> None:
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations), output_dir)
-    own = completions.reference_completions(
-        scorer, prompts, stop_ids[0], config.max_completion_length
-    )
+    own = completions.reference_completions(scorer, prompts, stop_ids, config.max_completion_length)
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
     functions = {names[path]: judge for path, judge in comparing.items()}

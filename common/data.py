@@ -40,7 +40,7 @@ def load_examples(
 
     if not dataset_name or not split:
         return []
-    return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids[0], num_rows)
+    return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids, num_rows)
 
 
 def load_splits(
@@ -148,14 +148,12 @@ class Piece:
         completions: K lists of ids.
         places: Where the caller keeps what belongs to each, K numbers; empty in a filler.
         weight: What it counts as in `micro_batch_size`: a row, or each of its completions.
-        trained: As in `Example`.
     """
 
     prompt_ids: list[int]
     completions: list[list[int]]
     places: list[int]
     weight: int = 1
-    trained: Sequence[Sequence[int]] = ()
 
 
 def cut_group(
@@ -163,15 +161,12 @@ def cut_group(
     completions: list[list[int]],
     places: list[int],
     config: CommonConfig,
-    trained: Sequence[Sequence[int]] = (),
 ) -> list[Piece]:
     """A prompt with its completions in as few pieces of about equal size as the limits allow."""
     for num_pieces in range(1, len(places) + 1):
         size = -(-len(places) // num_pieces)
         own = [slice(start, start + size) for start in range(0, len(places), size)]
-        pieces = [
-            Piece(prompt_ids, completions[i], places[i], len(places[i]), trained) for i in own
-        ]
+        pieces = [Piece(prompt_ids, completions[i], places[i], len(places[i])) for i in own]
         if all(fits([piece], config) for piece in pieces):
             break
     return pieces
@@ -219,7 +214,6 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
         pad_id,
         is_real=[bool(piece.places) for piece in pieces],
         places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
-        trained=[piece.trained for piece in pieces],
     )
 
 
@@ -249,8 +243,7 @@ def micro_batches(
         if row is not None:
             example, first = examples[row], row * num_completions
             places = list(range(first, first + num_completions))
-            whole = Piece(example.prompt_ids, example.completions, places, trained=example.trained)
-            pieces.append(whole)
+            pieces.append(Piece(example.prompt_ids, example.completions, places))
     return batches(pieces, config, pad_id, num_completions)
 
 

@@ -137,7 +137,6 @@ def padded_batch(
     *,
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
-    trained: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion.
 
@@ -149,15 +148,11 @@ def padded_batch(
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
         places: For each of the B completions, default 0, 1, ...
-        trained: For each of the N prompts the ranges [start, end) of its one completion that count
-            in the loss, in order; empty, and by default, all tokens do.
 
     Returns:
         PaddedBatch of B rows on the CPU, those of a prompt next to each other.
     """
-    completion_ids, token_mask, _, shared = _completions(
-        prompts, completions, pad_id, is_real, places, trained
-    )
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
@@ -223,8 +218,7 @@ class SharedPrefixBatch(_EitherBatch):
         position_ids: (1, T) int64.
         layout: Which token sees which.
         completion_ids: (B, C) int64, padded on the right.
-        predictors: (M,) int64, the columns before the M completion tokens that count in the loss:
-            each predicts one.
+        predictors: (M,) int64, the columns before the M completion tokens: each predicts one.
         slots: (M,) int64, where those tokens stand in (B, C), flattened.
         last: (B,) int64, the column of each completion's last token.
     """
@@ -248,12 +242,9 @@ def shared_prefix_batch(
     *,
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
-    trained: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, loss_mask, shared = _completions(
-        prompts, completions, pad_id, is_real, places, trained
-    )
+    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
     ids: list[int] = []
     positions: list[int] = []
     trunks: list[tuple[int, int, int, int]] = []
@@ -291,8 +282,8 @@ def shared_prefix_batch(
         ),
         completion_ids=completion_ids,
         **shared,
-        predictors=torch.tensor(before, dtype=torch.long)[loss_mask[token_mask]],
-        slots=loss_mask.flatten().nonzero().squeeze(-1),
+        predictors=torch.tensor(before, dtype=torch.long),
+        slots=token_mask.flatten().nonzero().squeeze(-1),
         last=torch.tensor(last, dtype=torch.long),
     )
 
@@ -303,13 +294,11 @@ def _completions(
     pad_id: int,
     is_real: Sequence[bool] | None,
     places: Sequence[int] | None,
-    trained: Sequence[Sequence[Sequence[int]]] | None,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
 
     Returns:
-        ids (B, C); mask (B, C), True = a token; mask (B, C), True = it counts in the loss, if the
-        row is real; the fields that both layouts have alike.
+        ids (B, C); mask (B, C), True = a token; the fields that both layouts have alike.
     """
     is_real = [True] * len(prompts) if is_real is None else is_real
     assert len(prompts) == len(completions) == len(is_real), (
@@ -317,23 +306,14 @@ def _completions(
     )
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
     ids, token_mask = right_pad([row for group in completions for row in group], pad_id)  # (B, C)
-    loss_mask = token_mask
-    if trained and any(trained):
-        assert len(trained) == len(prompts) == len(ids), "ranges are of a prompt's one completion"
-        loss_mask = token_mask.clone()
-        for mask, ranges in zip(loss_mask, trained, strict=True):
-            if ranges:
-                mask[:] = False
-            for start, end in ranges:
-                mask[start:end] = True
     real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
     is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
     shared = {
-        "completion_mask": loss_mask & is_real_row[:, None],
+        "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
         "places": torch.arange(len(ids)) if places is None else torch.tensor(places),
     }
-    return ids, token_mask, loss_mask, shared
+    return ids, token_mask, shared
 
 
 MAKERS: dict[str, Callable[..., AnyBatch]] = {

@@ -161,12 +161,11 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
 def stop_token_is_trained(
     examples: Sequence[Example], stop_ids: Sequence[int], config: TrainConfig
 ) -> None:
-    """Raise unless turns that were not cut end in a stop token, which the mask counts."""
+    """Raise unless completions that were not cut end in a stop token, which the mask counts."""
     if not (config.self_check and config.require_stop_token):
         return
     looked_at = examples[:256]
-    ends = [(e, end - 1) for e in looked_at for _, end in e.answers]
-    ended = [(e, place) for e, place in ends if e.completions[0][place] in stop_ids]
+    ended = [e for e in looked_at if e.completions[0][-1] in stop_ids]
     if not ended:
         raise UserError(
             f"none of the first {len(looked_at)} training completions ends in a stop token, so "
@@ -174,10 +173,8 @@ def stop_token_is_trained(
             f"{config.max_completion_length}; raise it, or say --require_stop_token false where "
             "completions are cut by design."
         )
-    example, place = ended[0]
-    rows = ([example.prompt_ids], [example.completions], stop_ids[0])
-    mask = padded_batch(*rows, trained=[example.trained]).completion_mask
-    refuse_unless(bool(mask[0, place]), "the stop token is outside the loss")
+    batch = padded_batch([ended[0].prompt_ids], [ended[0].completions[:1]], stop_ids[0])
+    refuse_unless(bool(batch.completion_mask[0, -1]), "the stop token is outside the loss")
 
 
 def equal_across_ranks(name: str, parameter: Tensor) -> None:

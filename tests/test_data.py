@@ -86,7 +86,7 @@ def tokenize(
     (stop_id,) = ids_of(tokenizer, stop)
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
-    found = tokenize_rows(rows, tokenizer, config, kind=kind, stop_id=stop_id, split="train")
+    found = tokenize_rows(rows, tokenizer, config, kind=kind, stop_ids=[stop_id], split="train")
     found[1].refuse_lossy(config.max_dropped_fraction)
     return found
 

@@ -118,27 +118,6 @@ def test_batch_by_hand():
     assert batch.num_tokens == 5
 
 
-@pytest.mark.parametrize("layout", padding.MAKERS)
-def test_what_is_only_read_is_attended_to_and_does_not_count(layout: str):
-    rows = ([[7, 8], [9], [0]], [[[1, 2, 3, 4, 5]], [[6]], [[0]]], 0)
-    ranges = {"is_real": [True, True, False], "trained": [[[0, 2], [4, 5]], [], []]}
-    batch = padding.MAKERS[layout](*rows, **ranges)
-    assert batch.completion_mask.int().tolist() == [[1, 1, 0, 0, 1], [1, 0, 0, 0, 0], [0] * 5]
-    assert batch.num_tokens == 4
-    whole = padding.MAKERS[layout](*rows)
-    for name in vars(whole).keys() - {"completion_mask", "is_real", "layout"}:
-        if name not in ("predictors", "slots"):
-            assert torch.equal(getattr(batch, name), getattr(whole, name)), name
-    if layout == "shared_prefix":  # only what counts is projected, of filler too
-        assert batch.predictors.tolist() == [1, 2, 5, 7, 9]
-        assert batch.slots.tolist() == [0, 1, 4, 5, 10]
-
-
-def test_ranges_of_a_prompt_with_two_completions_are_refused():
-    with pytest.raises(AssertionError, match="one completion"):
-        padding.padded_batch([[1]], [[[2], [3]]], 0, trained=[[[0, 1]]])
-
-
 def test_completions_without_tokens_have_no_columns():
     batch = padding.padded_batch([[1, 2], [3]], [[[]], [[]]], 0)
     assert batch.completion_ids.shape == batch.completion_mask.shape == (2, 0)

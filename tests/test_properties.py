@@ -139,7 +139,7 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
                 max_dropped_fraction=1.0,
             ),
             kind="sft",
-            stop_id=stop_id,
+            stop_ids=[stop_id],
             split="train",
         )
         report.refuse_lossy(1.0)

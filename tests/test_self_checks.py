@@ -257,8 +257,6 @@ def test_a_trained_stop_token_is_accepted():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
     self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
     self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP], CONFIG)
-    turns = Example(0, "", [5, 6], [[7, STOP, 8, 9, 9]], {}, trained=[[0, 2], [4, 5]])  # cut
-    self_checks.stop_token_is_trained([turns], [STOP], CONFIG)
 
 
 def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():

@@ -183,7 +183,7 @@ def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
 def reference_completions(
     judges: "RewardScorer",
     prompts: Sequence["Example"],
-    stop_id: int,
+    stop_ids: Sequence[int],
     max_completion_length: int,
 ) -> dict[int, Generation]:
     """The rows' own completions, judged like a policy's. Collective if a reward model takes part.
@@ -207,8 +207,8 @@ def reference_completions(
         answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
         asked = example.messages or example.prompt
         row = {**example.columns, "prompt": asked, "completion": answer}
-        written.append(render(row, ["completion"], judges.tokenizer)["completion"])
-    cut = tokenize_completions(written, judges.tokenizer, stop_id, max_completion_length)
+        written += [one["completion"] for one in render(row, ["completion"], judges.tokenizer)]
+    cut = tokenize_completions(written, judges.tokenizer, stop_ids, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     no_rouge = [""] * len(texts)  # with itself says nothing
     own = judged(judges, examples, rollouts, list(texts.values()), no_rouge)

@@ -95,18 +95,15 @@ def distinct(examples: Sequence[Example], config: CommonConfig) -> tuple[list[Pi
     """
     num_completions = len(examples[0].completions)
     first = list(range(len(examples) * num_completions))
-    groups: dict[Any, dict[tuple[int, ...], int]] = {}  # by prompt the places of completions
+    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # of a prompt's completions
     for row, own in enumerate(examples):
-        key = (tuple(own.prompt_ids), row if own.trained else None)
-        places = groups.setdefault(key, {})
+        places = groups.setdefault(tuple(own.prompt_ids), {})
         for place, ids in enumerate(own.completions, row * num_completions):
             first[place] = places.setdefault(tuple(ids), place)
     pieces = []
-    for (prompt_ids, trained_row), places in groups.items():
+    for prompt_ids, places in groups.items():
         completions = [list(ids) for ids in places]
-        trained = () if trained_row is None else examples[trained_row].trained
-        own_places = list(places.values())
-        pieces += data.cut_group(list(prompt_ids), completions, own_places, config, trained)
+        pieces += data.cut_group(list(prompt_ids), completions, list(places.values()), config)
     return sorted(pieces, key=lambda piece: -data.cost([piece], "shared_prefix")), first
 
 

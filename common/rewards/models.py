@@ -148,20 +148,21 @@ class RewardModelFunction(ModelFunction):
         from common.text.chat import TEMPLATE_COLUMNS, render
         from common.text.truncate import encode, leading_ids, without_leading
 
-        leading = leading_ids(self.tokenizer)
+        leading, eos = leading_ids(self.tokenizer), [self.tokenizer.eos_token_id]
         given = {"prompt": prompts, "completion": completions}
         given |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
         rows = [
-            render(dict(zip(given, row, strict=True)), ["completion"], self.tokenizer)
+            one
             for row in zip(*given.values(), strict=True)
+            for one in render(dict(zip(given, row, strict=True)), ["completion"], self.tokenizer)
         ]
-        encoded = encode([row["prompt"] for row in rows], self.tokenizer)
-        prompt_ids = [leading + without_leading(row, leading) for row in encoded]
+        prompt_ids = encode([row["prompt"] for row in rows], self.tokenizer)
         ids = encode([row["completion"] for row in rows], self.tokenizer)
-        # The template ends the turn of messages, whether or not the policy did.
-        stopped = zip(prompts, ids, has_stop, strict=True)
-        eos = [self.tokenizer.eos_token_id]
-        return prompt_ids, [r + eos * (stop and isinstance(p, str)) for p, r, stop in stopped]
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):  # the template has messages begin and end as it writes
+                prompt_ids[i] = leading + without_leading(prompt_ids[i], leading)
+                ids[i] += eos * has_stop[i]
+        return prompt_ids, ids
 
 
 class Encoder(nn.Module):

@@ -1,35 +1,31 @@
 """Rows of messages as rows of text, by the chat template of the tokenizer."""
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 from common.errors import UserError, gist
 from common.text.truncate import encode
 
-GENERATION = re.compile(r"\{%-?\s*generation\b")  # with it a template marks what is trained
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # which it gets beside messages, as in TRL
-WRITTEN_ANEW = (
-    "the chat template writes {} differently once {} follows; render the rows to text yourself."
-)
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's key for them, by family
 
 
 class Conversation(str):
-    """A prompt rendered from messages: used whole or not at all, since no part may be cut."""
+    """A prompt rendered from messages: used whole or not at all, since no part may be cut.
 
-    messages: Sequence[dict[str, Any]] = ()
-
-
-class Turns(str):
-    """A completion of several messages, of which the turns of the assistant are trained.
-
-    Its text is that of `parts`: by turns trained and only read, from the first answer to the last.
+    Attributes:
+        messages: What it was rendered from.
+        is_partial: The template leaves out words, thoughts or calls of an answer to it.
+        is_decoded: Tool arguments in JSON text were decoded for the template.
     """
 
-    parts: Sequence[str] = ()
+    messages: Sequence[dict[str, Any]] = ()
+    is_partial = False
+    is_decoded = False
 
 
 def is_messages(value: Any) -> bool:
@@ -48,7 +44,7 @@ def is_messages(value: Any) -> bool:
 
 def is_call(message: dict[str, Any]) -> bool:
     """Whether a message calls tools and says nothing."""
-    return message.get("content") is None and bool(message.get("tool_calls"))
+    return not message.get("content") and bool(message.get("tool_calls"))
 
 
 def content(message: dict[str, Any]) -> str:
@@ -56,95 +52,94 @@ def content(message: dict[str, Any]) -> str:
     return message.get("content") or ""
 
 
-def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """The row with text in `prompt` and in its completion columns; unchanged if they hold text.
+def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of text: one per answer of a conversation, one of a pair; a row of text as it is.
 
-    The prompt ends where the assistant's turn begins, and a completion is what the template puts
-    behind it when that turn is given; joined they are the conversation as the template writes it.
-    A prompt that ends in a message of the assistant is the beginning of the answer: the completion
-    goes on with it. A completion of several messages becomes `Turns`; what follows the last answer
-    is left out. The template gets the row's `TEMPLATE_COLUMNS`.
+    The prompt is the template's text of all messages before the answer, to where the assistant
+    begins, as when the model is used. The completion is what the template writes behind it when the
+    answer is the last message. A prompt that ends in a message of the assistant is the beginning of
+    the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
 
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
             differently once an answer follows, or `tools` is no JSON.
     """
     if isinstance(row["prompt"], str):
-        return row
+        return [row]
     options = _template_options(row)
-    text_of = partial(rendered, tokenizer, options=options)
-    asked = [_without_null(message) for message in row["prompt"]]
-    is_begun = asked[-1]["role"] == "assistant"
-    turn = "continue_final_message" if is_begun else "add_generation_prompt"
-    prompt = Conversation(text_of(asked, options=options | {turn: True}))
-    prompt.messages = asked
-    texts: dict[str, str] = {"prompt": prompt}
-    for column in columns:
-        answer, *others = [_without_null(message) for message in row[column]]
-        while others and others[-1]["role"] != "assistant":
-            others.pop()
-        before = asked
-        if is_begun:
-            *before, begun = asked
-            answer = {**answer, "content": begun["content"] + answer["content"]}
-        messages = [*before, answer, *others]
-        whole = text_of(messages)
-        if not whole.startswith(prompt):
-            raise UserError(WRITTEN_ANEW.format("a prompt", "an answer"))
-        texts[column] = whole[len(prompt) :]
-        if others:
-            ends = _turn_ends(whole, len(prompt), messages, len(before), tokenizer, options)
-            texts[column] = turns = Turns(whole[ends[0] : ends[-1]])
-            turns.parts = [whole[a:b] for a, b in pairwise(ends)]
-    return {**row, **texts}
+    asked, *completions = (_without_null(row[name]) for name in ("prompt", *columns))
+    chats = [[*asked, *turns] for turns in completions or [[]]]
+    if is_decoded := any(_needs_objects(messages, tokenizer, options) for messages in chats):
+        for call in (call for messages in chats for call in _calls(messages, with_text=True)):
+            with contextlib.suppress(ValueError):  # it is no JSON
+                call["arguments"] = json.loads(call["arguments"])
+    begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
+    for turns in completions if begun else ():
+        turns[0] = {**turns[0], "content": content(begun[0]) + content(turns[0])}
+    rows = []
+    for i, answers in enumerate(zip(*completions, strict=False) if columns else [()]):
+        if not all(map(_is_trained, answers)):
+            continue
+        before, begun = [*asked, *(completions[0][:i] if i else ())], [] if i else begun
+        turn = "continue_final_message" if begun else "add_generation_prompt"
+        prompt = Conversation(rendered(tokenizer, [*before, *begun], options | {turn: True}))
+        prompt.messages, prompt.is_decoded = [*before, *begun], is_decoded
+        texts: dict[str, str] = {"prompt": prompt}
+        for column, answer in zip(columns, answers, strict=True):
+            texts[column] = _behind(prompt, rendered(tokenizer, [*before, answer], options))
+            read = "".join(map(content, begun)) + texts[column]
+            prompt.is_partial |= _leaves_out(answer, read)
+        rows.append({**row, **texts})
+    return rows
 
 
-def _turn_ends(
-    whole: str,
-    start: int,
-    messages: list[dict[str, Any]],
-    first: int,
-    tokenizer: Any,
-    options: dict[str, Any],
-) -> list[int]:
-    """Where in the text of messages each turn of the assistant begins and ends.
+def _behind(prompt: str, whole: str) -> str:
+    """What follows the prompt in the text with an answer; a UserError if it does not begin so."""
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    start = len(commonprefix([prompt, whole]))
+    raise UserError(
+        "the chat template writes a prompt differently once an answer follows, "
+        f"{whole[start : start + 40]!r} for {prompt[start : start + 40]!r}; "
+        "render the rows to text yourself."
+    )
 
-    The first one is message `first`, of which `start` is the place. A template that marks what is
-    trained (`{% generation %}`) is believed. Else a turn begins where the template would let the
-    assistant begin, and ends with the text of the messages up to it, or if that is written anew
-    once others follow (Qwen3's thoughts), with what the template writes behind an answer.
-    """
-    template = tokenizer.get_chat_template(tools=options["tools"])
-    if GENERATION.search(template):
-        from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = {"chat_template": template, **tokenizer.special_tokens_map, **options}
-        marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **given)[1][0]
-        places = [place for mark in marks for place in mark if mark[1] > start]
-        if not places:
-            raise UserError("the chat template marks no answer of a row by {% generation %}.")
-        # An answer that is empty, or a call that the template leaves unmarked, is only read.
-        return [start, *places[1:]] if places[0] <= start else [start, start, *places]
-    text_of = partial(rendered, tokenizer, options=options)
-    ends: list[int] = []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= first:
-            begun = (
-                text_of(messages[:i], add_generation_prompt=True) if i > first else whole[:start]
-            )
-            ended = text_of(messages[: i + 1])
-            end = len(ended)
-            if not whole.startswith(ended):
-                close = TurnEnd(messages[:i], tokenizer).text
-                end = whole.find(close, len(begun)) + len(close) if close in whole else 0
-            if not whole.startswith(begun) or end <= len(begun):
-                raise UserError(WRITTEN_ANEW.format("an answer", "another message"))
-            ends += [len(begun), end]
-    return ends
+def _is_trained(message: dict[str, Any]) -> bool:
+    """Whether a message is an answer that makes a row."""
+    is_off = message.get("weight") == 0 or message.get("train") is False
+    return message["role"] == "assistant" and not is_off
+
+
+def _calls(messages: Sequence[dict[str, Any]], *, with_text: bool = False) -> list[dict[str, Any]]:
+    """Name and arguments of each function that messages call, or only those in text."""
+    calls = (call for message in messages for call in message.get("tool_calls") or ())
+    functions = [call.get("function", call) for call in calls]
+    return [f for f in functions if isinstance(f.get("arguments"), str) or not with_text]
+
+
+def _needs_objects(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, options: dict[str, Any]
+) -> bool:
+    """Whether a template escapes the JSON text of tool arguments, or cannot read it."""
+    texts = [call["arguments"] for call in _calls(messages, with_text=True)]
+    try:
+        whole = rendered(tokenizer, messages, options) if texts else ""
+    except UserError:
+        return True
+    return any(json.dumps(text, ensure_ascii=False) in whole for text in texts)
+
+
+def _leaves_out(answer: dict[str, Any], text: str) -> bool:
+    """Whether the text of an answer lacks its words, thoughts or calls; white space aside."""
+    parts = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
+    parts += [call.get("name") for call in _calls([answer])]
+    written = "".join(text.split())
+    return any("".join(str(part).split()) not in written for part in parts if part)
 
 
 def _template_options(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row gives its template beside messages: `tools`, JSON schemas, may be text."""
+    """What a row gives its template with the messages; `tools`, JSON schemas, may be text."""
     tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -164,16 +159,10 @@ def _without_null(value: Any) -> Any:
     return {**kept, "content": ""} if is_call(kept) else kept
 
 
-def rendered(
-    tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    options: dict[str, Any] | None = None,
-    **turn: bool,
-) -> str:
+def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
     """What the tokenizer's chat template makes of messages; a UserError if it cannot."""
-    given = (options or {}) | turn
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates are programs that come with a model
         raise UserError(
             f"rows hold messages and the tokenizer cannot render them: {gist(error)}; "
@@ -192,7 +181,7 @@ class TurnEnd:
         """Find the end of the turn that answers the messages."""
         answer = {"role": "assistant", "content": "An answer."}  # no text of a template
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages  # it is begun
-        self.text = rendered(tokenizer, [*asked, answer]).rpartition(answer["content"])[2]
+        self.text = rendered(tokenizer, [*asked, answer], {}).rpartition(answer["content"])[2]
         self.ids = encode([self.text], tokenizer)[0]
         self.tokenizer = tokenizer
 

@@ -50,7 +50,7 @@ class DataReport:
     num_boundaries_checked: int = 0
     prompt_lengths: Sequence[int] = ()
     completion_lengths: Sequence[int] = ()
-    answers: str = ""  # of conversations: how much of the completions they are
+    conversations: str = ""  # how many, and what became of their answers
     notes: list[str] = field(default_factory=list)  # on the rows as they were read
 
     @property
@@ -87,12 +87,12 @@ class DataReport:
                 f", completion {completion}; {self.num_boundary_merges} of "
                 f"{self.num_boundaries_checked} would merge across the boundary"
             )
-        return "\n".join([*lines, self.answers] if self.answers else lines)
+        return "\n".join([*lines, self.conversations] if self.conversations else lines)
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:
         """Raise a UserError if too few rows are left."""
-        fraction = self.num_dropped / self.num_rows
-        if fraction > max_dropped_fraction or fraction == 1:
+        fraction = self.num_dropped / max(1, self.num_rows)
+        if fraction > max_dropped_fraction or not self.num_kept:
             raise UserError(
                 f"split {self.split!r} would lose {self.num_dropped} of {self.num_rows} rows "
                 f"({self.drop_counts}; the first is row {self.first_dropped}) and "

@@ -9,7 +9,7 @@ class Example:
     """A prompt with its K completions as token ids.
 
     Attributes:
-        row: Index into the rows it was made from.
+        row: Index into the rows that were read; answers of one conversation share it.
         prompt: The prompt's text, after truncation.
         prompt_ids: Ids of `prompt`, never empty.
         completions: K lists of ids (sft 1, preference 2: chosen, rejected; prompts 0), each ending
@@ -17,8 +17,6 @@ class Example:
         columns: The row's other columns, for reward functions and reports.
         source: Where the row comes from, as `row_source` tells before truncation.
         messages: The prompt as messages, empty if the row holds text.
-        trained: Of a conversation the ranges [start, end) of its one completion's tokens that count
-            in the loss; what stands between is only read. Empty: every token counts.
     """
 
     row: int
@@ -28,9 +26,3 @@ class Example:
     columns: dict[str, Any]
     source: str = "other"
     messages: list[dict[str, Any]] = field(default_factory=list)
-    trained: list[list[int]] = field(default_factory=list)
-
-    @property
-    def answers(self) -> list[list[int]]:
-        """Ranges of the one completion that count in the loss, also where that is all of it."""
-        return self.trained or [[0, len(self.completions[0])]]

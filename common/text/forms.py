@@ -87,18 +87,15 @@ def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
 
 def _split_conversation(row: Row, own: str, columns: Sequence[str], told: str) -> tuple[Row, str]:
     """A row whose column `own` is prompt, and completion, in one; as it is where it is neither."""
-    turns, system, target = row[own], row.get("system"), columns[0] if columns else "prompt"
+    turns, target = row[own], columns[0] if columns else "prompt"
     if len(columns) > 1 or target in row or not (is_messages(turns) or is_blank(turns)):
         return row, told
     row = {"messages" if name == own else name: row[name] for name in row}
     told = "`conversations` taken as `messages`" if own == "conversations" else told
-    is_chat = is_messages(turns)
-    if is_chat and isinstance(system, str) and system.strip() and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": system}, *turns]
-        told = f"{told or '`messages` taken'}, `system` put first"
     if not columns:
         told = f"{told or '`messages` taken'}, without a last answer as `prompt`"
-        turns = turns[:-1] if is_chat and turns[-1]["role"] == "assistant" else turns
+        is_answered = is_messages(turns) and turns[-1]["role"] == "assistant"
+        turns = turns[:-1] if is_answered else turns
     return {**row, target: turns}, told
 
 
@@ -191,6 +188,10 @@ def with_own_prompts(
     if columns:
         rows = _without_repetitions(rows, columns, source, tell)
         rows = [_with_shared_prompt(row, columns) for row in rows]
+    placed = [_with_system(row) for row in rows]
+    if num := sum(map(operator.is_not, placed, rows)):
+        tell(f"{source}: `system` put first in {num} of {len(rows)} rows")
+    rows = placed
     cells = ("prompt", *columns)
     blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, cells))}
     unshared = [i for i in lacking if blank.get(i) == "prompt"]
@@ -206,6 +207,16 @@ def with_own_prompts(
             tell(f"{source}: {what}, the first is row {found[0] + 1}{where}")
     emptied = {i: {**rows[i], **dict.fromkeys(cells, "-"), name: ""} for i, name in blank.items()}
     return [emptied.get(i, row) for i, row in enumerate(rows)]
+
+
+def _with_system(row: Row) -> Row:
+    """The row with its text `system` as the first message of its prompt, if that has none."""
+    system: Any = row.get("system")
+    prompt: Any = row.get("prompt")
+    is_text = isinstance(system, str) and system.strip()
+    if not is_text or not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
+        return row
+    return {**row, "prompt": [{"role": "system", "content": system}, *prompt]}
 
 
 def _without_repetitions(

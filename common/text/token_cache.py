@@ -74,10 +74,10 @@ def file_for(
         folder: Folder of the cache; empty: no cache.
         tokenizer: Cached are only those whose whole behaviour can be written down: fast ones, of
             transformers itself, without parts in Python.
-        settings: What the tokens depend on beside, as JSON values, `stop_id` among them.
+        settings: What the tokens depend on beside, as JSON values, `stop_ids` among them.
         identity: Tells the content of the data set.
     """
-    behaviour = _behaviour(tokenizer, settings["stop_id"]) if folder else None
+    behaviour = _behaviour(tokenizer, settings["stop_ids"]) if folder else None
     if behaviour is None:
         return None
     description = {
@@ -102,8 +102,7 @@ def write(file: Path, rows: Sequence[Example], report: Mapping[str, Any]) -> Non
     """Keep at least one example, all with as many completions, and the report, as JSON values."""
     try:
         texts = [
-            json.dumps([r.row, r.prompt, r.columns, r.source, r.messages, r.trained]).encode()
-            for r in rows
+            json.dumps([r.row, r.prompt, r.columns, r.source, r.messages]).encode() for r in rows
         ]
     except TypeError as error:  # of a Parquet file's dates, for example
         print(f"warning: tokenised rows are not kept: {gist(error)}.", flush=True)
@@ -123,7 +122,7 @@ def write(file: Path, rows: Sequence[Example], report: Mapping[str, Any]) -> Non
     checked_file.keep(file, body, "tokenised rows", "token_cache_dir")
 
 
-def _behaviour(tokenizer: Any, stop_id: int) -> list[Any] | None:
+def _behaviour(tokenizer: Any, stop_ids: Sequence[int]) -> list[Any] | None:
     """All that decides which tokens a row has, as JSON values; None if it cannot be known."""
     # A class that comes with a model, or a slow one, may do anything.
     if not type(tokenizer).__module__.startswith("transformers.") or not tokenizer.is_fast:
@@ -142,7 +141,7 @@ def _behaviour(tokenizer: Any, stop_id: int) -> list[Any] | None:
         tokenizer.split_special_tokens,
         leading,
         tokenizer.decode(leading),
-        tokenizer.decode([stop_id]),
+        [tokenizer.decode([i]) for i in stop_ids],
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         template,
         backend,

@@ -5,6 +5,7 @@ result of an earlier run from the cache.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
 from common.text import hub, token_cache
-from common.text.chat import Conversation, Turns, render
+from common.text.chat import Conversation, render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example
 from common.text.forms import Opening, Row
@@ -45,17 +46,12 @@ SETTINGS = ("max_prompt_length", "max_completion_length", "prompt_truncation", "
 
 
 class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut.
-
-    Of several turns also which ids are trained, as in `Example`, and how many turns there were.
-    """
+    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut."""
 
     text: str
     ids: list[int]
     is_truncated: bool
     is_cue_cut: bool = False
-    trained: Sequence[list[int]] = ()
-    num_turns: int = 1
 
 
 def load(
@@ -64,7 +60,7 @@ def load(
     split: str,
     kind: str,
     tokenizer: Any,
-    stop_id: int,
+    stop_ids: Sequence[int],
     num_rows: int = 0,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`.
@@ -74,7 +70,7 @@ def load(
     """
     how = options(config, dataset_name)
     settings = {name: getattr(config, name) for name in SETTINGS}
-    settings |= {"data": [dataset_name, split, kind, num_rows], "stop_id": stop_id}
+    settings |= {"data": [dataset_name, split, kind, num_rows], "stop_ids": list(stop_ids)}
     of_data = partial(identity, dataset_name, split, **how)
     file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
     with distributed.host_first():
@@ -84,10 +80,13 @@ def load(
             rows = load_rows(
                 dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
             )
-            texts = (render(row, COMPLETION_COLUMNS[kind], tokenizer) for row in rows)
-            rows = list(progress(texts, "rendering", len(rows)))
+            numbers: list[int] = []
+            texts: list[Row] = []  # one of each answer of a conversation
+            for number, row in enumerate(progress(rows, "rendering", len(rows))):
+                texts += render(row, COMPLETION_COLUMNS[kind], tokenizer)
+                numbers += [number] * (len(texts) - len(numbers))
             found, report = tokenize_rows(
-                rows, tokenizer, config, kind=kind, stop_id=stop_id, split=split
+                texts, tokenizer, config, kind=kind, stop_ids=stop_ids, split=split, numbers=numbers
             )
             report.notes = notes
             is_kept = found and len(rows) >= token_cache.MIN_ROWS
@@ -111,54 +110,55 @@ def tokenize_rows(
     config: CommonConfig,
     *,
     kind: str,
-    stop_id: int,
+    stop_ids: Sequence[int],
     split: str,
+    numbers: Sequence[int] = (),
 ) -> tuple[list[Example], DataReport]:
     """Tokenise prompts and completions apart and count what is lost.
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
     when a prompt or a completion is blank, a pair is identical, a prompt's header alone is too
-    long, or a conversation is.
+    long, or a conversation is, or its template leaves out part of the answer.
 
     Args:
         rows: Rows of text: as `load_rows` gives them, messages rendered.
         tokenizer: A Hugging Face tokenizer, a fast one to cut the body of a prompt.
         config: The limits, and which part of a prompt is cut.
         kind: As in `load_rows`.
-        stop_id: Token that ends a completion.
+        stop_ids: Tokens that end a completion; the first is the one appended.
         split: Name for the report and for errors.
+        numbers: Of each row, which it was when they were read; default 0, 1, ...
 
     Raises:
         UserError: A slow tokenizer and a prompt to cut.
     """
     columns = COMPLETION_COLUMNS[kind]
+    numbers = numbers or range(len(rows))
     report = DataReport(split=split, num_rows=len(rows))
     kept: list[Example] = []
     answers: list[list[str]] = []  # of those kept
-    num_turns = 0  # of the assistant in conversations
-    cut: dict[int, _Text] = {}
-    tokenized = _in_chunks(rows, columns, tokenizer, stop_id, config)
-    for index, (row, (prompt, *completions)) in enumerate(zip(rows, tokenized, strict=True)):
-        if reason := _drop_reason(prompt, completions):
+    distinct: set[tuple[str, ...]] = set()
+    cut: dict[int, tuple[str, str]] = {}  # prompts before and after
+    tokenized = _in_chunks(rows, columns, tokenizer, stop_ids, config)
+    for number, row, (prompt, *completions) in zip(numbers, rows, tokenized, strict=True):
+        if reason := _drop_reason(row["prompt"], prompt, completions):
             report.dropped[reason] += 1
-            report.first_dropped = report.first_dropped or index + 1
+            report.first_dropped = report.first_dropped or number + 1
             continue
         if prompt.is_truncated:
-            cut[index] = prompt
+            cut[number] = (row["prompt"], prompt.text)
         report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        kept.append(_example(index, row, prompt, completions, columns))
+        kept.append(_example(number, row, prompt, completions, columns))
         answers.append([text.text for text in completions])
-        num_turns += completions[0].num_turns if kept[-1].messages and kind == "sft" else 0
-
+        distinct.add(tuple(row[name] for name in ("prompt", *columns)))
     report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
-    distinct = {tuple(rows[e.row][name] for name in ("prompt", *columns)) for e in kept}
     report.num_duplicates = len(kept) - len(distinct)
-    report.truncated_prompt = _before_and_after(rows, cut, config.prompt_truncation)
+    report.truncated_prompt = _before_and_after(cut, config.prompt_truncation)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
     report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
-    report.answers = _answers(kept, num_turns) if num_turns else ""
+    report.conversations = _conversations(rows, numbers)
     sample = range(0, len(kept), -(-len(kept) // MERGE_SAMPLE) or 1)
     pairs = [(kept[i].prompt, text) for i in sample for text in answers[i]]
     report.num_boundaries_checked = len(pairs)
@@ -170,7 +170,7 @@ def _in_chunks(
     rows: Sequence[Row],
     columns: Sequence[str],
     tokenizer: Any,
-    stop_id: int,
+    stop_ids: Sequence[int],
     config: CommonConfig,
 ) -> Iterator[tuple[Any, ...]]:
     """Each row's prompt and completions, by as many threads as there are cores.
@@ -185,7 +185,7 @@ def _in_chunks(
         prompts = _tokenize_prompts([row["prompt"] for row in part], tokenizer, config, cues)
         limit = config.max_completion_length
         completions = (
-            tokenize_completions([row[c] for row in part], tokenizer, stop_id, limit)
+            tokenize_completions([row[c] for row in part], tokenizer, stop_ids, limit)
             for c in columns
         )
         return list(zip(prompts, *completions, strict=True))
@@ -199,7 +199,10 @@ def _in_chunks(
 def _tokenize_prompts(
     prompts: Sequence[str], tokenizer: Any, config: CommonConfig, cues: Mapping[str, str]
 ) -> list[_Text | None]:
-    """Prompts that fit, bos included; None where no cut makes one fit."""
+    """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
+
+    A conversation is the tokens of its template's text, as in `apply_chat_template`.
+    """
     leading = leading_ids(tokenizer)
     opening = tokenizer.decode(leading)
     room = config.max_prompt_length - len(leading)
@@ -214,12 +217,13 @@ def _tokenize_prompts(
             start = leading or [eos if bos is None else bos]
             result.append(_Text(tokenizer.decode(start), start, False))
             continue
-        may_be_cut = not isinstance(prompt, Conversation)
+        if isinstance(prompt, Conversation):
+            fits = len(ids) <= config.max_prompt_length
+            result.append(_Text(prompt, ids, False) if fits else None)
+            continue
         prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
         if len(ids) <= room:
             result.append(_Text(prompt, leading + ids, False))
-        elif not may_be_cut:
-            result.append(None)
         elif config.prompt_truncation == "start":
             ids = ids[-room:]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -240,48 +244,44 @@ def _tokenize_prompts(
 
 
 def _example(
-    index: int, row: Row, prompt: _Text, completions: Sequence[_Text], columns: Sequence[str]
+    number: int, row: Row, prompt: _Text, completions: Sequence[_Text], columns: Sequence[str]
 ) -> Example:
-    """A row in tokens; only a conversation has one completion of which not all is trained."""
+    """A row in tokens."""
     ids = [text.ids for text in completions]
-    others = {k: v for k, v in row.items() if k not in ("prompt", *columns)}
+    others = {name: cell for name, cell in row.items() if name not in ("prompt", *columns)}
     messages = getattr(row["prompt"], "messages", [])
-    trained = [list(own) for text in completions for own in text.trained]
-    return Example(index, prompt.text, prompt.ids, ids, others, row_source(row), messages, trained)
+    return Example(number, prompt.text, prompt.ids, ids, others, row_source(row), messages)
 
 
-def _answers(examples: Sequence[Example], num_turns: int) -> str:
-    """A line on what the completions of conversations hold of the assistant's turns."""
-    chats = [e for e in examples if e.messages]
-    ranges = [own for e in chats for own in e.answers]
-    share = sum(end - start for start, end in ranges) / sum(len(e.completions[0]) for e in chats)
-    return (
-        f"  conversations: {num_turns / len(chats):.3g} answers each, {share:.0%} of the "
-        f"completions' tokens; {num_turns - len(ranges)} answers lost to max_completion_length"
-    )
+def _conversations(rows: Sequence[Row], numbers: Sequence[int]) -> str:
+    """Lines on rows that were messages: how many, and what became of their answers; or nothing."""
+    chats = [(n, row["prompt"]) for n, row in zip(numbers, rows, strict=True) if row["prompt"]]
+    chats = [(number, prompt) for number, prompt in chats if isinstance(prompt, Conversation)]
+    if not chats:
+        return ""
+    lines = [f"  {len({number for number, _ in chats})} conversations, {len(chats)} answers"]
+    if num := sum(prompt.is_partial for _, prompt in chats):
+        lines.append(f"  warning: the template leaves out part of {num} answers")
+    if num := sum(prompt.is_decoded for _, prompt in chats):
+        lines.append(f"  tool arguments in JSON text were decoded for {num} answers")
+    return "\n".join(lines)
 
 
 def marked(example: Example, tokenizer: Any) -> str:
     """A row decoded from its ids, with what is trained in [[]]; long parts without their middle."""
-    (ids,) = example.completions
-    last, parts = 0, [example.prompt_ids]
-    for start, end in example.answers:
-        parts += [ids[last:start], ids[start:end]]
-        last = end
-    found = ""
-    for i, text in enumerate(map(tokenizer.decode, parts)):
+    parts = []
+    for text in map(tokenizer.decode, (example.prompt_ids, *example.completions)):
         is_long = len(text) > 2 * SHOWN_CHARACTERS
         shown = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
-        line = repr(shown)[1:-1]
-        found += f"[[{line}]]" if i and i % 2 == 0 else line
-    return found
+        parts.append(repr(shown)[1:-1])
+    return "{}[[{}]]".format(*parts)
 
 
-def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation: str) -> str:
+def _before_and_after(cut: Mapping[int, tuple[str, str]], truncation: str) -> str:
     """A line that shows the side at which prompts were cut, of the row that changed most there."""
     part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
     verb = "began with" if truncation == "start" else "ended in"
-    shown = {i: (rows[i]["prompt"][part], text.text[part]) for i, text in cut.items()}
+    shown = {i: (before[part], after[part]) for i, (before, after) in cut.items()}
     changed = [i for i, (before, after) in shown.items() if before != after]
     if not changed:
         return ""
@@ -291,67 +291,38 @@ def _before_and_after(rows: Sequence[Row], cut: Mapping[int, _Text], truncation:
 
 
 def tokenize_completions(
-    completions: Sequence[str], tokenizer: Any, stop_id: int, max_length: int
+    completions: Sequence[str], tokenizer: Any, stop_ids: Sequence[int], max_length: int
 ) -> list[_Text]:
-    """Completions that end in the first stop token they have, in an appended one, or cut short.
-
-    So does the last of several turns; of those before it all is there that the template writes.
-    """
-    stop_text = tokenizer.decode([stop_id])
+    """Completions that end in the first stop token they have, in an appended one, or cut short."""
     # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
     # would miss. Where the text is not that of the token (SentencePiece bytes), the ids decide.
-    if not stop_text or encode([stop_text], tokenizer) != [[stop_id]]:
-        stop_text = ""
-    texts = [text.parts[-1] if isinstance(text, Turns) else text for text in completions]
-    if stop_text:
-        texts = [text.split(stop_text, 1)[0] for text in texts]
+    ids_of_stops = {tokenizer.decode([stop_id]): stop_id for stop_id in stop_ids}
+    stops = [t for t, i in ids_of_stops.items() if t and encode([t], tokenizer) == [[i]]]
+    pattern = re.compile("(" + ("|".join(map(re.escape, stops)) or "(?!)") + ")")
+    split = [pattern.split(text, maxsplit=1) for text in completions]  # at the first stop's text
     result = []
-    for whole, text, ids in zip(completions, texts, encode(texts, tokenizer), strict=True):
-        if stop_id in ids:
-            ids = ids[: ids.index(stop_id)]
+    encoded = encode([text for text, *_ in split], tokenizer)
+    for (text, *stop), ids in zip(split, encoded, strict=True):
+        last = ids_of_stops[stop[0]] if stop else stop_ids[0]
+        if not set(stop_ids).isdisjoint(ids):
+            end = next(i for i, token in enumerate(ids) if token in stop_ids)
+            ids, last = ids[:end], ids[end]
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        ids = [*ids, stop_id]
-        if isinstance(whole, Turns):
-            result.append(_tokenize_turns(whole, ids, tokenizer, stop_text, max_length))
-        else:
-            result.append(_Text(text, ids[:max_length], len(ids) > max_length))
+        ids = [*ids, last]
+        result.append(_Text(text, ids[:max_length], len(ids) > max_length))
     return result
 
 
-def _tokenize_turns(
-    turns: Turns, last: list[int], tokenizer: Any, stop_text: str, max_length: int
-) -> _Text:
-    """A conversation behind its prompt, with the ids of its last turn: an answer ends as that does.
-
-    Its stop token is trained also where the template's {% generation %} leaves it out, and what
-    follows the stop token is read only. What follows the last trained id is left out.
-    """
-    parts: list[str] = []
-    for answer, read in zip(turns.parts[:-1:2], turns.parts[1::2], strict=True):
-        stop = (answer + read).find(stop_text, 0, len(answer + stop_text)) if stop_text else -1
-        end = len(answer) if stop < 0 else stop + len(stop_text)
-        parts += [(answer + read)[:end], (answer + read)[end:]]
-    ids: list[int] = []
-    ends = [0]
-    for own in [*encode(parts, tokenizer), last]:
-        ids += own
-        ends.append(len(ids))
-    found = list(zip(ends[::2], ends[1::2], strict=True))
-    trained = [[a, min(b, max_length)] for a, b in found if a < min(b, max_length)]
-    ids, is_cut = ids[: trained[-1][1] if trained else 0], len(ids) > max_length
-    return _Text(turns, ids, is_cut, False, trained, sum(a < b for a, b in found))
-
-
-def _drop_reason(prompt: _Text | None, completions: Sequence[_Text]) -> str:
+def _drop_reason(rendered: str, prompt: _Text | None, completions: Sequence[_Text]) -> str:
     """Why a row cannot be used, empty if it can."""
     if prompt is None:
         return "prompt over max_prompt_length"
+    if getattr(rendered, "is_partial", False):
+        return "answer left out in part by the chat template"
     if not prompt.text.strip():
         return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
-    if not all(completion.ids for completion in completions):
-        return "no answer within max_completion_length"
     if len(completions) == 2 and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""

@@ -55,7 +55,7 @@ def test_our_stages_see_every_text_whole(folder: Path, row: BenchRow):
         AutoTokenizer.from_pretrained(folder / "policy"),
         tiny.train_config(max_prompt_length=384, max_dropped_fraction=0.0),
         kind=row.kind,
-        stop_id=EOS_ID,
+        stop_ids=[EOS_ID],
         split="train",
     )
     lost = (report.num_prompts_truncated, report.num_completions_truncated, report.num_dropped)

@@ -325,7 +325,7 @@ def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_pa
 
 def test_text_is_left_as_it_is(tokenizer):
     row = {"prompt": "Why?", "completion": " Because."}
-    assert render(row, ["completion"], tokenizer) is row
+    assert render(row, ["completion"], tokenizer) == [row]
 
 
 @pytest.mark.parametrize(

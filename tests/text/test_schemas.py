@@ -38,6 +38,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "conversations": {"conversations": SHARE_GPT},
     "system beside": {"system": "Be brief.", "conversations": SHARE_GPT[1:]},
     "one system": {"system": "Be long.", "conversations": SHARE_GPT},
+    "system beside a prompt": {"system": "Be brief.", "prompt": ASKED, "completion": BLUE},
+    "system beside a pair": {
+        "system": "Be brief.",
+        "chosen": ASKED + BLUE,
+        "rejected": ASKED + GREEN,
+    },
+    "system beside text": {"system": "Be brief.", "prompt": "The sky is", "completion": " blue."},
     "mixed names": {"conversations": [*SHARE_GPT[:2], *BLUE]},
     "other roles": {"conversations": CALLS},
     "unknown role": {"conversations": [*SHARE_GPT, {"from": "moderator", "value": "Ok."}]},
@@ -91,9 +98,12 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
     "conversations": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "system beside": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "one system": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "system beside a prompt": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "system beside a pair": (CHOSEN, (BRIEF, "It is blue.", "It is green."), OF_PAIRS),
+    "system beside text": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
     "mixed names": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "other roles": (
-        (QUESTION, f"look(){CALLED}It is blue."),
+        (f"{QUESTION}look(){CALLED}", "It is blue."),
         NO_PAIR,
         (f"{QUESTION}look(){CALLED}",),
     ),
@@ -179,8 +189,11 @@ def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, sche
             read(tmp_path, tokenizer, kind, [ROWS[schema]])
         assert expected in str(caught.value)
         return
-    (example,) = read(tmp_path, tokenizer, kind, [ROWS[schema]])
+    *earlier, example = read(tmp_path, tokenizer, kind, [ROWS[schema]])
     assert texts(example, tokenizer) == (expected[0], *(text + END for text in expected[1:]))
+    if earlier:  # of a conversation's answers the last is written out above
+        assert [texts(e, tokenizer) for e in earlier] == [(QUESTION, "look()" + END)]
+    assert bool(earlier) == ((schema, kind) == ("other roles", "sft"))
 
 
 def test_texts_alone_begin_with_what_the_tokenizer_begins_with(tmp_path, tokenizer):

@@ -243,7 +243,7 @@ def test_whatever_changes_a_token_is_another_file(load, tmp_path, changes):
 
 
 def name_of(tokenizer: Any = None, **settings: Any) -> str:
-    settings = {"stop_id": 0, **settings}
+    settings = {"stop_ids": [0], **settings}
     file = token_cache.file_for("cache", tokenizer or tiny.tokenizer(), settings, lambda: "rows")
     assert file is not None
     return file.name
@@ -267,7 +267,7 @@ def test_a_template_names_a_file_unless_it_writes_the_date():
 
     assert name_of(with_template("a")) != name_of(with_template("b"))
     dated = with_template("{{ strftime_now('%d %b %Y') }}")
-    assert token_cache.file_for("cache", dated, {"stop_id": 0}, lambda: "rows") is None
+    assert token_cache.file_for("cache", dated, {"stop_ids": [0]}, lambda: "rows") is None
 
 
 def test_versions_and_code_name_a_file(monkeypatch, tmp_path):
