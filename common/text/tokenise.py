@@ -219,7 +219,7 @@ def _tokenize_prompts(
             continue
         if isinstance(prompt, Conversation):
             fits = len(ids) <= config.max_prompt_length
-            result.append(_Text(prompt, ids, False) if fits else None)
+            result.append(_Text(str(prompt), ids, False) if fits else None)
             continue
         prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
         if len(ids) <= room:

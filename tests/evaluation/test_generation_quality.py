@@ -178,7 +178,7 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = completions.reference_completions(judges, examples, STOP, LONGEST)
+    found = completions.reference_completions(judges, examples, [STOP], LONGEST)
     assert sorted(found) == [0, 1, 4]
     short, long, message = found.values()
     assert (short.completion, short.stopped) == (texts[0], True)
@@ -202,7 +202,7 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    found = completions.reference_completions(judges, examples, STOP, LONGEST)
+    found = completions.reference_completions(judges, examples, [STOP], LONGEST)
     assert len(found) == 2
     for own in found.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
