@@ -4,9 +4,9 @@ Rows with `chosen` and `rejected` are pairs, which have an accuracy; any with `p
 from. A data set may have either, or two be given.
 
 On pairs: preference accuracy on the whole split in fixed order, a tie counting one half. A reward
-model is judged by its reward; a policy by each of `--policy_scores`: its implicit reward beta
-log(pi / ref) (Rafailov et al. 2023, eq. 5; no beta > 0 changes the order), the ratio or the
-log-probability itself; the reference, whose implicit reward is 0 everywhere, by its
+model is judged by its reward; a policy by each of `--policy_scores`: the implicit reward of its run
+(beta log(pi / ref), Rafailov et al. 2023, eq. 5, or what its loss has in place of that), the ratio
+or the log-probability itself; the reference, whose implicit reward is 0 everywhere, by its
 log-probability. Of what every policy generates: rewards, KL(pi || ref), ROUGE, length, pass rates
 of a reward that is a check, and win rates by every judge. Every number has its 95% interval over
 prompts, and docs/evaluation.md says what it is.
@@ -41,6 +41,7 @@ from common.evaluation.completions import (
     reference_text,
 )
 from common.evaluation.config import EvaluateConfig, settle, split_of
+from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.pair_scores import PairScores
 from common.model import fsdp, load
 from common.record.folder import save_run_files
@@ -72,7 +73,9 @@ def main(config: EvaluateConfig) -> None:
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     for path in policies:
         pair_scores.refuse_other_tokenizer(path, tokenizer, config)
-    betas = {path: config.beta or pair_scores.run_beta(path) for path in policies}
+    rewards_of = {path: pair_scores.reward_of_run(path, config.beta) for path in policies}
+    if policies:
+        distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
     scorer = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
@@ -88,7 +91,8 @@ def main(config: EvaluateConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
     scorer.load(mesh)
     names = scorer.short
-    evaluated = (*scorer.reward_models, *(path for path in policies if path in config.policies))
+    first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
+    evaluated = dict.fromkeys([*first, *scorer.reward_models, *config.policies])
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
     for path, function in scorer.reward_models.items() if pairs else ():
         scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
@@ -106,14 +110,17 @@ def main(config: EvaluateConfig) -> None:
         if pairs:
             logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
             lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
+            reward, has_scale = rewards_of[path]
+            implicit = implicit_rewards(policy, reference, scored, reward, config, pad_id)
             read = pair_scores.policy_scores(
-                config.policy_scores, logps, ref_logps, lengths, betas[path]
+                config.policy_scores, logps, ref_logps, lengths, implicit
             )
             if path in config.policies:
-                table.add_policy(names[path], read, betas[path])
+                table.add_policy(names[path], read, has_scale=has_scale)
                 readings[path] = f"{names[path]} {next(iter(read))}"
             ref_logps = logps if reference is None else ref_logps
-        reference = reference or policy
+        if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
+            reference = policy
         write_parts(table, collect(prompts, generations), output_dir)
         if prompts:
             title = f"sampling from {names[path]}"
@@ -151,6 +158,38 @@ def main(config: EvaluateConfig) -> None:
         "win_rates": all_win_rates(answers),
     }
     show(results, config)
+
+
+def reference_note(policies: Sequence[str]) -> str:
+    """A line on what policies are compared with."""
+    if len(set(policies)) > 1:
+        return f"reference of KL and implicit rewards: {policies[0]}"
+    return (
+        f"no reference of {policies[0]} is known: it is judged by log-probability, without KL; "
+        "--ref_model_name_or_path names one."
+    )
+
+
+def implicit_rewards(
+    policy: Policy,
+    reference: Policy | None,
+    pairs: Sequence[Example],
+    reward: ImplicitReward,
+    config: EvaluateConfig,
+    pad_id: int,
+) -> Any:
+    """Rewards (N, 2) by which the policy's run judges pairs; None without a reference. Collective.
+
+    They are computed as in training, so that both say the same of the same pairs.
+    """
+    arguments = (pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+    ref_logps = None
+    if reward.needs_reference:
+        if reference is None:
+            return None
+        ref_logps = score.pair_logps(reference, *arguments)
+    logps = score.pair_logps(policy, *arguments)
+    return reward(logps, ref_logps, data.lengths(pairs)[:, 1:]).numpy()
 
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:
@@ -249,6 +288,7 @@ def describe(
         "name": scorer.short[path],
         "kind": "reward_model" if path in scorer.reward_models else "policy",
         "path": path,
+        "scored_by": reading.removeprefix(scorer.short[path]).replace("_", " ").strip() or "reward",
         "accuracy": None if scores is None else asdict(preference_accuracy(*scores.T)),
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),

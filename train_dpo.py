@@ -44,7 +44,7 @@ from common.evaluation import score
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
-from common.pairs.reference import ReferenceScores, load_reference, shorter_lengths
+from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run, find_checkpoint
 from common.scoring import Policy
 
@@ -68,7 +68,7 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = load_pairs(config, *rest, is_resumed=resume_from is not None)
     self_checks.stop_token_is_trained(train_set, stop_ids, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
-    shared_lengths = shorter_lengths(train_set)  # (rows,)
+    shared_lengths = score.shorter_lengths(train_set)  # (rows,)
     shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
@@ -96,7 +96,7 @@ def main(config: DPOConfig) -> None:
     def evaluate(step: int) -> None:
         if eval_set:
             accuracy, _ = score.preferences(
-                policy, eval_set, config, pad_id, reference.held_out, config.is_per_token
+                policy, eval_set, config, pad_id, config.implicit_reward, reference.held_out
             )
             run.logger.log(step, accuracy.metrics)
 
@@ -124,10 +124,8 @@ def main(config: DPOConfig) -> None:
             run.metrics.add("loss", loss * num_pairs, real.sum())
             run.metrics.add("chosen_logp", (sums[:, 0] * real).sum(), real.sum())
             run.metrics.add("rejected_logp", (sums[:, 1] * real).sum(), real.sum())
-            implicit_rewards = config.beta * (logps - ref_logps)  # (N, 2)
-            if config.is_per_token:
-                implicit_rewards = implicit_rewards / lengths
-            score.add_pair_metrics(run.metrics, implicit_rewards, real)
+            rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
+            score.add_pair_metrics(run.metrics, rewards, real)
         run.update(batches, (data.row_numbers(train_set, batch.places // 2) for batch in batches))
         run.end_step(evaluate, show_samples)
 

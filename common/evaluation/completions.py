@@ -144,7 +144,7 @@ def read(output_dir: Path) -> list[Answers]:
 
 def measure(
     policy: "Policy",
-    reference: "Policy",
+    reference: "Policy | None",
     judges: "RewardScorer",
     prompts: Sequence["Example"],
     rollouts: "Rollouts",
@@ -154,7 +154,8 @@ def measure(
     """A policy's own completions, N*K of N prompts, with all that is measured of them. Collective.
 
     The KL is log pi - log ref of completions drawn from pi, whose mean is unbiased at temperature 1
-    and not measured at any other. The entropy is that of pi at temperature 1 along them.
+    and not measured at any other, nor without a reference. The entropy is that of pi at temperature
+    1 along them.
     """
     from common.evaluation.score import score_examples
 
@@ -162,7 +163,7 @@ def measure(
     arguments = (rollouts.completed(prompts), config, pad_id, "scoring")
     own = score_examples(policy, *arguments, score=logp_and_entropy).flatten(0, 1)  # (N*K, 2)
     kl: list[float | None] = [None] * len(own)
-    if temperature == 1:
+    if temperature == 1 and reference is not None:
         ref_logps = own[:, 0]
         if reference is not policy:
             ref_logps = score_examples(reference, *arguments).flatten()  # (N*K,)

@@ -34,7 +34,9 @@ class EvaluateConfig(EngineConfig):
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
     reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
-    ref_model_name_or_path: str = path_flag("", "for implicit rewards (empty: first policy)")
+    ref_model_name_or_path: str = path_flag(
+        "", "of KL and implicit rewards (empty: first policy; of a single one, where it started)"
+    )
     score_pairs: bool = flag(True, "judge by the pairs of dataset_name, where it has any")
     policy_scores: list[str] = flag(
         ["implicit_reward"],
@@ -45,7 +47,7 @@ class EvaluateConfig(EngineConfig):
     )
     beta: float = flag(
         0.0,
-        "of implicit rewards, for their calibration (0: that of the run beside each policy)",
+        "of implicit rewards, for their calibration (0: that of the run that wrote each policy)",
         ge=0,
     )
     score_stop_token: bool = flag(
@@ -94,6 +96,8 @@ class EvaluateConfig(EngineConfig):
             raise self.refused("rollout_engine", "own without --policies that generate")
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
+        if len(self.policies) == 1 and not self.ref_model_name_or_path:
+            self.ref_model_name_or_path = pair_scores.reference_of_run(first)
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
         if self.policies:  # the reference is evaluated once, where it is one of them
             named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError, gist
+from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.intervals import Floats, Numbers, finite_vector
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ class PairScores:
         finite_vector(scores.ravel())
         (self.rewards if are_log_odds else self.scores)[name] = scores
 
-    def add_policy(self, name: str, read: Mapping[str, Floats], beta: float | None) -> None:
-        """Add a policy's scores as `policy_scores` gives them; beta tells the scale of one."""
+    def add_policy(self, name: str, read: Mapping[str, Floats], *, has_scale: bool) -> None:
+        """Add a policy's scores by `policy_scores`; whether implicit rewards have their scale."""
         for reading, scores in read.items():
-            is_known = reading == "implicit_reward" and beta is not None
-            self.add(f"{name} {reading}", scores, are_log_odds=is_known)
+            are_log_odds = reading == "implicit_reward" and has_scale
+            self.add(f"{name} {reading}", scores, are_log_odds=are_log_odds)
 
 
 def describe_pairs(
@@ -118,31 +119,30 @@ def policy_scores(
     logps: Floats,
     ref_logps: Floats | None,
     lengths: Numbers,
-    beta: float | None,
+    implicit_rewards: Floats | None,
 ) -> dict[str, Floats]:
-    """One policy read in several ways, from one forward pass.
+    """One policy read in several ways.
 
-    implicit_reward: beta log(pi / ref) (Rafailov et al. 2023, eq. 5), without a beta as log_ratio;
-    log_ratio: log(pi / ref); logp: log pi; `_per_token`: the same divided by the completion's
-    length (the reward of SimPO, Meng et al. 2024, eq. 4, is logp_per_token times beta).
+    implicit_reward: by which its loss judges (`losses.ImplicitReward`); log_ratio: log(pi / ref);
+    logp: log pi; `_per_token`: the same divided by the completion's length.
 
     Args:
         names: Some of `POLICY_SCORES`.
         logps: (N, 2) log-probabilities of the completions, nats.
-        ref_logps: The reference's; None for the reference itself, whose ratios are 0 everywhere:
-            it has logp in the place of them.
+        ref_logps: The reference's; None for the reference itself, whose ratios are 0 everywhere,
+            and where there is none: then logp takes the place of what needs them.
         lengths: (N, 2) tokens of the completions.
-        beta: Of the implicit reward, None where it is not known.
+        implicit_rewards: (N, 2), None where they need a reference and there is none.
     """
-    known = {"logp": logps, "logp_per_token": logps / lengths}
-    if ref_logps is None:
-        kept = [name for name in names if name not in RATIOS]
-        names = kept if kept == list(names) else ["logp", *kept]
-    else:
+    scores = {"logp": logps, "logp_per_token": logps / lengths}
+    if implicit_rewards is not None:
+        scores["implicit_reward"] = implicit_rewards
+    if ref_logps is not None:
         ratios = logps - ref_logps
-        known |= {"log_ratio": ratios, "log_ratio_per_token": ratios / lengths}
-        known["implicit_reward"] = (beta or 1.0) * ratios
-    return {name: known[name] for name in dict.fromkeys(names)}
+        scores |= {"log_ratio": ratios, "log_ratio_per_token": ratios / lengths}
+    possible = [name for name in names if name in scores]
+    names = possible if possible == list(names) else ["logp", *possible]
+    return {name: scores[name] for name in dict.fromkeys(names)}
 
 
 def baselines(
@@ -236,10 +236,33 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
     return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
 
 
-def run_beta(path: str) -> float | None:
-    """Beta in the config.yaml of the run that wrote a model, None where there is none.
+def reward_of_run(path: str, beta: float = 0.0) -> tuple[ImplicitReward, bool]:
+    """What the run that wrote a policy judges pairs by, and whether its scale is known.
 
-    Without one an implicit reward is known up to its scale.
+    Its config.yaml says so: without one it is log(pi / ref), up to its scale. A `beta` above 0
+    takes the place of the run's.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    settings = config_of_run(path)
+    beta = beta or settings.get("beta") or 0.0
+    names = ("loss_type", "reference_free", "ld_alpha")
+    is_dpo = all(name in settings for name in names)
+    options = {name: settings[name] for name in names} if is_dpo else {}
+    return ImplicitReward(beta=beta or 1.0, **options), beta > 0
+
+
+def reference_of_run(path: str) -> str:
+    """The reference, or else the start, of the run that wrote a policy; "" where none is there."""
+    settings = config_of_run(path)
+    paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))
+    reference = next((p for p in paths if p and p != path), "")
+    return reference if Path(reference).is_dir() and reference else ""
+
+
+def config_of_run(path: str) -> dict[str, Any]:
+    """The config.yaml of the run that wrote a model, empty where there is none.
 
     Raises:
         UserError: the file cannot be read.
@@ -248,10 +271,9 @@ def run_beta(path: str) -> float | None:
     from common.record.folder import read_config
 
     try:
-        beta = read_config(run_of(path)[0]).get("beta") if Path(path).is_dir() else None
+        return read_config(run_of(path)[0]) if Path(path).is_dir() else {}
     except ValueError as error:
-        raise UserError(f"{error}; give the --beta of implicit rewards.") from None
-    return float(beta) if isinstance(beta, int | float) and beta > 0 else None
+        raise UserError(f"{error}; it says by which reward the policy is judged.") from None
 
 
 def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example, Piece
-from common.losses import wins
+from common.evaluation.implicit_reward import ImplicitReward
+from common.losses import sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.scoring import sequence_scores
@@ -120,30 +122,64 @@ def mean_sft_loss(
     return float(-logp / num_tokens)
 
 
-def preferences(
-    model: nn.Module,
-    examples: Sequence[Example],
+def shorter_lengths(examples: Sequence[Example]) -> Tensor:
+    """Tokens of the shorter completion of each pair, (rows,) on the device."""
+    shorter: Tensor = data.lengths(examples)[:, 1:].amin(1)
+    return shorter.to(distributed.device())
+
+
+def tail_weighted_logps(
+    model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
+) -> Tensor:
+    """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
+    shared = shared_lengths[batch.places // 2]  # (B,)
+    token_logps = model(batch).token_logps  # (B, C)
+    return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+
+
+def pair_logps(
+    policy: nn.Module,
+    pairs: Sequence[Example],
     config: CommonConfig,
     pad_id: int,
-    ref_scores: Tensor | None = None,
-    per_token: bool = False,
+    title: str,
+    ld_alpha: float = 1.0,
+) -> Tensor:
+    """Log-probabilities (N, 2) of N pairs; tails count `ld_alpha`. Collective."""
+    if ld_alpha == 1:
+        return score_examples(policy, pairs, config, pad_id, title)
+    # Where tails begin depends on the other completion of the row, so no row is left out.
+    rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
+    weighted = partial(
+        tail_weighted_logps, shared_lengths=shorter_lengths(pairs), ld_alpha=ld_alpha
+    )
+    batches = data.micro_batches(pairs, rows, config, pad_id)
+    return score_batches(policy, batches, 2 * len(pairs), weighted).view(-1, 2)
+
+
+def preferences(
+    model: nn.Module,
+    pairs: Sequence[Example],
+    config: CommonConfig,
+    pad_id: int,
+    reward: ImplicitReward | None = None,
+    ref_logps: Tensor | None = None,
 ) -> tuple["PreferenceAccuracy", Tensor]:
     """How often a reward model, or a policy, scores the chosen completion higher. Collective.
 
-    With `ref_scores`, (N, 2) log-probabilities of the reference, a policy is judged by its implicit
-    reward beta log(pi/ref), whose order no beta > 0 changes (Rafailov et al. 2023, eq. 5);
-    `per_token` by the score divided by the completion's length, as SimPO's reward is.
+    A policy is judged by its implicit `reward`, with the reference's `pair_logps` (N, 2) if that
+    needs them.
 
     Returns:
         Accuracy with its interval, and the scores (N, 2).
     """
     from common.evaluation.intervals import preference_accuracy
 
-    scores = score_examples(model, examples, config, pad_id, "scoring pairs")  # (N, 2)
-    if ref_scores is not None:
-        scores = scores - ref_scores
-    if per_token:
-        scores = scores / data.lengths(examples)[:, 1:]
+    if reward is None:
+        scores = score_examples(model, pairs, config, pad_id, "scoring pairs")  # (N, 2)
+    else:
+        logps = pair_logps(model, pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+        scores = reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
     return preference_accuracy(scores[:, 0], scores[:, 1]), scores
 
 

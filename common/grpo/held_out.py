@@ -12,6 +12,7 @@ from common import distributed
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation import intervals, score
+from common.evaluation.implicit_reward import ImplicitReward
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
 from common.model import fsdp
@@ -68,8 +69,9 @@ class HeldOut:
         except EngineError as error:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
-            arguments = (self.config, self.sampler.tokenizer.pad_token_id, self.ref_logps)
-            metrics |= score.preferences(self.sampler.policy, self.pairs, *arguments)[0].metrics
+            arguments = (self.sampler.policy, self.pairs, self.config)
+            rest = (self.sampler.tokenizer.pad_token_id, ImplicitReward(), self.ref_logps)
+            metrics |= score.preferences(*arguments, *rest)[0].metrics
         return metrics
 
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:

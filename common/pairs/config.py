@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError
+from common.evaluation.implicit_reward import ImplicitReward
 from common.losses import (
     PER_TOKEN_LOSSES,
     PREFERENCE_LOSSES,
-    REFERENCE_FREE_LOSSES,
     SMOOTHED_LOSSES,
 )
 from common.sampling.engine_config import EngineConfig
@@ -113,14 +113,14 @@ class DPOConfig(TrainConfig, EngineConfig):
         ]
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether any loss compares with the reference."""
-        return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
+    def implicit_reward(self) -> ImplicitReward:
+        """What pairs are judged by."""
+        return ImplicitReward(self.loss_type, self.beta, self.reference_free, self.ld_alpha)
 
     @property
-    def is_per_token(self) -> bool:
-        """Whether implicit rewards are per token: then the losses are, and not only some."""
-        return set(self.loss_type) <= set(PER_TOKEN_LOSSES)
+    def needs_reference(self) -> bool:
+        """Whether any loss compares with the reference."""
+        return self.implicit_reward.needs_reference
 
 
 def refuse_losses(config: DPOConfig) -> None:

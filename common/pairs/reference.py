@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
 from common.data import Example
 from common.evaluation import score
-from common.losses import sequence_logps
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.record.folder import REFERENCE_LOGPS
@@ -37,7 +36,7 @@ class ReferenceScores:
         module: asked in training, None where all of its pairs were scored before.
         train: (rows, 2) float32 on the device, chosen first, where they were; tails count
             `ld_alpha`.
-        held_out: (rows, 2).
+        held_out: (rows, 2) float64 on the host; tails too.
         shown: of each token of the pairs in tables.
         first: (1, 2) of the first training pair, where every token counts 1.
     """
@@ -55,7 +54,9 @@ class ReferenceScores:
         if self.module is None:
             return torch.zeros(len(batch.places) // 2, 2, device=shared_lengths.device)
         with torch.no_grad():
-            return tail_weighted_logps(self.module, batch, shared_lengths, ld_alpha).view(-1, 2)
+            return score.tail_weighted_logps(self.module, batch, shared_lengths, ld_alpha).view(
+                -1, 2
+            )
 
 
 def load_reference(
@@ -95,7 +96,8 @@ def load_reference(
     found.first = score.score_examples(reference, train_set[:1], config, pad_id, "reference")
     found.shown = token_records.token_logps(reference, shown, config, pad_id)
     if eval_set:
-        held_out = partial(score.score_examples, reference, eval_set, config, pad_id, "reference")
+        arguments = (reference, eval_set, config, pad_id, "reference", config.ld_alpha)
+        held_out = partial(score.pair_logps, *arguments)
         found.held_out = kept_logps(config, "held_out", held_out, range(len(eval_set)), is_resumed)
     if config.precompute_ref_log_probs:
         train = partial(training_logps, reference, train_set, order, config, pad_id)
@@ -126,7 +128,9 @@ def training_logps(
         for batch in data.micro_batches(train_set, order.rows(step), config, pad_id)
     )
     score_batch = partial(
-        tail_weighted_logps, shared_lengths=shorter_lengths(train_set), ld_alpha=config.ld_alpha
+        score.tail_weighted_logps,
+        shared_lengths=score.shorter_lengths(train_set),
+        ld_alpha=config.ld_alpha,
     )
     logps = score.score_batches(reference, batches, 2 * len(train_set), score_batch).view(-1, 2)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
@@ -165,18 +169,3 @@ def kept_logps(
             f"{logps[broken[0]].tolist()}; they must be finite."
         )
     return logps
-
-
-def shorter_lengths(examples: Sequence[Example]) -> Tensor:
-    """Tokens of the shorter completion of each pair, (rows,) on the device."""
-    shorter: Tensor = data.lengths(examples)[:, 1:].amin(1)
-    return shorter.to(distributed.device())
-
-
-def tail_weighted_logps(
-    model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
-) -> Tensor:
-    """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
-    shared = shared_lengths[batch.places // 2]  # (B,)
-    token_logps = model(batch).token_logps  # (B, C)
-    return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)

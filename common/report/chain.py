@@ -46,9 +46,11 @@ def systems_table(results: Results) -> Table:
         if system.get("kind") == "reward_model" and not results["num_pairs"]:
             continue  # it judged, and was not judged
         rewards = system.get("rewards") or {}
+        accuracy = system.get("accuracy")
         row = {
             "stage": system["name"],
-            "accuracy % [95% CI]": interval_cell(system.get("accuracy"), 100, 1, "accuracy"),
+            "accuracy % [95% CI]": interval_cell(accuracy, 100, 1, "accuracy"),
+            "accuracy by": (accuracy and system.get("scored_by")) or NOT_MEASURED,
             "attainable": number_cell(results.get("attainable_accuracy"), 1, scale=100),
             "gold reward [95% CI]": interval_cell(system.get("gold_reward"), 1, 3),
             **{f"{name} [95% CI]": interval_cell(rewards.get(name), 1, 3) for name in functions},
@@ -121,7 +123,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
         systems_table(results),
         Picture(picture, "Held-out results and training curves."),
     ]
-    blocks = [Section("Systems", systems)]
+    blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
     if comparison := results.get("comparison"):
         accuracies: list[Block] = [*tables.comparison_sections(comparison)]
         calibration = output_dir / "plots" / "calibration.png"
@@ -133,7 +135,6 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs, records, colours)
-    blocks.append(Section("How to read this", [reading_notes(results)]))
     title = f"Results on {dataset_title(results['dataset'])}"
     return [*write_page(output_dir, title, blocks), picture]
 
@@ -144,9 +145,9 @@ def reading_notes(results: Results) -> str:
     ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in found.items() if accuracy]
     of_pairs = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
-        "higher: a reward model by its score, a policy by beta log(pi / ref), the reference "
-        "itself by its log-probability. A pair with equal scores counts one half. Ties: "
-        f"{', '.join(ties)}.",
+        "higher. The column `accuracy by` says by which score: implicit rewards and "
+        "log-probabilities are different quantities. A pair with equal scores counts one half. "
+        f"Ties: {', '.join(ties)}.",
         "Wilson's interval of an accuracy takes pairs as independent: where a prompt has several, "
         "the interval over prompts in the section on preference accuracy is the one that holds.",
     ]

@@ -139,7 +139,8 @@ QUALITY = {  # key in results.json: heading, scale, digits
 QUALITY_NOTES = [
     "Intervals are 95%, over prompts (rows with the same prompt are kept together).",
     "ROUGE is F1 with the row's own completion, times 100, words as in Google's rouge-score "
-    "without stemming. KL is log pi - log ref of the completion in nats, at temperature 1 only.",
+    "without stemming, which papers often do. KL is log pi - log ref of the completion in nats, at "
+    "temperature 1 only.",
     "Entropy is that of the next-token distribution at temperature 1 along the samples, nats per "
     "token. Length is in tokens with the stop token.",
     "Repeated is the share of a completion's 3-grams of words that it had before (seq-rep-3 of "

@@ -6,6 +6,7 @@ policies in every reading; the numbers of `results.json` follow from `scores.jso
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common import data, distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import comparison, pair_scores
+from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.pair_scores import BASELINES, PairScores
 from common.report import tables
 from common.rewards.models import model_function
@@ -57,7 +59,8 @@ def test_readings_of_a_policy_by_hand():
     logps, reference = np.array([[-4.0, -6.0]]), np.array([[-5.0, -3.0]])
     lengths = np.array([[2, 3]])
     names = pair_scores.POLICY_SCORES
-    read = pair_scores.policy_scores(names, logps, reference, lengths, 0.5)
+    implicit = np.array([[0.5, -1.5]])
+    read = pair_scores.policy_scores(names, logps, reference, lengths, implicit)
     assert {name: scores.tolist() for name, scores in read.items()} == {
         "implicit_reward": [[0.5, -1.5]],
         "log_ratio": [[1.0, -3.0]],
@@ -65,18 +68,18 @@ def test_readings_of_a_policy_by_hand():
         "logp": [[-4.0, -6.0]],
         "logp_per_token": [[-2.0, -2.0]],
     }
-    itself = pair_scores.policy_scores(names, logps, None, lengths, 0.5)
+    itself = pair_scores.policy_scores(names, logps, None, lengths, None)
     assert list(itself) == ["logp", "logp_per_token"]
     assert list(pair_scores.policy_scores(["log_ratio"], logps, None, lengths, None)) == ["logp"]
-    known_order = pair_scores.policy_scores(names[:1], logps, reference, lengths, None)
-    assert known_order["implicit_reward"].tolist() == [[1.0, -3.0]]
+    simpo = pair_scores.policy_scores(names[:1], logps, None, lengths, implicit)
+    assert list(simpo) == ["implicit_reward"]  # it needs no reference
 
 
 def test_only_rewards_of_known_scale_are_log_odds():
     table = PairScores([pair(0)])
     read = {"implicit_reward": np.zeros((1, 2)), "logp": np.zeros((1, 2))}
-    table.add_policy("dpo", read, 0.1)
-    table.add_policy("ppo", read, None)
+    table.add_policy("dpo", read, has_scale=True)
+    table.add_policy("ppo", read, has_scale=False)
     assert list(table.rewards) == ["dpo implicit_reward"]
     assert list(table.scores) == ["dpo logp", "ppo implicit_reward", "ppo logp"]
 
@@ -533,16 +536,36 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("beta: 0.3", 0.3), ("beta: 0", None), ("a: 1", None), ("[1]", None), ("beta: x", None)],
+    [
+        ("beta: 0.3", (ImplicitReward(beta=0.3), True)),
+        ("beta: 0", (ImplicitReward(), False)),
+        ("[1]", (ImplicitReward(), False)),
+        (
+            "{beta: 2, loss_type: [simpo], reference_free: false, ld_alpha: 0.5}",
+            (ImplicitReward(["simpo"], 2, False, 0.5), True),
+        ),
+    ],
 )
-def test_beta_is_that_of_the_run_beside_the_folder(tmp_path: Path, text: str, expected: Any):
-    (tmp_path / "model").mkdir()
-    assert pair_scores.run_beta(str(tmp_path / "model")) is None
+def test_a_policy_is_judged_by_the_reward_of_its_run(tmp_path: Path, text: str, expected: Any):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert pair_scores.reward_of_run(str(folder)) == (ImplicitReward(), False)
     (tmp_path / "config.yaml").write_text(text)
-    assert pair_scores.run_beta(str(tmp_path / "model")) == expected
+    assert pair_scores.reward_of_run(str(folder)) == expected
+    assert pair_scores.reward_of_run(str(folder), 7.0) == (replace(expected[0], beta=7.0), True)
     (tmp_path / "config.yaml").write_text("{")
-    with pytest.raises(UserError, match="give the --beta of implicit rewards"):
-        pair_scores.run_beta(str(tmp_path / "model"))
+    with pytest.raises(UserError, match="by which reward the policy is judged"):
+        pair_scores.reward_of_run(str(folder))
+
+
+def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
+    folder, start = tmp_path / "dpo" / "model", tmp_path / "sft"
+    folder.mkdir(parents=True)
+    assert pair_scores.reference_of_run(str(folder)) == ""
+    (tmp_path / "dpo" / "config.yaml").write_text(f"model_name_or_path: {start}")
+    assert pair_scores.reference_of_run(str(folder)) == ""  # it is not there any more
+    start.mkdir()
+    assert pair_scores.reference_of_run(str(folder)) == str(start)
 
 
 def test_a_reading_without_the_stop_token_leaves_it_out():

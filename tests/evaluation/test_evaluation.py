@@ -22,6 +22,7 @@ from common.checkpoint import export
 from common.data import Example, Piece
 from common.errors import UserError
 from common.evaluation import score as evaluation
+from common.evaluation.implicit_reward import ImplicitReward
 from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
@@ -174,12 +175,16 @@ def test_an_implicit_reward_is_the_gain_over_the_reference():
     policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (0, 1))
     config = tiny.train_config()
     ref_scores = score(reference, PAIRS)
-    accuracy, gains = evaluation.preferences(policy, PAIRS, config, PAD, ref_scores)
+    accuracy, gains = evaluation.preferences(
+        policy, PAIRS, config, PAD, ImplicitReward(), ref_scores
+    )
     expected = plain_scores(policy, PAIRS) - plain_scores(reference, PAIRS)
     torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
     wins = int((expected[:, 0] > expected[:, 1]).sum())
     assert accuracy.accuracy == pytest.approx(wins / 7)
-    itself, _ = evaluation.preferences(policy, PAIRS, config, PAD, score(policy, PAIRS))
+    itself, _ = evaluation.preferences(
+        policy, PAIRS, config, PAD, ImplicitReward(), score(policy, PAIRS)
+    )
     assert (itself.accuracy, itself.num_ties) == (0.5, 7)
 
 

@@ -17,15 +17,18 @@ import torch
 from ranks import launch, run_stages, untimed_lines
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import evaluate
 import train_dpo
 from common import losses
 from common.data import BatchOrder
 from common.errors import UserError
+from common.evaluation import score
+from common.evaluation.config import EvaluateConfig
 from common.model import load
 from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
-from common.report import plots
+from common.report import chain, plots
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
@@ -315,6 +318,33 @@ def test_a_filler_is_no_loss_where_its_row_was_not_scored(runs):
     assert runs.series(2, "uneven", "loss") == [pytest.approx(math.log(2), abs=1e-6)]
 
 
+# ---- one reward in training and evaluation -------------------------------------------------------
+
+JUDGED: dict[str, dict[str, Any]] = {
+    name: {"loss_type": [name]} for name in losses.PREFERENCE_LOSSES
+}
+JUDGED |= {"tails": {"ld_alpha": 0.25}, "free": {"reference_free": True}}
+JUDGED |= {"sum": {"loss_type": ["simpo", "sigmoid"]}}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("job", JUDGED)
+def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, monkeypatch):
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    monkeypatch.setattr(chain, "chain_report", lambda *_: [])
+    rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
+    flags = COMMON | rows | {"num_sample_prompts": 0, "output_dir": str(tmp_path / "dpo")}
+    flags |= {"model_name_or_path": str(runs.folder / "start"), "learning_rate": 3e-3}
+    train_dpo.main(DPOConfig(**flags | JUDGED[job]))
+    lines = read_jsonl(tmp_path / "dpo" / "metrics.jsonl")
+    (trained,) = (line["eval_accuracy"] for line in lines if "eval_accuracy" in line)
+    sizes = {name: flags[name] for name in ("max_prompt_length", "max_completion_length")}
+    policy = {"policies": [str(tmp_path / "dpo" / "model")], "num_prompts": 0}
+    evaluate.main(EvaluateConfig(**rows | sizes | policy, output_dir=str(tmp_path / "eval")))
+    (system,) = json.loads((tmp_path / "eval" / "results.json").read_text())["systems"]
+    assert system["accuracy"]["accuracy"] == pytest.approx(trained)
+
+
 # ---- the reference's log-probabilities -----------------------------------------------------------
 
 
@@ -329,8 +359,9 @@ def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16, 
     flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
     flags |= {"dataset_name": str(runs.folder / "train.jsonl")}
     train_dpo.main(DPOConfig(**flags))
-    losses = [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl") if "loss" in line]
-    assert losses == pytest.approx([math.log(2)] * 3, abs=1e-7)
+    lines = [line for line in read_jsonl(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert [line["loss"] for line in lines] == pytest.approx([math.log(2)] * 3, abs=1e-7)
+    assert [line["accuracy"] for line in lines] == [0.5] * 3  # every pair is a tie
 
 
 # ---- pairs from rollouts -------------------------------------------------------------------------
@@ -380,7 +411,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
-        patch.setattr(reference, "tail_weighted_logps", refuse)
+        patch.setattr(score, "tail_weighted_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines
@@ -461,8 +492,6 @@ def test_which_runs_need_a_reference():
     assert config(loss_type=["simpo", "ipo"]).needs_reference
     assert not config(loss_type=["simpo"]).needs_reference
     assert not config(reference_free=True).needs_reference
-    assert config(loss_type=["simpo", "ipo_mean"]).is_per_token
-    assert not config(loss_type=["simpo", "sigmoid"]).is_per_token
 
 
 def test_the_choices_are_the_losses():
