@@ -16,6 +16,7 @@ from common.errors import UserError, check_fields, values_of
 
 REPORT_TO = ("none", "wandb", "tensorboard")
 Idle = Sequence[tuple[Any, Sequence[str], str]]  # whether so, which flags, and where
+AUTO = "auto"
 NOTHING_FROZEN = "where no model is frozen, and with --cpu_offload, which moves all"
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
@@ -89,7 +90,9 @@ class CommonConfig:
     column_map: list[str] = flag(
         [], "other names for columns, as prompt=question; also in the run's further data sets"
     )
-    dataset_test_split: str = flag("validation", "split to evaluate on; empty: no evaluation")
+    dataset_test_split: str = flag(
+        AUTO, "split to evaluate on; auto: validation, else test, else none; empty: no evaluation"
+    )
     num_eval_rows: int = flag(0, "use the first rows only (0: all)")
     max_prompt_length: int = flag(512, "tokens; longer prompts are truncated", gt=0)
     max_completion_length: int = flag(56, "tokens, stop token included", gt=0)

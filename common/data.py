@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig
+from common.config import AUTO, CommonConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
@@ -36,8 +36,10 @@ def load_examples(
 
     `kind` is `sft`, `preference` or `prompts`. Collective.
     """
-    from common.text import tokenise
+    from common.text import rows, tokenise
 
+    if split == AUTO and dataset_name:
+        split = rows.test_split(config, dataset_name)
     if not dataset_name or not split:
         return []
     return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids, num_rows)
@@ -47,8 +49,10 @@ def load_splits(
     config: TrainConfig, kind: str, tokenizer: Any, stop_ids: Sequence[int]
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
-    train, test = config.dataset_train_split, config.dataset_test_split
+    from common.text import rows
+
     name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
+    train, test = config.dataset_train_split, rows.test_split(config, name)
     train_set = load_examples(config, name, train, *rest, num_rows=config.num_train_rows)
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
         from common.text import tokenise

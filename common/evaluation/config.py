@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from common.config import REPORT_TO, flag, free_flag, path_flag
+from common.config import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
 from common.sampling.engine_config import EngineConfig
@@ -29,7 +29,9 @@ class EvaluateConfig(EngineConfig):
         "num_sample_prompts",
     )
 
-    dataset_test_split: str = flag("validation", "the split to evaluate on", required=True)
+    dataset_test_split: str = flag(
+        AUTO, "the split to evaluate on; auto: validation, else test", required=True
+    )
 
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
@@ -142,6 +144,12 @@ def settle(config: EvaluateConfig) -> None:
 
 def split_of(name: str, config: EvaluateConfig) -> str:
     """The split to evaluate on: of a single file that file, unless the flag was typed."""
+    from common.text.rows import test_split
+
     path = Path(name).expanduser()
     is_own = path.is_file() and "dataset_test_split" not in config.typed
-    return path.name.split(".")[0] if is_own else config.dataset_test_split
+    if is_own:
+        return path.name.split(".")[0]
+    if split := test_split(config, name):
+        return split
+    raise UserError(f"{name} has no split to evaluate on; name one by --dataset_test_split.")

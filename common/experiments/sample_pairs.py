@@ -18,6 +18,7 @@ from common.model import load
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.record.folder import save_run_files
+from common.text.rows import test_split
 
 
 @dataclass
@@ -47,7 +48,7 @@ def main(config: PairsConfig) -> None:
     if distributed.is_rank0():
         save_run_files(Path(config.output_dir), config, distributed.world_size())
     splits = {
-        config.dataset_test_split: config.num_eval_rows,
+        test_split(config, config.dataset_name): config.num_eval_rows,
         config.dataset_train_split: config.num_train_rows,
     }
     for split, num_rows in splits.items():

@@ -1,8 +1,9 @@
-"""The Hugging Face hub: what may be there, and whether it answers, which is found out once."""
+"""Data sets of the library `datasets`: on the hub, if it answers, or in a `save_to_disk` folder."""
 
 import functools
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, gist
@@ -41,11 +42,32 @@ def is_reachable() -> bool:
     return not constants.HF_HUB_OFFLINE
 
 
+def part_of(split: str) -> tuple[str, slice]:
+    """The name of a split, and which of its rows are asked for."""
+    match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
+    if match is None:
+        return split, slice(None)
+    return match[1], slice(*(int(end) if end else None for end in match.groups()[1:]))
+
+
+def is_saved(folder: str | Path) -> bool:
+    """Whether `save_to_disk` has written a folder: of several splits, or of one, named `train`."""
+    return any(Path(folder, name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 @functools.lru_cache(1)
 def rows_of(name: str, split: str, config: str, revision: str) -> Any:
-    """A split of a hub data set, or one sentence quickly if it cannot be had."""
+    """A split of a saved or a hub data set, or one sentence quickly if it cannot be read."""
     import datasets
 
+    if is_saved(folder := os.path.expanduser(name)):
+        saved = datasets.load_from_disk(folder)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        base, rows = part_of(split)
+        if base not in splits:
+            raise UserError(f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}.")
+        data = splits[base]
+        return data if rows == slice(None) else data.select(range(len(data))[rows])
     is_reachable()
     try:
         return datasets.load_dataset(name, config or None, split=split, revision=revision or None)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from common import distributed
-from common.config import CommonConfig
+from common.config import AUTO, CommonConfig
 from common.errors import UserError, gist
 from common.text import checked_file, forms, hub
 from common.text.chat import content, is_messages
@@ -35,6 +35,7 @@ ARGUMENTS = (
     *("trainer_state", "log_extra", "log_metric"),
 )
 RECIPES = Path("assets/recipes")
+TEST_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 LIST = "list of messages, each with the texts 'role' and 'content'"
 
@@ -56,8 +57,8 @@ def load_rows(
     Args:
         dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet), which is the split
             `train`, or the one it is named after (`validation.jsonl`); a folder with a file, or
-            shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); else a
-            hub id.
+            shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); one
+            that `save_to_disk` has written; else a hub id.
         split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
             as in `datasets`: `train[160:320]`.
         kind: `sft` (prompt, completion; or messages, of which every answer is trained),
@@ -81,7 +82,7 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        name, part = _part_of(split)
+        name, part = hub.part_of(split)
         limit = part.stop or (num_rows and (part.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
     source, found = _read(dataset_name, split, dataset_config, dataset_revision, tell)
@@ -106,7 +107,7 @@ def _read(
     """What names a split, and its rows as they are."""
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if files := data_files(dataset_name, split):
-        part = _part_of(split)[1]
+        part = hub.part_of(split)[1]
         every = (row for file in files for row in _read_file(file))
         name = os.fspath(files[0]) if len(files) == 1 else source
         return name, islice(every, part.start, part.stop)
@@ -114,6 +115,33 @@ def _read(
     if commit := hub.commit_of(data):
         tell(f"{source} is of commit {commit}")
     return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
+
+
+def test_split(config: CommonConfig, dataset_name: str) -> str:
+    """The split to evaluate on; "", with a printed line, where `auto` finds none.
+
+    Raises:
+        UserError: `dataset_test_split` names another one, which is not there.
+    """
+    split, revision = config.dataset_test_split, options(config, dataset_name)
+    source = (revision["dataset_config"], revision["dataset_revision"])
+    if not split or dataset_name == "synthetic":
+        return "validation" if split == AUTO else split
+    if split != AUTO:
+        _read(dataset_name, split, *source)
+        return split
+    path = Path(os.path.expanduser(dataset_name))
+    for name in TEST_SPLITS if not path.is_file() else ():
+        if path.is_dir() and not hub.is_saved(path):
+            if any(re.split(r"[.-]", file.name)[0] == name for file in _files_in(path)):
+                return name
+            continue
+        with contextlib.suppress(UserError):  # reading the split `train` repeats what else it says
+            hub.rows_of(dataset_name, name, *source)
+            return name
+    tried = " or ".join(TEST_SPLITS)
+    distributed.print_rank0(f"{dataset_name} has no split {tried}: trained without evaluation")
+    return ""
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:
@@ -196,18 +224,12 @@ def row_source(row: Row) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def _part_of(split: str) -> tuple[str, slice]:
-    """The name of a split, and which of its rows are asked for."""
-    match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
-    if match is None:
-        return split, slice(None)
-    return match[1], slice(*(int(end) if end else None for end in match.groups()[1:]))
-
-
 def data_files(dataset_name: str, split: str) -> list[Path]:
-    """The files of one split; none of what must be a hub id."""
-    split, _ = _part_of(split)
+    """The files of one split; none of a folder of `save_to_disk` and of what must be a hub id."""
+    split, _ = hub.part_of(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
+    if hub.is_saved(path):
+        return []
     if path.is_dir():
         return _split_files(path, split)
     is_named = path.name.endswith(SUFFIXES)
@@ -217,8 +239,8 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
         if split not in ("train", path.name.split(".")[0]):
             raise UserError(
                 f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', "
-                f"not {split!r}; put {split}.jsonl beside train.jsonl in a folder, name another "
-                "split, or in training, have none: --dataset_test_split ''."
+                f"not {split!r}; put {split}.jsonl next to train.jsonl in a folder, or leave "
+                "--dataset_test_split out."
             )
         return [path]
     how = _how_it_is_made(dataset_name)
@@ -241,18 +263,23 @@ def _how_it_is_made(name: str) -> str:
     return ""
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """The file or the shards of one split, in order."""
-    found = sorted(
+def _files_in(folder: Path) -> list[Path]:
+    """All data files of a folder, in order."""
+    return sorted(
         file
         for part in (folder, folder / "data")
         if part.is_dir()
         for file in part.iterdir()
         if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
     )
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The file or the shards of one split, in order."""
+    files = _files_in(folder)
     name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
-    matches = {file: match for file in found if (match := name.fullmatch(file.name))}
-    there = ", ".join(os.fspath(file.relative_to(folder)) for file in found) or "no data files"
+    matches = {file: match for file in files if (match := name.fullmatch(file.name))}
+    there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
     if not matches:
         raise UserError(
             f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tiny
 
@@ -100,10 +101,54 @@ def test_a_single_file_is_the_train_split_or_the_one_it_is_named_after(tmp_path)
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
     message = refusal(file, "validation")
     assert "is a single file" in message
-    assert "in training, have none: --dataset_test_split ''" in message  # evaluate.py needs one
+    assert "or leave --dataset_test_split out" in message
     named = str(write_jsonl(tmp_path / "validation.jsonl.gz", SFT))
     assert load_rows(named, "validation", kind="sft") == SFT
     assert load_rows(named, "train", kind="sft") == SFT
+
+
+def write_splits(folder: Path, *names: str) -> str:
+    folder.mkdir()
+    for name in names:
+        write_jsonl(folder / f"{name}.jsonl", SFT)
+    return str(folder)
+
+
+def save_to_disk(folder: Path, *names: str) -> str:
+    one = datasets.Dataset.from_list(SFT)
+    saved = datasets.DatasetDict(dict.fromkeys(names, one)) if names else one
+    saved.save_to_disk(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("write", [write_splits, save_to_disk])
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("train", "test", "validation"), "validation"),
+        (("train", "test"), "test"),
+        (("train",), ""),
+    ],
+)
+def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, capsys, write, names, expected):
+    folder = write(tmp_path / "rows", *names)
+    config = tiny.train_config(dataset_name=folder)
+    assert rows_module.test_split(config, folder) == expected
+    note = "has no split validation or test: trained without evaluation"
+    assert (note in capsys.readouterr().out) is not bool(expected)
+    for split in names:
+        assert load_rows(folder, split, kind="sft") == SFT
+    named = tiny.train_config(dataset_name=folder, dataset_test_split="nope")
+    with pytest.raises(UserError, match="'nope'"):
+        rows_module.test_split(named, folder)
+
+
+def test_a_single_file_is_trained_on_without_evaluation(tmp_path):
+    file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
+    assert rows_module.test_split(tiny.train_config(dataset_name=file), file) == ""
+    saved = save_to_disk(tmp_path / "saved")  # of one split
+    assert rows_module.test_split(tiny.train_config(dataset_name=saved), saved) == ""
+    assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
 
 
 def test_num_rows_takes_the_first(tmp_path):
