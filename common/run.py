@@ -163,6 +163,7 @@ class Run:
         """
         from common.checkpoint import card, export, push
         from common.exits import signals
+        from common.record.folder import mark_finished
         from common.report import plots
 
         saver, step, folder = self.saver, self.total_steps, self.saver.output_dir / "model"
@@ -203,6 +204,10 @@ class Run:
         self.logger.close()
         plots.plot_run(saver.output_dir)
         push.push(saver.output_dir, self.config)
+        if distributed.is_rank0():
+            mark_finished(saver.output_dir)
+        curves = saver.output_dir / "plots" / "curves.png"
+        distributed.print_rank0(f"model: {folder}  curves: {curves}")
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -9,6 +9,7 @@ from common import distributed
 from common.checkpoint import files
 from common.config import MODELS, TrainConfig
 from common.errors import UserError
+from common.exits import signals
 from common.record.folder import ENVIRONMENT, read_config
 
 
@@ -18,6 +19,7 @@ def find(config: TrainConfig) -> Path | None:
     A damaged one is named, and the one before it taken. What is there is rank 0's to say.
 
     Raises:
+        Stopped: this very run is finished, so that a chain of commands can be repeated.
         UserError: the folder that was named is no whole checkpoint, all of them are damaged,
             `auto` finds one of a run with another config, or there is none and `output_dir` has a
             model of another config, or of another stage.
@@ -25,6 +27,7 @@ def find(config: TrainConfig) -> Path | None:
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
+    leave_finished(config)
     own: list[Path] = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
     if wanted not in ("auto", "latest"):
         if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(own, config):
@@ -74,6 +77,32 @@ def refuse_other_stage(config: TrainConfig) -> None:
 def has_model(output_dir: Path) -> bool:
     """Whether it has a finished model; a folder that waits for one is empty."""
     return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
+
+
+def leave_finished(config: TrainConfig) -> None:
+    """Raise Stopped if this very run is finished, and `auto` goes on with it. Collective."""
+    if distributed.from_rank0(config.resume_from_checkpoint == "auto" and is_finished(config)):
+        raise signals.Stopped(
+            f"finished before: {config.output_dir}/model; --resume_from_checkpoint none trains it "
+            "again."
+        )
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether a run of the same config has ended here, and its models are not newer than that."""
+    output_dir = Path(config.output_dir)
+    try:
+        environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
+    except ValueError:
+        return False
+    if not (has_model(output_dir) and environment.get("finished")):
+        return False
+    ended = (output_dir / ENVIRONMENT).stat().st_mtime
+    paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
+    paths += getattr(config, "reward_funcs", [])
+    read = [file for path in paths if (file := Path(path or ".") / "config.json").is_file()]
+    is_newer = any(file.stat().st_mtime > ended for file in read)
+    return not is_newer and not changed_fields(saved, config)
 
 
 def of_other_model(config: TrainConfig) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from common.config import MODELS
 from common.errors import UserError, gist, refuse_forbidden
-from common.record.jsonl import read_jsonl
+from common.record.jsonl import read_jsonl, write_atomically
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
@@ -81,6 +81,12 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     except OSError as error:
         reason = error.strerror or gist(error)
         raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
+
+
+def mark_finished(output_dir: Path) -> None:
+    """Write into `environment.json` that the run came to its end. Rank 0 only."""
+    environment = read_config(output_dir, ENVIRONMENT) | {"finished": True}
+    write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
 
 
 def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:

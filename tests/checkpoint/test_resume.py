@@ -16,14 +16,17 @@ import torch
 from ranks import launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
+import train_sft
 from common import distributed
 from common.checkpoint import export, plain, resume
 from common.checkpoint import files as checkpoint_files
 from common.errors import UserError
+from common.exits import signals
 from common.model import fsdp, load, optim
 from common.record import folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
+from common.report import plots
 from common.scoring import Policy
 from train_sft import SFTConfig
 
@@ -237,3 +240,27 @@ def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) > 20
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys, monkeypatch):
+    """Unless it is to be trained again, or what it starts from is newer."""
+    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+    tiny.causal_lm("gpt2", is_plain=True, vocab_size=300).save_pretrained(tmp_path / "start")
+    tiny.tokenizer().save_pretrained(tmp_path / "start")
+    flags = {"model_name_or_path": str(tmp_path / "start"), "output_dir": str(tmp_path / "run")}
+    flags |= {"max_prompt_length": 64, "max_completion_length": 16, "require_stop_token": False}
+    flags |= {"num_train_rows": 8, "num_eval_rows": 2, "max_steps": 1, "batch_size": 2}
+    train_sft.main(SFTConfig(**flags))
+    assert f"model: {tmp_path}/run/model  curves: {tmp_path}/run/plots" in capsys.readouterr().out
+    weights = tmp_path / "run" / "model" / "model.safetensors"
+    made = weights.stat().st_mtime_ns
+    with pytest.raises(signals.Stopped, match="finished before: .* none trains it again"):
+        train_sft.main(SFTConfig(**flags))
+    assert weights.stat().st_mtime_ns == made
+    train_sft.main(SFTConfig(**flags, resume_from_checkpoint="none"))
+    assert weights.stat().st_mtime_ns > made
+    made = weights.stat().st_mtime_ns
+    (tmp_path / "start" / "config.json").touch()
+    train_sft.main(SFTConfig(**flags))
+    assert weights.stat().st_mtime_ns > made
