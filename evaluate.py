@@ -41,8 +41,8 @@ from common.evaluation.completions import (
     reference_text,
 )
 from common.evaluation.config import EvaluateConfig, settle, split_of
-from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.pair_scores import PairScores
+from common.evaluation.score import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.sampling.sampler import Rollouts

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError, gist
-from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.intervals import Floats, Numbers, finite_vector
 
 if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
+    from common.evaluation.score import ImplicitReward
     from common.rewards.models import EncoderFunction, RewardModelFunction
 
 IDENTITY = ("dataset", "split", "row")
@@ -236,7 +236,7 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
     return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
 
 
-def reward_of_run(path: str, beta: float = 0.0) -> tuple[ImplicitReward, bool]:
+def reward_of_run(path: str, beta: float = 0.0) -> tuple["ImplicitReward", bool]:
     """What the run that wrote a policy judges pairs by, and whether its scale is known.
 
     Its config.yaml says so: without one it is log(pi / ref), up to its scale. A `beta` above 0
@@ -245,6 +245,8 @@ def reward_of_run(path: str, beta: float = 0.0) -> tuple[ImplicitReward, bool]:
     Raises:
         UserError: the file cannot be read.
     """
+    from common.evaluation.score import ImplicitReward
+
     settings = config_of_run(path)
     beta = beta or settings.get("beta") or 0.0
     names = ("loss_type", "reference_free", "ld_alpha")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example, Piece
-from common.evaluation.implicit_reward import ImplicitReward
-from common.losses import sequence_logps, wins
+from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.scoring import sequence_scores
@@ -135,6 +135,39 @@ def tail_weighted_logps(
     shared = shared_lengths[batch.places // 2]  # (B,)
     token_logps = model(batch).token_logps  # (B, C)
     return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
+
+
+@dataclass(frozen=True)
+class ImplicitReward:
+    """The reward by which a run's preference loss judges a completion; its flags decide.
+
+    beta (log pi - log ref) (Rafailov et al. 2023, eq. 5); per token with `PER_TOKEN_LOSSES`, and
+    without log ref with `REFERENCE_FREE_LOSSES` (SimPO, Meng et al. 2024, eq. 4). Of a sum of
+    losses: with the reference if one of them has it, per token if all are.
+
+    Attributes:
+        loss_type: One or several of `PREFERENCE_LOSSES`.
+        beta: Its scale.
+        reference_free: Every completion is as likely in the reference.
+        ld_alpha: What tokens beyond the shorter completion's length count in the log-probs.
+    """
+
+    loss_type: Sequence[str] = ("sigmoid",)
+    beta: float = 1.0
+    reference_free: bool = False
+    ld_alpha: float = 1.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any loss compares with the reference."""
+        return not self.reference_free and not set(self.loss_type) <= set(REFERENCE_FREE_LOSSES)
+
+    def __call__(self, logps: Tensor, ref_logps: Tensor | None, lengths: Tensor) -> Tensor:
+        """Rewards (N, 2) by `sequence_logps` (N, 2) and lengths (N, 2) in tokens."""
+        if self.needs_reference and ref_logps is not None:
+            logps = logps - ref_logps
+        is_per_token = set(self.loss_type) <= set(PER_TOKEN_LOSSES)
+        return self.beta * (logps / lengths if is_per_token else logps)
 
 
 def pair_logps(

@@ -12,7 +12,6 @@ from common import distributed
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation import intervals, score
-from common.evaluation.implicit_reward import ImplicitReward
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
 from common.model import fsdp
@@ -70,7 +69,7 @@ class HeldOut:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
             arguments = (self.sampler.policy, self.pairs, self.config)
-            rest = (self.sampler.tokenizer.pad_token_id, ImplicitReward(), self.ref_logps)
+            rest = (self.sampler.tokenizer.pad_token_id, score.ImplicitReward(), self.ref_logps)
             metrics |= score.preferences(*arguments, *rest)[0].metrics
         return metrics
 

@@ -18,10 +18,7 @@ from common.data import Example
 from common.evaluation import score
 from common.model import fsdp, load
 from common.padding import AnyBatch
-from common.record.folder import REFERENCE_LOGPS
-from common.record.jsonl import replacing
 from common.scoring import Policy
-from common.text.data_report import progress
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -121,6 +118,8 @@ def training_logps(
     They are scored in the micro-batches of the first epoch: a policy that equals the reference gets
     the same numbers there, rounding included, and the DPO loss starts at ln 2.
     """
+    from common.text.data_report import progress
+
     steps = range(min(order.total_steps(config), order.steps_per_epoch))
     batches = (
         batch
@@ -150,6 +149,9 @@ def kept_logps(
     Raises:
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.
     """
+    from common.record.folder import REFERENCE_LOGPS
+    from common.record.jsonl import replacing
+
     file = Path(config.output_dir) / REFERENCE_LOGPS.format(name)
     is_kept = is_resumed and distributed.is_rank0() and file.exists()
     logps: Tensor | None = distributed.from_rank0(

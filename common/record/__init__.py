@@ -1,6 +1,5 @@
 """What a run records and shows while it runs.
 
 Face: glossary (every metric), metrics (Accumulator), logger, terminal, jsonl,
-folder (what a run writes where), tracking (wandb, tensorboard), profile, output_lock; watch is a
-command.
+folder (what a run writes where), tracking (wandb, tensorboard), profile, output_lock.
 """

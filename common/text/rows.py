@@ -2,7 +2,6 @@
 
 import contextlib
 import gzip
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 from common import distributed
 from common.config import AUTO, CommonConfig
 from common.errors import UserError, gist
-from common.text import checked_file, forms, hub
+from common.text import forms, hub
 from common.text.chat import content, is_messages
 from common.text.data_report import progress
 from common.text.forms import Row
@@ -176,28 +175,6 @@ def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
     }
 
 
-def identity(
-    dataset_name: str,
-    split: str,
-    dataset_config: str = "",
-    dataset_revision: str = "",
-    **_: Any,
-) -> str:
-    """What tells the content of a split from another: a digest of its files, or the hub's name."""
-    if dataset_name == "synthetic":
-        return dataset_name
-    files = data_files(dataset_name, split)
-    if not files:
-        return str(hub.rows_of(dataset_name, split, dataset_config, dataset_revision)._fingerprint)
-    digest = hashlib.sha256()
-    for file in files:
-        with _readable(file), file.open("rb") as stream:
-            digest.update(f"{file.name} {file.stat().st_size} ".encode())
-            for part in checked_file.pieces(stream):
-                digest.update(part)
-    return digest.hexdigest()
-
-
 def row_source(row: Row) -> str:
     """Where a row comes from, so that accuracies can be reported apart.
 
@@ -295,7 +272,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Make a UserError that names the file of whatever is raised where it cannot be read."""
     try:
         yield
@@ -309,7 +286,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _read_file(path: Path) -> Iterator[Row]:
     """Rows of one local file; a UserError names the file, and the line where one is at fault."""
-    with _readable(path):
+    with readable(path):
         if path.suffix == ".parquet":
             import pyarrow.parquet  # type: ignore[import-untyped]
 

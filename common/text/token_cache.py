@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from common.errors import gist
-from common.text import checked_file
+from common.text import checked_file, hub
 from common.text.example import Example
+from common.text.rows import data_files, readable
 from common.text.truncate import leading_ids
 
 MIN_ROWS = 1000  # fewer are tokenised before a file of them is found and checked
@@ -63,6 +64,28 @@ class Stored(Sequence[Example]):
         row, prompt, *rest = json.loads(self.texts[start:end].tobytes())
         prompt_ids, *completions = (self.ids[a:b].tolist() for a, b in pairwise(self.ends[index]))
         return Example(row, prompt, prompt_ids, completions, *rest)
+
+
+def identity(
+    dataset_name: str,
+    split: str,
+    dataset_config: str = "",
+    dataset_revision: str = "",
+    **_: Any,
+) -> str:
+    """What identifies the content of a split: a digest of its files, or the hub's fingerprint."""
+    if dataset_name == "synthetic":
+        return dataset_name
+    files = data_files(dataset_name, split)
+    if not files:
+        return str(hub.rows_of(dataset_name, split, dataset_config, dataset_revision)._fingerprint)
+    digest = hashlib.sha256()
+    for file in files:
+        with readable(file), file.open("rb") as stream:
+            digest.update(f"{file.name} {file.stat().st_size} ".encode())
+            for part in checked_file.pieces(stream):
+                digest.update(part)
+    return digest.hexdigest()
 
 
 def file_for(

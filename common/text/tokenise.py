@@ -23,7 +23,6 @@ from common.text.forms import Opening, Row
 from common.text.rows import (
     COMPLETION_COLUMNS,
     data_files,
-    identity,
     load_rows,
     options,
     row_source,
@@ -71,7 +70,7 @@ def load(
     how = options(config, dataset_name)
     settings = {name: getattr(config, name) for name in SETTINGS}
     settings |= {"data": [dataset_name, split, kind, num_rows], "stop_ids": list(stop_ids)}
-    of_data = partial(identity, dataset_name, split, **how)
+    of_data = partial(token_cache.identity, dataset_name, split, **how)
     file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
     with distributed.host_first():
         stored = token_cache.read(file)

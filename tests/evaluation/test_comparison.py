@@ -29,8 +29,8 @@ from common import data, distributed
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import comparison, pair_scores
-from common.evaluation.implicit_reward import ImplicitReward
 from common.evaluation.pair_scores import BASELINES, PairScores
+from common.evaluation.score import ImplicitReward
 from common.report import tables
 from common.rewards.models import model_function
 from common.text import synthetic

@@ -22,7 +22,7 @@ from common.checkpoint import export
 from common.data import Example, Piece
 from common.errors import UserError
 from common.evaluation import score as evaluation
-from common.evaluation.implicit_reward import ImplicitReward
+from common.evaluation.score import ImplicitReward
 from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator

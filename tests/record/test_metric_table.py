@@ -13,7 +13,7 @@ from common.record.jsonl import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "metrics.md"
-IDENTITY = {"name", "kind", "path"}  # of a system: what it is, not what it measured
+IDENTITY = {"name", "kind", "path", "scored_by"}  # of a system: what it is, not what it measured
 ENDS = {"low", "high", "a", "b", "judge", "first", "second"}  # of intervals and of comparisons
 
 

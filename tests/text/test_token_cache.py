@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 
 from common.data import Example, load_examples
 from common.errors import UserError
-from common.text import checked_file, rows, token_cache, tokenise
+from common.text import checked_file, token_cache, tokenise
 from common.text.data_report import DataReport
 
 EOS = "<|endoftext|>"
@@ -255,7 +255,7 @@ def test_data_sets_are_told_apart_by_their_bytes_and_by_where_a_file_ends(tmp_pa
         folder.mkdir()
         for number, text in enumerate(shards):
             (folder / f"train-{number}-of-{len(shards)}.jsonl").write_text(text)
-        return rows.identity(str(folder), "train", None)
+        return token_cache.identity(str(folder), "train", None)
 
     shards = [("ab", "c"), ("a", "bc"), ("abc", ""), ("abc",), ("abd",)]
     assert len({identity_of(*texts) for texts in shards}) == len(shards)
