@@ -53,6 +53,9 @@ def load_splits(
 
     name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
     train, test = config.dataset_train_split, rows.test_split(config, name)
+    if config.dataset_test_split == AUTO and not test:
+        tried = " or ".join(rows.TEST_SPLITS)
+        distributed.print_rank0(f"{name} has no split {tried}: trained without evaluation")
     train_set = load_examples(config, name, train, *rest, num_rows=config.num_train_rows)
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
         from common.text import tokenise

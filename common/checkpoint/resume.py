@@ -80,8 +80,9 @@ def has_model(output_dir: Path) -> bool:
 
 
 def leave_finished(config: TrainConfig) -> None:
-    """Raise Stopped if this very run is finished, and `auto` goes on with it. Collective."""
-    if distributed.from_rank0(config.resume_from_checkpoint == "auto" and is_finished(config)):
+    """Raise Stopped if this very run is finished, and would be gone on with. Collective."""
+    goes_on = config.resume_from_checkpoint in ("auto", "latest")
+    if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
         raise signals.Stopped(
             f"finished before: {config.output_dir}/model; --resume_from_checkpoint none trains it "
             "again."
@@ -101,8 +102,11 @@ def is_finished(config: TrainConfig) -> bool:
     paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
     paths += getattr(config, "reward_funcs", [])
     read = [file for path in paths if (file := Path(path or ".") / "config.json").is_file()]
-    is_newer = any(file.stat().st_mtime > ended for file in read)
-    return not is_newer and not changed_fields(saved, config)
+    for file in read:
+        if file.stat().st_mtime > ended:
+            print(f"{output_dir}/model is trained again: {file.parent} is newer", flush=True)
+            return False
+    return not changed_fields(saved, config)
 
 
 def of_other_model(config: TrainConfig) -> list[str]:

@@ -35,8 +35,6 @@ class PairsConfig(DPOConfig):
         """Refuse values that make no pairs."""
         self.pairs_from = "rollouts"
         super().__post_init__()
-        if not self.dataset_test_split:
-            raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
 
 
 def main(config: PairsConfig) -> None:
@@ -47,8 +45,11 @@ def main(config: PairsConfig) -> None:
     stop_ids = load.stop_token_ids(tokenizer, config, [path])
     if distributed.is_rank0():
         save_run_files(Path(config.output_dir), config, distributed.world_size())
+    held_out = test_split(config, config.dataset_name)
+    if not held_out:
+        raise UserError("--dataset_test_split is required: pairs to evaluate on are made too.")
     splits = {
-        test_split(config, config.dataset_name): config.num_eval_rows,
+        held_out: config.num_eval_rows,
         config.dataset_train_split: config.num_train_rows,
     }
     for split, num_rows in splits.items():

@@ -117,10 +117,10 @@ def _read(
 
 
 def test_split(config: CommonConfig, dataset_name: str) -> str:
-    """The split to evaluate on; "", with a printed line, where `auto` finds none.
+    """The split to evaluate on; "" where `auto` finds none.
 
     Raises:
-        UserError: `dataset_test_split` names another one, which is not there.
+        UserError: `dataset_test_split` names one that is not there, or nothing is there.
     """
     split, revision = config.dataset_test_split, options(config, dataset_name)
     source = (revision["dataset_config"], revision["dataset_revision"])
@@ -130,6 +130,8 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
         _read(dataset_name, split, *source)
         return split
     path = Path(os.path.expanduser(dataset_name))
+    if not path.exists():
+        data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
     for name in TEST_SPLITS if not path.is_file() else ():
         if path.is_dir() and not hub.is_saved(path):
             if any(re.split(r"[.-]", file.name)[0] == name for file in _files_in(path)):
@@ -138,8 +140,6 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
         with contextlib.suppress(UserError):  # reading the split `train` repeats what else it says
             hub.rows_of(dataset_name, name, *source)
             return name
-    tried = " or ".join(TEST_SPLITS)
-    distributed.print_rank0(f"{dataset_name} has no split {tried}: trained without evaluation")
     return ""
 
 

@@ -14,7 +14,7 @@ import datasets
 import pytest
 import tiny
 
-from common.data import load_examples
+from common.data import load_examples, load_splits
 from common.errors import UserError
 from common.record.folder import ENVIRONMENT, read_config, save_run_files
 from common.text import hub
@@ -130,12 +130,10 @@ def save_to_disk(folder: Path, *names: str) -> str:
         (("train",), ""),
     ],
 )
-def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, capsys, write, names, expected):
+def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):
     folder = write(tmp_path / "rows", *names)
     config = tiny.train_config(dataset_name=folder)
     assert rows_module.test_split(config, folder) == expected
-    note = "has no split validation or test: trained without evaluation"
-    assert (note in capsys.readouterr().out) is not bool(expected)
     for split in names:
         assert load_rows(folder, split, kind="sft") == SFT
     named = tiny.train_config(dataset_name=folder, dataset_test_split="nope")
@@ -143,12 +141,20 @@ def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, capsys, write, name
         rows_module.test_split(named, folder)
 
 
-def test_a_single_file_is_trained_on_without_evaluation(tmp_path):
+def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
     assert rows_module.test_split(tiny.train_config(dataset_name=file), file) == ""
+    config = tiny.train_config(dataset_name=file)
+    train, test = load_splits(config, "sft", tiny.tokenizer(), [0])
+    assert (len(train), len(test)) == (len(SFT), 0)
+    note = f"{file} has no split validation or test: trained without evaluation"
+    assert note in capsys.readouterr().out
     saved = save_to_disk(tmp_path / "saved")  # of one split
     assert rows_module.test_split(tiny.train_config(dataset_name=saved), saved) == ""
     assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
+    missing = str(tmp_path / "nope.jsonl")
+    with pytest.raises(UserError, match="does not exist"):
+        rows_module.test_split(tiny.train_config(dataset_name=missing), missing)
 
 
 def test_num_rows_takes_the_first(tmp_path):
