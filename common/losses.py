@@ -267,7 +267,8 @@ def clipped_tokens(
     ratio = probability_ratio(*given, ratio_level=ratio_level)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     is_bounded = _bounded(ratio, advantages, **bounds) != ratio
-    return is_bounded & (advantages.abs() > ADVANTAGE_ROUNDING) & completion_mask
+    counted = torch.nn.functional.hardshrink(advantages, ADVANTAGE_ROUNDING)  # one kernel
+    return torch.logical_and(is_bounded, counted) & completion_mask
 
 
 def _bounded(
