@@ -248,7 +248,8 @@ def reward_of_run(path: str, beta: float = 0.0) -> tuple["ImplicitReward", bool]
     from common.evaluation.score import ImplicitReward
 
     settings = config_of_run(path)
-    beta = beta or settings.get("beta") or 0.0
+    of_run = settings.get("beta")
+    beta = beta or (of_run if isinstance(of_run, int | float) and of_run > 0 else 0.0)
     names = ("loss_type", "reference_free", "ld_alpha")
     is_dpo = all(name in settings for name in names)
     options = {name: settings[name] for name in names} if is_dpo else {}

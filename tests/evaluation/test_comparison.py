@@ -539,6 +539,8 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     [
         ("beta: 0.3", (ImplicitReward(beta=0.3), True)),
         ("beta: 0", (ImplicitReward(), False)),
+        ("beta: -1", (ImplicitReward(), False)),
+        ("beta: x", (ImplicitReward(), False)),
         ("[1]", (ImplicitReward(), False)),
         (
             "{beta: 2, loss_type: [simpo], reference_free: false, ld_alpha: 0.5}",

@@ -393,14 +393,15 @@ def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
 
 
 def test_policies_are_evaluated_without_any_judge(working_directory):
-    """Accuracy, KL, length and stop rate need no reward."""
+    """Length and stop rate need no reward; a policy alone is not its own reference: no KL."""
     save_model(working_directory / "alone" / "model")
     flags = ["--output_dir=judged_by_none", "--num_prompts=3", "--num_eval_rows=4"]
     flags += ["--max_prompt_length=128", "--max_completion_length=48"]
     config = parse(config_class("evaluate"), [*flags, "--policies", "alone/model"])
     importlib.import_module("evaluate").main(config)
     (system,) = json.loads(Path("judged_by_none/results.json").read_text())["systems"]
-    assert (system["name"], system["kl"]["mean"]) == ("alone", 0)
+    assert (system["name"], system["kl"]) == ("alone", None)
+    assert system["scored_by"] == "logp"
     assert system["length"] > 0
     assert "rewards" not in system
     assert Path("judged_by_none/report.md").is_file()

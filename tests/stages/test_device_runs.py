@@ -135,7 +135,7 @@ def test_an_evaluation_finds_the_same(runs: Any) -> None:
         json.loads((runs[0] / device / "evaluation" / "results.json").read_text())
         for device in ("sim", "cpu")
     )
-    assert [system["name"] for system in there["systems"]] == ["reward", "sft"]
+    assert [system["name"] for system in there["systems"]] == ["sft", "reward"]
     for key in ("systems", "win_rates", "comparison"):
         found, expected = (dict(numbers(results[key])) for results in (there, on_cpu))
         assert len(found) > 1
