@@ -27,6 +27,11 @@ class Outcome:
     scale: float = 1.0  # from what is recorded to the unit
 
     @property
+    def is_share(self) -> bool:
+        """Whether its values are between 0 and 100."""
+        return self.scale == 100
+
+    @property
     def heading(self) -> str:
         """Of its column in a table."""
         return f"{self.label}, {self.unit}"
@@ -122,11 +127,6 @@ class SeedMean:
         return f"{self.mean:.2f}{sd}"
 
     @property
-    def interval(self) -> str:
-        """The interval alone, empty without one."""
-        return "" if self.low is None else interval_cell(asdict(self), 1, 2, None)
-
-    @property
     def difference(self) -> str:
         """The mean with its sign and its interval; a star where that excludes 0."""
         return interval_cell(asdict(self), 1, 2, sign="+") + (" *" if self.excludes_zero else "")
@@ -147,6 +147,20 @@ def over_seeds(values: Iterable[float], family: int = 1) -> SeedMean:
     sd = float(vector.std(ddof=1))
     half_width = t_quantile(n - 1, family) * sd / math.sqrt(n)
     return SeedMean(mean, sd, mean - half_width, mean + half_width, n)
+
+
+def seeds_interval(values: Sequence[float], digits: int = 2, *, is_share: bool) -> str:
+    """The interval of a mean over seeds, empty where they do not differ.
+
+    Student's interval ignores the ends of a scale: of a share in percent, where it would leave 0 to
+    100, the seeds' values are given instead, in round brackets.
+    """
+    student = over_seeds(values)
+    if not student.sd or student.low is None or student.high is None:
+        return ""
+    if is_share and not 0 <= student.low <= student.high <= 100:
+        return f"({', '.join(f'{value:.{digits}f}' for value in values)})"
+    return interval_cell(asdict(student), 1, digits, None)
 
 
 def summary(name: str, values: Iterable[float]) -> dict[str, Any]:

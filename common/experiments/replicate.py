@@ -40,6 +40,7 @@ from common.experiments.outcomes import (
     judges,
     outcome_of,
     over_seeds,
+    seeds_interval,
     summary,
     systems_by_run,
     write_results,
@@ -279,7 +280,8 @@ def comparison(published: Sequence[Published], found: Measured) -> Table:
                 reported[row.origin].append(text)
         if key in found:
             mean = over_seeds(found[key].values())
-            cells = [mean.spread, mean.interval, str(mean.n)]
+            interval = seeds_interval(list(found[key].values()), is_share=outcome.is_share)
+            cells = [mean.spread, interval, str(mean.n)]
         rows.append([key[0], outcome.heading, *map("; ".join, reported.values()), *cells])
     return Table(headers, rows, "Numbers in brackets are those of the sources below.")
 
@@ -304,7 +306,8 @@ def report(
     reading = (
         f"Ours: mean \N{PLUS-MINUS SIGN} standard deviation over the n seeds that were run of "
         f"{config.seeds}, and Student's 95% interval, which covers the seed of training and not "
-        "the draw of the held-out rows. Empty: not run, or not reported. Others' values are as "
+        "the draw of the held-out rows; of a share whose interval would leave 0 to 100 the seeds' "
+        "values, in round brackets. Empty: not run, or not reported. Others' values are as "
         "their source has them, on its rows and with its judges. "
         f"Cost: {hours or 'none'} in {spent['runs']} runs."
     )

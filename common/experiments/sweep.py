@@ -26,6 +26,7 @@ from common.experiments.outcomes import (
     about,
     outcome_of,
     over_seeds,
+    seeds_interval,
     summary,
     systems_by_run,
     write_results,
@@ -193,7 +194,8 @@ def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
         "the intervals of all lines of the stage are to hold together with 95% (Bonferroni); where "
         "it does not, the effect is no larger than the farther end of that interval. The other "
         "outcomes are secondary, without a correction. The intervals cover the seed of training, "
-        "not the draw of the held-out rows, which all runs share. "
+        "not the draw of the held-out rows, which all runs share; of a share whose interval would "
+        "leave 0 to 100 the seeds' values are shown, in round brackets. "
         f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
         "code, or dropout; the scripts themselves have no flag for it."
     )
@@ -202,13 +204,17 @@ def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
 def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
     """What each run came to: mean, standard deviation and interval over seeds."""
     headers = ["run", "choice", *(about(name).heading for name in panels)]
-    of_base = [over_seeds(effects[0].base) for effects in panels.values()]
-    rows = [[base, AS_IS, *(f"{mean.spread} {mean.interval}" for mean in of_base)]]
-    for own in zip(*panels.values(), strict=True):
-        found = [over_seeds(effect.values) for effect in own]
-        cells = [f"{mean.spread} {mean.interval}" for mean in found]
-        rows.append([str(own[0].variant.detail), str(own[0].variant.choice), *cells])
+    rows = [[base, AS_IS, *(level(effects[0].base, name) for name, effects in panels.items())]]
+    for effects in zip(*panels.values(), strict=True):
+        variant, cells = effects[0].variant, (level(e.values, e.outcome) for e in effects)
+        rows.append([str(variant.detail), str(variant.choice), *cells])
     return Table(headers, rows)
+
+
+def level(values: Sequence[float], outcome: str) -> str:
+    """Mean, standard deviation and interval of an outcome over seeds."""
+    interval = seeds_interval(values, is_share=about(outcome).is_share)
+    return f"{over_seeds(values).spread} {interval}".strip()
 
 
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:

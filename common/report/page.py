@@ -22,7 +22,7 @@ from common.report.blocks import Block, SampleBrowser, Section, Table
 from common.report.plots import COLOURS
 
 FOLDER = Path(__file__).parent
-NUMBER = re.compile(r"^(\[|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval or a bound too
+NUMBER = re.compile(r"^([\[(]|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval, seeds, a bound too
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
 WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone

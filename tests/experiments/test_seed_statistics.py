@@ -5,6 +5,7 @@ import pytest
 from scipy import stats
 
 from common.evaluation.intervals import t_quantile
+from common.experiments import replicate, sweep
 from common.experiments.forest import Effect
 from common.experiments.outcomes import judges, over_seeds
 from common.experiments.sweep_file import Variant
@@ -96,6 +97,17 @@ def test_three_seeds_cover_the_truth():
     samples = generator.normal(loc=2.0, size=(2000, 3)).tolist()
     covered = np.mean([s.low <= 2.0 <= s.high for s in map(over_seeds, samples)])
     assert abs(covered - 0.95) < 4 * (0.95 * 0.05 / 2000) ** 0.5
+
+
+def test_an_interval_of_shares_never_leaves_0_to_100():
+    """Student's of 86.5, 88.5 and 97.9 is [75.8, 106.1]: the seeds are shown in its place."""
+    shares, by_seed = [86.5, 88.5, 97.9], "(86.50, 88.50, 97.90)"
+    assert sweep.level(shares, "stop_rate").endswith(f"6.09 {by_seed}")
+    assert sweep.level(shares, "length").endswith("[75.85, 106.09]")
+    found = {("sft", "stop_rate"): dict(enumerate(shares))}
+    assert replicate.comparison([], found).rows[0][5] == by_seed
+    assert sweep.level([50.0, 51.0, 52.0], "accuracy").endswith("[48.52, 53.48]")
+    assert sweep.level([50.0], "accuracy") == "50.00"
 
 
 def test_one_seed_has_no_interval():

@@ -7,15 +7,13 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
 import yaml
 
 from common.evaluation.completions import REFERENCE
-from common.evaluation.intervals import interval_cell
-from common.experiments.outcomes import over_seeds
+from common.experiments.outcomes import over_seeds, seeds_interval
 from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
@@ -96,7 +94,8 @@ def means(part: str) -> str:
             heads.append(head)
             for row, values in zip(rows, found, strict=True):
                 known = [scale * value for value in values if value is not None]
-                row.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
+                is_known, is_share = len(known) == len(seeds), scale == 100
+                row.append(over(known, digits, is_share=is_share) if is_known else NOT_MEASURED)
     return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
 
 
@@ -120,7 +119,8 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
             known = [scale * (a - b) for a, b in found if a is not None and b is not None]
             cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
         wins = (next(r for r in own if (r["a"], r["b"]) == (name, base)) for own in rates)
-        cells.append(over((100 * rate["length_controlled"]["win_rate"] for rate in wins), 1))
+        shares = [100 * rate["length_controlled"]["win_rate"] for rate in wins]
+        cells.append(over(shares, 1, is_share=True))
         rows.append([name, *cells])
     heads = (head for head, _, _ in keys.values())
     return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
@@ -150,11 +150,11 @@ def number(value: Any) -> float | None:
     return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
 
 
-def over(values: Iterable[float], digits: int = 2) -> str:
+def over(values: Iterable[float], digits: int = 2, *, is_share: bool = False) -> str:
     """A mean over seeds with its interval, which equal values have not."""
-    over_all = over_seeds(values)
-    shown = asdict(over_all) if over_all.sd else {"mean": over_all.mean, "low": None}
-    return interval_cell(shown, 1, digits)
+    values = list(values)
+    interval = seeds_interval(values, digits, is_share=is_share)
+    return f"{over_seeds(values).mean or 0.0:.{digits}f} {interval}".strip()
 
 
 def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
