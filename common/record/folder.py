@@ -33,7 +33,8 @@ FILES = (
     *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),
     *("pairs.tokens", "completions.jsonl", "report.md", "report.html", ".lock"),
     *(REFERENCE_LOGPS.format(split) for split in ("train", "held_out")),
-    *("plots/curves.png", "plots/summary.png", "plots/calibration.png"),
+    *("plots/curves.png", "plots/accuracy.png", "plots/reward.png", "plots/reward_curves.png"),
+    *("plots/loss.png", "plots/calibration.png"),
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 

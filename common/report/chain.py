@@ -22,7 +22,7 @@ from common.report.figures import (
     dataset_title,
     held_out,
     reward_functions,
-    summary_figure,
+    summary_figures,
 )
 from common.report.page import write_page
 from common.report.plots import system_colours
@@ -117,11 +117,11 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
     records = {name: read_metrics(run) for name, run in runs.items()}
     colours = system_colours(folders)
-    picture = summary_figure(results, records, colours, output_dir / "plots" / "summary.png")
+    pictures = summary_figures(results, records, colours, output_dir / "plots")
     systems: list[Block] = [
         f"{held_out(results).capitalize()}.",
         systems_table(results),
-        Picture(picture, "Held-out results and training curves."),
+        *map(Picture, pictures),
     ]
     blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
     if comparison := results.get("comparison"):
@@ -136,7 +136,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs, records, colours)
     title = f"Results on {dataset_title(results['dataset'])}"
-    return [*write_page(output_dir, title, blocks), picture]
+    return [*write_page(output_dir, title, blocks), *pictures]
 
 
 def reading_notes(results: Results) -> str:

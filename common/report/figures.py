@@ -1,7 +1,7 @@
 """Figures of an evaluation, drawn from `results.json` and the curves of the runs behind it."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,31 @@ from common.report.plots import (
 LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 
 
-def summary_figure(
+def summary_figures(
     results: Mapping[str, Any],
     records: Mapping[str, Records],
     colours: Mapping[str, str],
-    output_path: Path,
-) -> Path:
-    """Draw the chain in one picture: accuracy, reward, and the training from `records` by stage.
+    folder: Path,
+) -> list[Path]:
+    """Draw the chain: accuracy, reward, and the training from `records`, a picture for each.
 
     Without pairs there is no accuracy to draw.
     """
+    panels: dict[str, Callable[[Any], None]] = {
+        "accuracy": lambda axes: draw_accuracy(axes, results, colours),
+        "reward": lambda axes: draw_reward(axes, results, colours),
+        "reward_curves": lambda axes: draw_reward_curves(axes, records, colours),
+        "loss": lambda axes: draw_loss_curves(axes, records, colours),
+    }
+    if not results["num_pairs"]:
+        del panels["accuracy"]
+    pictures = []
     with style():
-        panels = [draw_accuracy, draw_reward] if results["num_pairs"] else [draw_reward]
-        title = f"{dataset_title(results['dataset'])}: {held_out(results)}"
-        figure = titled_figure(title, 4.3 * len(panels) + 5.4, 5)
-        grid = figure.add_gridspec(2, len(panels) + 1, width_ratios=(*[1] * len(panels), 1.25))
-        for column, draw in enumerate(panels):
-            draw(figure.add_subplot(grid[:, column]), results, colours)
-        draw_reward_curves(figure.add_subplot(grid[0, -1]), records, colours)
-        draw_loss_curves(figure.add_subplot(grid[1, -1]), records, colours)
-        return save(figure, output_path)
+        for name, draw in panels.items():
+            figure = titled_figure("", 4.6, 3.8)
+            draw(figure.add_subplot())
+            pictures.append(save(figure, folder / f"{name}.png"))
+    return pictures
 
 
 def held_out(results: Mapping[str, Any]) -> str:

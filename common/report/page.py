@@ -26,6 +26,7 @@ NUMBER = re.compile(r"^([\[(]|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval, se
 INTERVAL = re.compile(r"\s*(\[[^\[\]]*\])$")
 SAFE_LINK = re.compile(r"^(https?://|(?!//)[\w.#/%-]+$)")  # //host leads to another site
 WIDE = 1.8  # a picture this many times as wide as high keeps a readable size on a phone
+PANEL = 750  # pixels; narrower pictures stand side by side where there is room
 
 
 def write_page(
@@ -145,7 +146,8 @@ def png(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     width, height = struct.unpack(">II", data[16:24])  # the first chunk of a PNG
     source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    return {"source": source, "width": width, "height": height, "is_wide": width > WIDE * height}
+    size = {"width": width, "height": height, "is_wide": width > WIDE * height}
+    return {"source": source, **size, "is_panel": width < PANEL}
 
 
 def coloured_by(block: SampleBrowser) -> list[str]:

@@ -72,5 +72,5 @@ def test_what_evaluation_writes_of_a_system_is_in_the_table(
     for part, values in compared.items():
         own = {name for name in values if not name.startswith("num_")} - ENDS
         assert own == names_of(f"{part}."), part
-    for name in ("report.html", "report.md", "plots/summary.png"):
+    for name in ("report.html", "report.md", "plots/reward.png"):
         assert (tmp_path / "eval" / name).is_file()

@@ -240,12 +240,14 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     results["systems"][0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results["systems"][1]["path"] = str(tmp_path / "none/model")
     written = chain_report(results, tmp_path / "eval")
-    names = ["report.html", "report.md", "plots/summary.png"]
+    pictures = [f"plots/{name}.png" for name in ("accuracy", "reward", "reward_curves", "loss")]
+    names = ["report.html", "report.md", *pictures]
     assert written == [tmp_path / "eval" / name for name in names]
+    assert written[0].read_text().count('class="picture single"') == 4, "one below another"
     text = written[1].read_text()
     assert text.startswith("# Results on data/pairs\n")
     assert str(systems_table(results)) in text
-    assert "(plots/summary.png)" in text
+    assert all(f"({picture})" in text for picture in pictures)
     assert "(../the%20run/plots/curves.png)" in text
     assert "| Loss (loss) |  loss |     1 | 0.0101 | 0.0101 |       1 |" in text
     assert "none/plots" not in text
@@ -255,7 +257,7 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     assert ["| GRPO", "*(empty)*", "9 tokens, stopped by stop token |"] in rows
     assert "Ties: SFT 0, Reward model 3." in text
     assert "84.2%" in text
-    assert ink(written[2]) > 0.01
+    assert all(ink(picture) > 0.01 for picture in written[2:])
 
 
 def test_a_chain_without_gold_rewards_or_runs_is_reported(
@@ -264,9 +266,9 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(
     results["attainable_accuracy"] = None
     for each in results["systems"]:
         each["gold_reward"] = None
-    _, report_path, picture = chain_report(results, tmp_path)
+    _, report_path, *pictures = chain_report(results, tmp_path)
     assert "Attainable is" not in report_path.read_text()
-    assert ink(picture) > 0.005
+    assert all(ink(picture) > 0.005 for picture in pictures)
 
 
 def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) -> None:
