@@ -243,7 +243,7 @@ def watched() -> Iterator[dict[str, Any]]:
     """Note what a stage does on this rank; the functions that it calls still run.
 
     Noted are the devices of each model before sharding, how often the first block of the trained
-    model ran (recomputing counts) and in which dtype, dtypes and sizes at the last step, every
+    model ran for a gradient (recomputing counts) and in which dtype, dtypes and sizes at the last step, every
     completion sampled for training, whether parameters were offloaded, and hashes of the state
     after training.
     """
@@ -252,7 +252,7 @@ def watched() -> Iterator[dict[str, Any]]:
     record: dict[str, Any] = {"devices": [], "num_forwards": 0, "rollouts": {}}
 
     def note_forward(part: nn.Module, *_: Any) -> None:
-        record["num_forwards"] += 1
+        record["num_forwards"] += torch.is_grad_enabled()
         record["compute_dtypes"] = names(p.dtype for p in part.parameters())
 
     def note_devices(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

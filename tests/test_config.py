@@ -282,13 +282,16 @@ def test_a_slash_at_the_end_of_a_path_makes_no_other_model():
 def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
     config_module = importlib.import_module("common.evaluation.config")
     file = tmp_path / "questions.jsonl"
-    file.touch()
+    for path in (file, tmp_path / "validation.jsonl", tmp_path / "test.jsonl"):
+        path.write_text('{"prompt": "a", "completion": "b"}\n')
     argv = ["--output_dir", "run", "--policies", "a", "--dataset_name", str(file)]
-    splits = []
-    for more in ([], ["--dataset_test_split", "test"]):
-        config = parse(config_module.EvaluateConfig, [*argv, *more])
-        splits += [config_module.split_of(str(name), config) for name in (file, tmp_path)]
-    assert splits == ["questions", "validation", "test", "test"]
+    config = parse(config_module.EvaluateConfig, argv)
+    assert config_module.split_of(str(file), config) == "questions"
+    assert config_module.split_of(str(tmp_path), config) == "validation"
+    config = parse(config_module.EvaluateConfig, [*argv, "--dataset_test_split", "test"])
+    assert config_module.split_of(str(tmp_path), config) == "test"
+    with pytest.raises(UserError, match="not 'test'"):
+        config_module.split_of(str(file), config)
 
 
 def test_what_a_command_line_leaves_idle_of_a_recipe_is_let_be():
