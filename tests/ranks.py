@@ -243,9 +243,9 @@ def watched() -> Iterator[dict[str, Any]]:
     """Note what a stage does on this rank; the functions that it calls still run.
 
     Noted are the devices of each model before sharding, how often the first block of the trained
-    model ran for a gradient (recomputing counts) and in which dtype, dtypes and sizes at the last step, every
-    completion sampled for training, whether parameters were offloaded, and hashes of the state
-    after training.
+    model ran for a gradient (recomputing counts) and in which dtype, dtypes and sizes at the last
+    step, every completion sampled for training, whether parameters were offloaded, and hashes of
+    the state after training.
     """
     shard, clip_and_step = fsdp.shard, optim.clip_and_step
     save_pretrained, sample = export.save_pretrained, Sampler.sample
