@@ -38,7 +38,9 @@ def answer(words: Sequence[Any], cls: type[Any], known: Sequence[str]) -> str:
     own = [row for row in rows if row.section == getattr(cls, "stage", "").lower()]
     is_own = any(row.flag == name for row in own)
     told = f" ({OTHERWISE})"
-    if not is_own and (scripts := having({name})):
+    if name.endswith((".yaml", ".yml")):
+        told = f": a recipe is given as --config {words[0]}"
+    elif not is_own and (scripts := having({name})):
         told = f": a flag of {scripts}"
     elif meant := likely(name.lower(), known, [row.flag for row in rows]):
         row = next((row for row in [*own, *rows] if row.flag == meant), None)

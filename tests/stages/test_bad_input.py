@@ -528,6 +528,7 @@ FLAGS: list[Case] = [
     ("train_sft", {"learning_rte": 1}, ["'--learning_rte'", "did you mean learning_rate?"]),
     ("train_sft", {"max_step": 1}, ["'--max_step'", "did you mean max_steps?"]),
     ("train_sft", {"zzz": 1}, ["'--zzz'", "--help"]),
+    ("train_sft", {"batch_size": [1, "a/r.yaml"]}, ["'a/r.yaml': ", "as --config a/r.yaml"]),
     ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
     ("train_sft", {"max_steps": 1.5}, ["--max_steps", "'1.5'"]),
     ("train_sft", {"learning_rate": "fast"}, ["--learning_rate", "'fast'"]),
