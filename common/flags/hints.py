@@ -51,6 +51,17 @@ def answer(words: Sequence[Any], cls: type[Any], known: Sequence[str]) -> str:
     return f"{words[0]!r}{told}" + (f"; also unknown: {others}" if others else "")
 
 
+def of_choice(flag: str, value: str, choices: Sequence[str], cls: type[Any]) -> str:
+    """The end of a sentence that refuses a choice: TRL's note on it, or one spelt almost so."""
+    stage = getattr(cls, "stage", "").lower()
+    rows = sorted(read_page(), key=lambda row: row.section != stage)
+    note = next((row.note for row in rows if row.flag == flag), "")
+    if value in re.findall(r"\w+", note):
+        return f"; from TRL: {note}; see docs/{PAGE.name}"
+    close = difflib.get_close_matches(value, choices, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def likely(name: str, known: Sequence[str], rows: Sequence[str]) -> str:
     """The flag that a name was meant to be, ours before one of TRL's; empty if none is likely.
 

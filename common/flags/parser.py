@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from common.errors import UserError, shown
-from common.flags.hints import answer
+from common.flags.hints import answer, of_choice
 from common.flags.recipes import read_recipe
 
 Config = TypeVar("Config")
@@ -24,6 +24,15 @@ NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 
 class Parser(argparse.ArgumentParser):
     """One that raises a UserError."""
+
+    cls: type[Any] = object  # the config class that its flags become
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [*map(str, action.choices)]
+            end = of_choice(action.dest, value, choices, self.cls)
+            needed = f"it must be one of {', '.join(choices)}{end}"
+            raise UserError(f"--{action.dest} is {shown(value)}; {needed}.")
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -38,6 +47,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
     parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.cls = cls
     parser._negative_number_matcher = NEGATIVE_NUMBER
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

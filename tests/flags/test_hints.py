@@ -95,6 +95,36 @@ def test_a_flag_of_trl_is_answered_with_ours(script: str, flag: str, told: str) 
     assert sentence.endswith("; see docs/from-trl.md.")
 
 
+@pytest.mark.parametrize(
+    ("script", "flag", "choice", "told"),
+    [
+        ("train_dpo.py", "loss_type", "sigmoid_norm", "means per token are ipo_mean's and simpo's"),
+        ("train_dpo.py", "loss_type", "sft", "is --sft_weight"),
+        ("train_sft.py", "lr_scheduler_type", "cosine_with_min_lr", "cosine with --min_lr"),
+        ("train_grpo.py", "scale_rewards", "false", "none, TRL's false"),
+    ],
+)
+def test_a_choice_of_trl_that_is_not_here_is_answered_from_the_page(
+    script: str, flag: str, choice: str, told: str
+) -> None:
+    sentence = refusal(script, f"--{flag}", choice)
+    assert sentence.startswith(f"--{flag} is '{choice}'; it must be one of ")
+    assert told in sentence
+    assert sentence.endswith("; see docs/from-trl.md.")
+
+
+def test_the_page_names_every_loss_of_dpo() -> None:
+    trl = pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed")
+    losses = re.findall(
+        r"`'(\w+)'`", trl.DPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
+    )
+    assert "sigmoid_norm" in losses
+    for loss in set(losses) - {"sigmoid", "robust", "hinge", "ipo"}:  # ours too
+        assert refusal("train_dpo.py", "--loss_type", loss).endswith("; see docs/from-trl.md."), (
+            loss
+        )
+
+
 def test_all_unknown_flags_of_a_pasted_command_are_named_at_once() -> None:
     given = ("--use_peft", "--packing", "true", "--save_total_limit=3", "--bf16", "true")
     sentence = refusal("train_sft.py", *given)

@@ -410,7 +410,8 @@ FLAGS: list[Case] = [
     ("train_sft", {"lr_scheduler_type": "foo"}, ["--lr_scheduler_type", "'foo'", "cosine"]),
     ("train_sft", {"report_to": "paper"}, ["--report_to", "'paper'", "wandb"]),
     ("train_sft", {"prompt_truncation": "end"}, ["--prompt_truncation", "'end'", "tldr"]),
-    ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type", "choice: ''", "hinge"]),
+    ("train_dpo", {"loss_type": ["sigmoid", ""]}, ["--loss_type is ''", "hinge"]),
+    ("train_dpo", {"loss_type": "hing"}, ["simpo (did you mean hinge?)"]),
     ("evaluate", {"policies": []}, ["nothing to evaluate"]),
     *(
         ("evaluate", flags | {name: value}, [f"--{name} has no effect", "leave it out"])
