@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 LONGEST_SENTENCE = 1000  # characters, which long paths may need
 OTHERWISE = "see --help for the flags"  # the hint where no name is alike
 KEPT_END = 200  # of them at the end, where the sentence says what is allowed
@@ -67,6 +68,24 @@ def hint(word: Any, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
     name = str(word).lstrip("-").split("=")[0].replace("-", "_")
     close = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {close[0]}?" if close else otherwise
+
+
+def why_missing(path: str) -> str:
+    """Why a path is not there, as the end of a sentence; empty if it is, or for an unknown reason.
+
+    The command runs outside of the repository, or no run has written the model yet.
+    """
+    if os.path.exists(path):
+        return ""
+    if os.path.exists(ROOT / path):
+        there = f"run in the repository's root, {ROOT}"
+        return f"; paths are relative to the working directory: {there}"
+    run, _, folder = path.rstrip("/").rpartition("/")
+    if not run or folder != "model":
+        return ""
+    stage = re.search("sft|reward|dpo|grpo", os.path.basename(run))
+    script = f"train_{stage[0]}.py" if stage else "a training script"
+    return f"; {script} with --output_dir {run} writes it"
 
 
 def values_of(config: Any, f: dataclasses.Field) -> list[Any]:

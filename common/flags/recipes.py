@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 
 
 def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
@@ -31,7 +31,8 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
         nodes = loader.get_single_node()
         recipe = loader.construct_document(nodes) if nodes else {}
     except OSError as error:
-        raise UserError(f"--config {file} cannot be read: {error.strerror}.") from None
+        reason = f"{error.strerror}{why_missing(file)}"
+        raise UserError(f"--config {file} cannot be read: {reason}.") from None
     # ValueError: no text in UTF-8, a 31st of February; RecursionError: lists in lists in lists
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)

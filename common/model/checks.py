@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import cached_file
 
 from common.config import CommonConfig
-from common.errors import UserError, gist, hint, shown
+from common.errors import UserError, gist, hint, shown, why_missing
 from common.text import hub
 
 Kind = Literal["policy", "reward_model", "trunk", "encoder"]
@@ -104,7 +104,8 @@ def check_location(path: str, what: str) -> None:
     elif folder.exists():
         return
     elif path.endswith(".json") or not hub.may_be_id(path):
-        raise UserError(f"the {what} folder {path!r} does not exist {hub.NO_ID}.")
+        reason = why_missing(path) or f" {hub.NO_ID}"
+        raise UserError(f"the folder {path!r} does not exist{reason}.")
     else:
         hub.is_reachable()
 

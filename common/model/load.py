@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from common import distributed
 from common.config import CommonConfig
-from common.errors import UserError, gist, shown
+from common.errors import UserError, gist, shown, why_missing
 from common.noise import derive_seed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def load_tokenizer(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises no subclass of it
-        why = checks.reason(error)
+        why = checks.reason(error) + why_missing(path)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
     limit: Any = tokenizer.model_max_length
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
@@ -200,7 +200,7 @@ def find_config(
     except UserError:
         raise
     except Exception as error:  # of many kinds: a folder is a foreign thing
-        why = checks.reason(error)
+        why = checks.reason(error) + why_missing(path)
         raise UserError(f"no model could be found at {path!r}: {why}.") from None
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from common.errors import UserError, gist, refuse_forbidden
+from common.errors import UserError, gist, refuse_forbidden, why_missing
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -190,10 +190,11 @@ def find_function(name: str) -> RewardFunction | None:
     if not is_reward_model(name):
         return load_from_file(name)
     refuse_forbidden("reward_funcs", name, os.R_OK)
-    if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is None:
+    if not os.path.isdir(name) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) is None:
         raise UserError(
-            f"reward_funcs has {name!r}, which is no folder; give {', '.join(KINDS)}, or a reward "
-            "model's folder or hub id."
+            f"reward_funcs has {name!r}, which is no folder and no built-in function"
+            f"{why_missing(name)}; give {', '.join(KINDS)}, or a reward model's folder or hub id "
+            "(owner/name)."
         )
     return None
 
@@ -209,7 +210,8 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     if not file or not function_name:
         raise UserError(f"{flag} has {name!r}; add the function: path/to/file.py:function.")
     if not os.path.isfile(path):  # also of a name that is too long
-        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}.")
+        reason = why_missing(file)
+        raise UserError(f"{flag} has {name!r}, and there is no file {file!r}{reason}.")
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"{flag} has {name!r}, and {file!r} is no Python file (.py).")

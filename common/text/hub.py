@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 
 TIMEOUT = 5  # seconds for its first answer
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
@@ -75,10 +75,11 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         # It lists the splits or the configurations that there are in its second sentence.
         listed = re.search(r"\[.*?\]", str(error))
         there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
+        there = there or why_missing(name)
         of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
         raise UserError(
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
-            f"loaded from the hub: {gist(error)}{there or ''}."
+            f"loaded from the hub: {gist(error)}{there}."
         ) from None
 
 

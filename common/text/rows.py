@@ -15,7 +15,7 @@ from typing import Any
 
 from common import distributed
 from common.config import AUTO, CommonConfig
-from common.errors import UserError, gist
+from common.errors import UserError, gist, why_missing
 from common.text import forms, hub
 from common.text.chat import content, is_messages
 from common.text.data_report import progress
@@ -223,6 +223,7 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
     how = _how_it_is_made(dataset_name)
     if how or is_named or not hub.may_be_id(dataset_name):
         end = f": {how}" if how else f" {hub.NO_ID}; give a file or a folder"
+        end = why_missing(dataset_name) or end
         raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
     return []
 

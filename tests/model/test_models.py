@@ -538,7 +538,7 @@ def test_the_wrong_kind_of_model_is_refused(tmp_path):
         ({"vocab": 299}, ["300 tokens", "299", "--tokenizer_name_or_path"]),
         ({"path": "./nowhere"}, ["'./nowhere'", "does not exist"]),
         ({"path": "a/b/c"}, ["'a/b/c'", "does not exist"]),
-        ({"path": "output/model"}, ["'output/model' does not exist and is no hub id"]),
+        ({"path": "output/model"}, ["'output/model' does not exist; a training script"]),
         ({"path": "tests/model_"}, ["'tests/model_' does not exist and is no hub id"]),
         ({"path": "shape.json"}, ["'shape.json'", "does not exist"]),
     ],

@@ -166,6 +166,7 @@ FILES: list[Case] = [
     ("train_sft", {"dataset_name": ""}, ["--dataset_name is required"]),
     ("train_sft", {"dataset_name": "nowhere/x/y"}, ["'nowhere/x/y' does not exist"]),
     ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
+    ("train_sft", {"dataset_name": "assets/recipes"}, ["does not exist", "repository's root, "]),
     ("train_sft", {"dataset_name": "empty_file"}, ["train.jsonl has no rows"]),
     (
         "train_sft",
@@ -227,6 +228,16 @@ FILES: list[Case] = [
 MODELS: list[Case] = [
     ("train_sft", {"model_name_or_path": ""}, ["--model_name_or_path is required"]),
     ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
+    *(
+        (stage, {flag: f"{run}/model"}, [f"'{run}/model'", f"; {writer} {run} writes it"])
+        for stage, flag, run, writer in (
+            ("train_sft", "model_name_or_path", "out/sft_2", "train_sft.py with --output_dir"),
+            ("train_grpo", "reward_funcs", "out/reward", "train_reward.py with --output_dir"),
+            ("train_dpo", "ref_model_name_or_path", "grpo", "train_grpo.py with --output_dir"),
+            ("evaluate", "policies", "out/mine", "a training script with --output_dir"),
+        )
+    ),
+    ("train_sft", {"model_name_or_path": "assets/recipes"}, ["not exist; paths are", "'s root, "]),
     ("train_sft", {"model_name_or_path": "loop"}, ["--model_name_or_path loop", "symbolic links"]),
     ("train_sft", {"model_name_or_path": "lost"}, ["--model_name_or_path lost is a link"]),
     ("train_sft", {"model_name_or_path": "pairs"}, ["folder 'pairs' holds no tokenizer"]),
@@ -307,6 +318,8 @@ REWARDS: list[Case] = [
     ("train_grpo", {"reward_funcs": ["gold", "gold"]}, ["'gold' twice"]),
     ("train_grpo", {"reward_funcs": "silver.py:f"}, ["'silver.py:f'", "no file 'silver.py'"]),
     ("train_grpo", {"reward_funcs": "./silver"}, ["'./silver'", "no folder", "gold"]),
+    ("train_grpo", {"reward_funcs": "foo"}, ["'foo'", "gold", "file.py:function", "owner/name"]),
+    ("train_grpo", {"reward_funcs": "evaluate.py:f"}, ["no file", "repository's root, "]),
     ("train_grpo", {"reward_funcs": f"./{'x' * 300}"}, ["xxx", "name too long"]),
     ("train_grpo", {"reward_funcs": f"regex:({'a' * 300}"}, ["regex:(a", "no pattern"]),
     ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
@@ -710,7 +723,9 @@ def test_a_bad_recipe_is_refused_in_one_sentence(recipe, parts, refusals):
 
 def test_a_recipe_that_is_not_there_or_not_named(refusals):
     message = refusals.sentence("train_sft", ["--config", "gone.yaml"])
-    assert "gone.yaml cannot be read: No such file" in message
+    assert "gone.yaml cannot be read: No such file or directory." in message
+    message = refusals.sentence("train_sft", ["--config", "assets/recipes/demo/sft.yaml"])
+    assert f"working directory: run in the repository's root, {ROOT}." in message
     assert "sft cannot be read: Is a" in refusals.sentence("train_sft", ["--config", "sft"])
     assert "--config: expected one argument" in refusals.sentence("train_sft", ["--config"])
     Path("r.yaml").write_bytes(b"\xff\xfe\x00")
