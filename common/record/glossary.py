@@ -26,9 +26,11 @@ METRICS = (
     *("eval_stop_rate", "eval_<name>_low", "eval_<name>_high"),
 )
 
-# What a console line and the bar show, in this order; metrics.jsonl has everything.
+# What a console line and the bar show, in this order, a prefix for all that begin with it;
+# metrics.jsonl has everything.
 CONSOLE = (
-    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", "eval_reward", "kl", "eval_kl"),
+    *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", FUNCTION_PREFIX, "eval_reward"),
+    *(f"eval_{FUNCTION_PREFIX}", "kl", "eval_kl"),
     *("completion_length", "stop_rate", "grad_norm", "learning_rate", "tokens_per_second"),
     *("reward_shift",),
 )

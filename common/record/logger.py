@@ -18,7 +18,7 @@ from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.exits.failures import note_step
 from common.record import folder, output_lock
-from common.record.glossary import CONSOLE, POSTFIX, check_names
+from common.record.glossary import CONSOLE, POSTFIX, check_names, recorded
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
@@ -93,9 +93,8 @@ class RunLogger:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(folder.METRICS, {"step": step, **values})
         self._tracker.tell("log", {"step": step, **values})
-        labels = {"tokens_per_second": "completion_tokens_per_second"}
         texts = {name: format_number(value) for name, value in values.items()}
-        shown = [f"{labels.get(name, name)} {texts[name]}" for name in CONSOLE if name in texts]
+        shown = [f"{name} {texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
         if postfix:  # an evaluation between two logs leaves the last training loss in the bar
             self._bar.set_postfix(postfix, refresh=False)

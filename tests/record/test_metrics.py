@@ -19,7 +19,7 @@ from common.config import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics, tracking
-from common.record.glossary import CONSOLE, METRICS, POSTFIX
+from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
@@ -108,7 +108,7 @@ def test_a_name_without_definition_is_refused(name: str, tmp_path: Path) -> None
 
 
 def test_what_is_shown_is_defined() -> None:
-    assert set(CONSOLE) | set(POSTFIX) <= set(METRICS)
+    assert set(CONSOLE) | set(POSTFIX) <= {*METRICS, *PREFIXES}
 
 
 # --- files ---
@@ -123,7 +123,8 @@ def test_a_step_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 0 < record.pop("elapsed_minutes") < 1
     assert record == {"step": 10, "loss": 1.25, "learning_rate": 3e-5, "reward/gold": 0.5}
     run.close()
-    assert "SFT step 10/100: loss 1.25, learning_rate 3.0e-05" in capsys.readouterr().out
+    line = "SFT step 10/100: loss 1.25, reward/gold 0.5, learning_rate 3.0e-05"
+    assert line in capsys.readouterr().out
 
 
 def test_values_that_json_lacks_are_null(tmp_path: Path) -> None:
@@ -261,16 +262,20 @@ def test_step_time_leaves_evaluation_out(tmp_path: Path, monkeypatch: pytest.Mon
     assert resumed["step_seconds"] == pytest.approx(30.0)
 
 
-def test_a_console_line_says_what_was_logged_and_which_tokens_are_counted(
+def test_a_console_line_has_the_glossary_s_names_and_every_reward_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = logger(tmp_path)
     run.log(2, {"reward_shift": -1.5})
-    run.log(3, {"tokens_per_second": 120.0})
+    run.log(3, {"tokens_per_second": 120.0, "reward/gold": 0.5, "reward": 2.0, "reward/a": 3.0})
+    run.log(3, {"eval_reward/gold": 0.5, "eval_reward_low/gold": 0.25, "eval_reward": 2.0})
     run.close()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(": reward_shift -1.5")
-    assert second.endswith(": completion_tokens_per_second 120")
+    found = [line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert found == [
+        "reward_shift -1.5",
+        "reward 2, reward/a 3, reward/gold 0.5, tokens_per_second 120",
+        "eval_reward 2, eval_reward/gold 0.5",
+    ]
 
 
 # --- the bar ---
