@@ -1,5 +1,6 @@
 """What is told of GRPO's steps: warnings, metrics, tables of samples."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ def show_samples(
     Every rank samples the same prompts, so that reward models are called equally often. With a
     reference each row also has its `ref_token_logps`, at the temperature of sampling.
     """
-    from common.record.glossary import LOGGED_PREFIX
+    from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX
     from common.sampling import token_records
 
     if not examples:
@@ -62,8 +63,13 @@ def show_samples(
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)
+    by_function = {name: own.flatten().tolist() for name, own in scored.by_function.items()}
     columns: dict[str, list[Any]] = {
         "reward": scored.total.flatten().tolist(),
+        **{
+            f"{FUNCTION_PREFIX}{name}": [None if math.isnan(r) else r for r in rewards]
+            for name, rewards in by_function.items()
+        },
         "advantage": advantages.flatten().tolist(),
         **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
     }

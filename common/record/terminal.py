@@ -61,8 +61,9 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
     """A table at most `width` wide where long texts wrap inside their column.
 
     Columns are the keys of the rows, in order of first appearance; a missing key is an en dash.
-    A prompt (a column whose name starts with "prompt") that needs more than `max_lines` lines loses
-    its beginning, any other text its end: of a prompt, the cue at the end is what matters.
+    Heads break after a slash. A prompt (a column whose name starts with "prompt") that needs more
+    than `max_lines` lines loses its beginning, any other text its end: of a prompt, the cue at the
+    end is what matters.
     """
     from rich.box import Box
     from rich.console import Console
@@ -70,16 +71,17 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[format_cell(row.get(column)) for column in columns] for row in rows]
-    longest = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    heads = [format_cell(column).replace("/", "/\n") for column in columns]
+    longest = [max(map(len, "\n".join(c).split("\n"))) for c in zip(heads, *cells, strict=True)]
     narrow = [length for length in longest if length <= MIN_TEXT_WIDTH]
     free = width - 2 * (len(columns) - 1) - sum(narrow)
     room = max(MIN_TEXT_WIDTH, free // max(1, len(columns) - len(narrow)))  # of a wide column
     rule_below_head = Box("    \n    \n -- \n" + 5 * "    \n", ascii=True)
     table = Table(box=rule_below_head, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
+    for column, head in zip(columns, heads, strict=True):
         is_number = all(isinstance(row.get(column), int | float | None) for row in rows)
         side: Any = "right" if is_number else "left"
-        table.add_column(format_cell(column), justify=side, max_width=room)
+        table.add_column(head, justify=side, max_width=room)
     for row in cells:
         texts = zip(columns, (textwrap.wrap(cell.strip(), room) for cell in row), strict=True)
         table.add_row(*("\n".join(_cut(t, max_lines, n.startswith("prompt"))) for n, t in texts))

@@ -18,6 +18,7 @@ from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 from common.grpo import monitor
 from common.grpo.config import GRPOConfig
 from common.grpo.held_out import HeldOut
+from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.rewards.scorer import RewardScorer
 from common.sampling.sampler import Sampler
@@ -201,3 +202,23 @@ def test_of_many_completions_of_a_prompt_the_best_the_middle_and_the_worst_are_p
     assert "c1-0.4" in printed
     assert "c1-0.5" not in printed
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(table)
+
+
+def test_every_reward_function_has_a_column_before_its_weight(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = held_out(tmp_path, models()[0], None, num_generations=2)
+    logger = RunLogger(found.config, 5)
+    judged_by = (found.sampler, found.scorer, None)
+    monitor.show_samples(logger, *judged_by, found.prompts, found.config, step=2)
+    logger.close()
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert len(rows) == 2 * len(found.prompts)
+    for row in rows:
+        assert row["reward/size"] == len(row["tokens"])
+        assert row["reward/check"] == (row["prompt"] == "pp")
+        assert (row["reward/even"] is None) == (len(row["prompt"]) % 2 == 1)
+        assert row["reward"] == row["reward/size"] + 0.5 * (row["reward/even"] or 0)
+    above, header = capsys.readouterr().out.partition("\n---")[0].splitlines()[-2:]
+    assert above.split() == 3 * ["reward/"]
+    assert header.split()[2:6] == ["reward", "size", "even", "check"]
