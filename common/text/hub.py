@@ -14,6 +14,10 @@ OURS = ("assets", "data", "output")  # folders that recipes name, there or not
 NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is here)"
 
 
+class NoSuchSplitError(UserError):
+    """The data set is there, the split is not."""
+
+
 def may_be_id(path: str) -> bool:
     """Whether what is no file or folder may be a hub id, and no misspelt path."""
     owner, slash, _ = path.partition("/")
@@ -65,7 +69,8 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
         base, rows = part_of(split)
         if base not in splits:
-            raise UserError(f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}.")
+            message = f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
+            raise NoSuchSplitError(message)
         data = splits[base]
         return data if rows == slice(None) else data.select(range(len(data))[rows])
     is_reachable()
@@ -77,7 +82,9 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
         there = there or why_missing(name)
         of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
-        raise UserError(
+        # Words of `datasets` 5.2, which raises a plain ValueError.
+        kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
+        raise kind(
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}{there}."
         ) from None

@@ -137,7 +137,7 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
             if any(re.split(r"[.-]", file.name)[0] == name for file in _files_in(path)):
                 return name
             continue
-        with contextlib.suppress(UserError):  # reading the split `train` repeats what else it says
+        with contextlib.suppress(hub.NoSuchSplitError):
             hub.rows_of(dataset_name, name, *source)
             return name
     return ""

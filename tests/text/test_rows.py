@@ -358,6 +358,7 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
     with pytest.raises(UserError) as caught:
         hub.rows_of(str(tmp_path), split, config, None)
     assert str(caught.value).endswith(told)
+    assert isinstance(caught.value, hub.NoSuchSplitError) == (split == "validation")
 
 
 @pytest.mark.parametrize(
