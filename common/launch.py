@@ -27,13 +27,10 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
     from common.checkpoint import best, plain, push
-    from common.exits import failures, signals
+    from common.exits import signals
     from common.flags.parser import parse
     from common.planning.plan import fit_to_gpu
     from common.record import folder, terminal, tracking
-
-    def has_failed() -> bool:  # another rank
-        return failures.is_claimed_by_peer(distributed.store(), distributed.rank())
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -44,7 +41,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             if config.dry_run:
                 plan(config)
                 return
-            signals.listen(has_failed, speaks=distributed.is_rank0())
+            signals.listen(speaks=distributed.is_rank0())
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written

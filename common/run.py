@@ -162,7 +162,6 @@ class Run:
             RuntimeError: it is written, and what comes after that failed, as its upload.
         """
         from common.checkpoint import card, export, push
-        from common.exits import signals
         from common.record.folder import mark_finished
         from common.report import plots
 
@@ -185,7 +184,6 @@ class Run:
                 card.write(saver.output_dir, saver.output_dir, *about)
 
         saver.stop_if_asked(step, at_once=True)
-        signals.stop_no_more()
         save()
         describe(step)
         saver.wait()

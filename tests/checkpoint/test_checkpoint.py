@@ -649,49 +649,25 @@ assert signals.received() == "SIGUSR1"
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)
 
 
-def test_a_signal_behind_the_last_step_is_told_that_nothing_is_saved_any_more() -> None:
+def test_a_second_signal_has_its_default_effect() -> None:
+    """Within a second it is the launcher passing on the first."""
     program = """
-import os, signal, time
+import os, signal, sys, time
 from common.exits import signals
-for speaks_before in (signals.stop_no_more, lambda: None):
-    signals.listen()
-    speaks_before()
-    os.kill(os.getpid(), signal.SIGTERM)
-    while not signals.received():
-        time.sleep(0.01)
-    time.sleep(0.1)
-"""
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=root, check=True, timeout=60, capture_output=True, text=True)
-    assert done.stderr.split("\n")[1::2] == [
-        "SIGTERM: all steps are made, ending soon; a second one ends at once",
-        "SIGTERM: saving soon; a second one ends at once",
-    ]
-
-
-def test_a_second_signal_ends_the_process_at_once() -> None:
-    """Within a second it is the launcher passing on the first. Also while the main thread hangs."""
-    program = """
-import ctypes, os, signal, threading, time
-from common.exits import signals
-signals.listen(speaks=False)
+signals.listen()
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)
-while not signals.received():
-    time.sleep(0.01)
-time.sleep(0.2)
-print(signals.received(), flush=True)
-signals.SAME_SIGNAL = 0.5
-threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-mutex = ctypes.create_string_buffer(64)
-for _ in range(2):  # the main thread waits for itself, where no handler of Python's is called
-    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+assert signals.received() == "SIGUSR1"
+signals.SAME_SIGNAL = 0.0
+time.sleep(0.1)
 print("still here", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("and here")
 """
     command = [sys.executable, "-c", program]
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         command, cwd=root, capture_output=True, text=True, check=False, timeout=60
     )
-    assert (result.returncode, result.stdout) == (128 + signal.SIGTERM, "SIGUSR1\n")
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "still here\n")
+    assert result.stderr == "\nSIGUSR1: saving and ending soon; a second one ends at once\n"

@@ -61,7 +61,7 @@ def test_a_signal_saves_and_ends_with_success(name: str, tmp_path: Path) -> None
     process.send_signal(getattr(signal, name))
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert f"{name}: saving soon" in errors
+    assert f"{name}: saving and ending soon" in errors
     (folder,) = files.newest_first(tmp_path)
     step = files.step_of(folder)
     assert f"stopped after step {step} by {name}; the same command goes on from {folder}" in out
