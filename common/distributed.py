@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +23,9 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from common.errors import UserError, gist
+from common.errors import UserError
 
 OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
@@ -58,13 +56,24 @@ def start(timeout: float = 1800.0) -> None:
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"  # gloo serves offloaded parameters and host-side sums
     _limit = timedelta(seconds=timeout)
-    own, number, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]  # is not re-exported
-    if "RANK" in os.environ:
-        die_with_launcher()
-        shared, number, size = meet()
-        shared.set_timeout(_limit)
-        own = part_of_this_start(shared, number, size)
-    dist.init_process_group(backend, store=own, rank=number, world_size=size, timeout=_limit)
+    if "RANK" not in os.environ:
+        alone = dist.HashStore()  # type: ignore[attr-defined]  # is not re-exported
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=_limit)
+        return
+    die_with_launcher()
+    refuse_stale_store()
+    dist.init_process_group(backend, timeout=_limit)
+
+
+def refuse_stale_store() -> None:
+    """Raise a UserError where restarted ranks would find the addresses of those that have ended."""
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_kept and number_in("TORCHELASTIC_MAX_RESTARTS"):
+        raise UserError(
+            "torchrun with --max-restarts keeps the addresses of ended processes; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, with --standalone or "
+            "--rdzv_backend c10d."
+        )
 
 
 def let_segments_grow() -> None:
@@ -115,26 +124,6 @@ def refuse_without_gpu() -> None:
     )
 
 
-def meet() -> tuple[Any, int, int]:
-    """The store that all processes share, this one's number, and how many there are.
-
-    Raises:
-        UserError: the environment does not describe a group of processes, or nobody is there.
-    """
-    try:
-        shared, number, size = next(rendezvous("env://", timeout=_limit))
-        if not 0 <= number < size:
-            raise ValueError(f"there is no process {number} of {size}")
-    except (ValueError, dist.DistError) as error:
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        given = ", ".join(f"{name} {os.environ.get(name, 'not set')}" for name in names)
-        raise UserError(
-            f"the processes of this run cannot meet ({gist(error)}); the environment has {given}. "
-            "torchrun sets all four; without RANK a run is a single process."
-        ) from error
-    return shared, number, size
-
-
 def die_with_launcher() -> None:
     """Ask Linux to end this process when torchrun was killed: it would write beside the next."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -168,47 +157,12 @@ def child_environment(num_devices: int, **variables: str) -> dict[str, str]:
     return own | variables
 
 
-def part_of_this_start(shared: Any, number: int, size: int) -> Any:
-    """The part of the store that only the processes started together with this one use. Collective.
-
-    torchrun keeps the store when it restarts its workers (`--max-restarts`), with what dead
-    processes left in it, and hosts may count restarts differently
-    (github.com/pytorch/pytorch/issues/135712). Rank 0 names the part anew, and gives back a word of
-    each rank: a name that an earlier rank 0 has left is never confirmed.
-    """
-    if number == 0:
-        name = uuid.uuid4().hex
-        shared.set("start", name)
-        for other in range(1, size):
-            shared.set(f"{name}/confirmed/{other}", shared.get(f"{name}/here/{other}"))
-        return PrefixStore(name, shared)
-    word, deadline = uuid.uuid4().hex, time.monotonic() + _limit.total_seconds()
-    while time.monotonic() < deadline:
-        name = shared.get("start").decode()
-        shared.set(f"{name}/here/{number}", word)
-        key = f"{name}/confirmed/{number}"
-        if shared.check([key]) and shared.get(key).decode() == word:
-            return PrefixStore(name, shared)
-        time.sleep(0.05)
-    raise dist.DistStoreError(f"rank 0 did not start within {_limit.total_seconds():g} s")
-
-
-def tell_torchrun(sentence: str) -> None:
-    """Have torchrun end with the sentence: it prints some 40 lines of its own below ours."""
+def tell_torchrun(text: str) -> None:
+    """Have torchrun's summary show what ended this process, in the form of its `record`."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": sentence, "extraInfo": {"timestamp": int(time.time())}}
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         with contextlib.suppress(OSError):  # of a full disk
-            Path(file).write_text(json.dumps({"message": told}))
-
-
-def store() -> Any:
-    """The process group's store, None before `start`."""
-    return _get_default_store() if dist.is_initialized() else None
-
-
-def host() -> int:
-    """The number of the machine this process runs on, as torchrun counts them."""
-    return number_in("GROUP_RANK")
+            Path(file).write_text(json.dumps({"message": message}))
 
 
 def quieten() -> None:

@@ -1,10 +1,11 @@
-"""How a script starts and ends: the config it is given, refusals, failures, and the exit status."""
+"""How a script starts and ends: its config, what is printed of an error, and the exit status."""
 
 import atexit
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -15,15 +16,15 @@ from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 
 Config = TypeVar("Config", bound=CommonConfig)
-REFUSED_ALONE_AFTER = 5.0  # seconds; torchrun looks at its processes ten times a second
+PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
 
 
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    Exits with status 2 and one sentence for what the user can put right; for a failure with 1, and
-    with the first cause once for all ranks. Every rank ends: in a collective it waits for its peers
-    for at most `ddp_timeout` seconds, and torchrun ends it within 30 s of a failure on its host.
+    Exits with status 2 and one sentence after a user error, with 1 and the traceback after any
+    other. Every rank ends: in a collective it waits for its peers for at most `ddp_timeout`
+    seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
     from common.checkpoint import best, plain, push
@@ -54,8 +55,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)
-    except UserError as error:
-        refuse(error)
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
         fail(error)
     leave()
@@ -83,35 +82,30 @@ def leave() -> None:
         close_and_exit(0)
 
 
-def refuse(error: UserError) -> NoReturn:
-    """Print the sentence and leave with status 2: on every rank, or on the only one refused."""
-    from common.exits import failures
-
-    number = distributed.rank()
-    cause = f"rank {number} was refused: {error}"
-    first, _ = failures.claim(distributed.store(), number, distributed.host(), cause)
-    if not first and number != 0:
-        # Before there is a store rank 0 speaks for all, and torchrun then ends this process: unless
-        # only this rank was refused, as by a file that is missing on one machine.
-        time.sleep(REFUSED_ALONE_AFTER)
-    if first in ("", cause):
-        sentence = f"error: {error}{failures.aside(number)}"
-        print(sentence, file=sys.stderr, flush=True)
-        distributed.tell_torchrun(sentence)
-    else:
-        time.sleep(failures.LINGER)  # torchrun names whoever ends first as the root cause
-    close_and_exit(2)
-
-
 def fail(error: BaseException) -> NoReturn:
-    """Leave after an exception that the user cannot put right, which one rank reports."""
-    from common.exits import failures
+    """Say what ended this rank, on stderr and in torchrun's summary, and leave.
+
+    Torchrun ends the ranks of a host as soon as one has left. So the first rank of a host speaks at
+    once, and the others, who may have the same to say, only if they are still there after
+    `PATIENCE`; so does a rank that lost its peers, of whom one is the cause.
+    """
+    from common.exits import failures, signals
 
     if isinstance(error, SystemExit) and not dist.is_initialized():
         raise error  # --help
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on what the terminal sent us
-    place = (distributed.rank(), distributed.world_size(), distributed.host())
-    close_and_exit(failures.report(error, distributed.store(), *place))
+    if isinstance(error, KeyboardInterrupt):
+        close_and_exit(130)  # as a shell reports SIGINT
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    is_lost = failures.lost_peers(error)
+    if is_lost and signals.received():
+        close_and_exit(1)  # torchrun has asked for it, and names the cause
+    if is_lost or not distributed.is_first_on_host():
+        time.sleep(PATIENCE)
+    is_refusal = isinstance(error, UserError)
+    text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()
+    print(f"{failures.place(distributed.rank())}{text}", file=sys.stderr, flush=True)
+    distributed.tell_torchrun(text)
+    close_and_exit(2 if is_refusal else 1)
 
 
 def close_and_exit(status: int) -> NoReturn:

@@ -10,6 +10,7 @@ one.
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -277,7 +278,7 @@ def main() -> int:
             ends = ", ".join(f"{seconds:.1f}" for seconds in cut.seconds)
             print(f"cut, {num_replicas} replica(s): statuses {cut.statuses}, seconds {ends}")
             for number, log in enumerate(cut.logs):
-                lines = [line for line in log.splitlines() if line.startswith("rank ")]
+                lines = re.findall(r"^(?:rank |RuntimeError: ).*", log, re.MULTILINE)
                 print(f"  host {number}:", *lines, sep="\n    ")
             as_claimed.append(0 not in cut.statuses)
             hosts.run(grpo_command(grpo), 2, folder=folder)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from common import distributed, launch
+from common import launch
 from common.exits import failures, signals
 from common.record import output_lock
 
@@ -63,8 +63,7 @@ class Refusals:
         module = importlib.import_module(stage)
         self.monkeypatch.setattr(sys, "argv", [f"{stage}.py", *argv])
         self.monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
-        # Runs before this one, in the same process group, have left their failures and steps.
-        self.monkeypatch.setattr(distributed, "store", dist.HashStore)
+        # A run before this one has left its steps.
         self.monkeypatch.setattr(failures, "_progress", None)
         # Else a signal to pytest would not end it, but stop every run of the tests after this one.
         self.monkeypatch.setattr(signals, "listen", lambda *_, **__: None)

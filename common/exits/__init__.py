@@ -1,4 +1,4 @@
 """Why and how a run ends before its last step.
 
-Face: signals (asked to stop), failures (one rank says what ended it).
+Face: signals (asked to stop), failures (where a rank failed, and whether another is the cause).
 """

@@ -170,7 +170,7 @@ class RunLogger:
             self._files[name].writelines(map(json_line, records))
             self._files[name].flush()  # for readers, and for the next run after a crash
         except OSError as error:
-            error.filename = str(path)  # for the sentence about a full disk
+            error.filename = str(path)  # `write` names none, as where the disk is full
             raise
 
     @staticmethod

@@ -1,40 +1,35 @@
-"""Claims: a failing rank ends all of them, in time, and the first cause is printed once.
+"""Claims: a failing rank ends all of them, in time, and torchrun names it as the first.
 
 On two processes under torchrun: a reward function that raises on one of them is named with its row,
-rank and step; a process that is killed leaves no other behind, and is started again by torchrun to
-finish the run; one that hangs ends the run after `ddp_timeout`. Ranks with unequal rows, or with
-none at all, make the steps that one process makes. What is printed by whom is tested without
-processes, on a store that several "ranks" share.
+rank and step; any other exception is its traceback; a process that is killed leaves no other
+behind, and is started again by torchrun to finish the run; one that hangs ends the run after
+`ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
 """
 
-import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import ROOT, environment, launch, run_stages
-from torch.distributed.checkpoint.api import CheckpointException
 
 import common.launch
 from common import distributed
 from common.errors import UserError
-from common.exits import failures
+from common.exits import failures, signals
+from common.launch import PATIENCE
 from common.record.jsonl import read_jsonl
-from common.record.logger import RunLogger
 
 STEPS = 6
 REWARDS = """
@@ -42,6 +37,8 @@ import os
 import signal
 import time
 from pathlib import Path
+
+import torch
 
 RANK = os.environ["RANK"]
 FOLDER = Path(__file__).parent
@@ -61,8 +58,14 @@ def raises(prompts, completions, trainer_state, **columns):
     return lengths(completions)
 
 
+def breaks(completions, trainer_state, **columns):
+    if RANK == "1" and trainer_state.global_step == 2:
+        (FOLDER / "when").touch()
+        torch.Tensor.backward = lambda *_, **__: None.rank_1  # what comes next
+    return lengths(completions)
+
+
 def dies(completions, trainer_state, **columns):
-    signal.signal(signal.SIGTERM, lambda *_: None)  # torchrun may be quicker than a broken socket
     once = FOLDER / "died"
     if RANK == "1" and trainer_state.global_step == 2 and not once.exists():
         time.sleep(1)  # the other rank comes to wait for this one
@@ -79,9 +82,7 @@ def hangs(completions, trainer_state, **columns):
         time.sleep(3600)
     return lengths(completions)
 """
-GLOO = "[/x/third_party/gloo/gloo/transport/tcp/{}] {}"
-CLOSED = GLOO.format("pair.cc:538", "Connection closed by peer [127.0.0.1]:4242. More text")
-WAITED = GLOO.format("unbound_buffer.cc:81", "Timed out waiting 15000ms for recv operation")
+CLOSED = "[/x/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
 
 
 # --- real processes ---
@@ -96,11 +97,12 @@ class Ended:
     seconds: float  # from what its reward function did to its end
 
     @property
-    def line(self) -> str:
-        """The one line in which a rank says what ended it."""
-        lines = re.findall(r"^rank \d+ .*", self.output, re.MULTILINE)
-        assert len(lines) == 1, self.output
-        return str(lines[0])
+    def root_cause(self) -> tuple[str, str, str]:
+        """What torchrun names as the first failure: rank, exit status, text."""
+        pattern = r"Root Cause.*?rank +: (\d).*?exitcode +: (-?\d+).*?traceback : (.*)\n===="
+        found = re.search(pattern, self.output, re.DOTALL)
+        assert found, self.output
+        return found[1], found[2], found[3]
 
 
 def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
@@ -129,7 +131,7 @@ def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
     command += [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
     (folder / "when").unlink(missing_ok=True)
     mark = uuid.uuid4().hex
-    variables = environment(RUN_OF_TEST=mark)
+    variables = environment(RUN_OF_TEST=mark, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with (folder / "log").open("w+") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT
@@ -181,10 +183,10 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_once(folder: Path) -
     run = run_grpo(folder, "raises")
     assert run.status != 0
     assert run.seconds < 15
-    ((line, where),) = re.findall(r"^(error: .*)\n(.*)", run.output, re.MULTILINE)
+    ((where, line),) = re.findall(r"^(.*)\n(error: .*)", run.output, re.MULTILINE)
+    assert where == "rank 1 at step 3 of train_grpo:"
     assert line.startswith("error: reward function ")
     assert "rewards.py:raises' raised ValueError on row 2 of the batch: no such answer" in line
-    assert where == "  (rank 1, at step 3 of train_grpo)"
     assert "rank 0" not in run.output  # whose connection broke
     assert "Connection closed" not in run.output
     assert run.output.count("in raises\n") == 0  # no traceback: the line is in the sentence
@@ -193,14 +195,26 @@ def test_a_reward_function_that_raises_on_one_rank_is_named_once(folder: Path) -
     assert "ValueError: no such answer" in (kept / "traceback.txt").read_text()
     assert len((kept / "rollouts.jsonl").read_text().splitlines()) == 2  # this rank's prompts
     assert not kept.with_name("rewards_rank_0").exists()
-    assert re.search(r"Root Cause.*?rank +: 1 ", run.output, re.DOTALL)
+    assert run.root_cause == ("1", "2", line)
+
+
+@needs_proc
+def test_a_failure_of_one_rank_is_its_traceback(folder: Path) -> None:
+    run = run_grpo(folder, "breaks")
+    assert run.status != 0
+    assert run.seconds < 15
+    rank, status, text = run.root_cause
+    assert (rank, status) == ("1", "1")
+    assert text.startswith("Traceback")
+    assert run.output.count("AttributeError: 'NoneType' object has no attribute 'rank_1'") == 2
+    assert run.output.count("rank 1 at step 3 of train_grpo:\nTraceback") == 1
+    assert "Connection closed" not in run.output
 
 
 @needs_proc
 def test_a_killed_rank_ends_all_and_torchrun_starts_them_again(folder: Path) -> None:
     run = run_grpo(folder, "dies", "--max-restarts", "1", save_steps=1)
     assert run.status == 0
-    assert run.line.startswith("rank 0 lost its peers at step 3 of train_grpo (a process ended")
     assert re.search(r"failed \(exitcode: -9\) local_rank: 1 ", run.output)  # torchrun's own
     assert run.output.count("12 of 12 rows") == 2  # two starts
     lines = read_jsonl(folder / "dies" / "metrics.jsonl")
@@ -213,9 +227,10 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(folder: Path) -> None:
     run = run_grpo(folder, "hangs", ddp_timeout=10)
     assert run.status != 0
     assert 6 < run.seconds < 10 + 15  # the other rank may have begun to wait before
-    line = run.line
-    assert line.startswith("rank 0 lost its peers at step 3 of train_grpo (a process ended")
-    assert line.endswith("no word from rank 1")
+    rank, status, text = run.root_cause
+    assert (rank, status) == ("0", "1")
+    assert "rank 0 at step 3 of train_grpo:\nTraceback" in run.output
+    assert re.search(r"RuntimeError: .*Timed out waiting 10000ms", text)
 
 
 UNEVEN = {
@@ -283,228 +298,80 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
             assert values == pytest.approx(wanted, rel=1e-4, abs=1e-6), stage
 
 
-# --- who says what ---
+# --- who speaks, and when ---
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A store that "ranks" share; this process is in step 12 of 20 of train_grpo."""
-    monkeypatch.setattr(sys, "argv", ["/somewhere/train_grpo.py"])
-    monkeypatch.setattr(failures, "LINGER", 0.0)
-    monkeypatch.setattr(failures, "_progress", (11, 20))
-    return dist.HashStore()
-
-
-def caught(error: BaseException) -> BaseException:
-    """The exception with a traceback."""
-    try:
-        raise error
-    except BaseException as raised:
-        return raised
-
-
-def say(capsys: Any, error: BaseException, *where: Any) -> str:
-    """What a rank prints for the exception."""
-    failures.report(caught(error), *where)
-    return capsys.readouterr().err.strip()
-
-
-def test_the_first_cause_is_printed_and_what_follows_is_not(store: Any, capsys: Any) -> None:
-    text = say(capsys, ValueError("a bad row. And more"), store, 1, 4)
-    first, *rest = text.splitlines()
-    assert first == "rank 1 failed at step 12 of train_grpo: ValueError: a bad row"
-    assert rest[0] == "Traceback (most recent call last):"
-    assert rest[-1] == "ValueError: a bad row. And more"
-    assert say(capsys, RuntimeError(CLOSED), store, 0, 4) == ""
-    assert say(capsys, dist.DistNetworkError("gone"), store, 2, 4) == ""
-    assert say(capsys, ValueError("a bad row. And more"), store, 3, 4) == ""  # the same one again
-
-
-def test_another_failure_is_one_line(store: Any, capsys: Any) -> None:
-    say(capsys, ValueError("a bad row"), store, 1, 4)
-    assert say(capsys, MemoryError("of rank 3"), store, 3, 4) == (
-        "rank 3 failed at step 12 of train_grpo: MemoryError: of rank 3 (after rank 1 failed)"
-    )
-
-
-def test_other_hosts_repeat_the_cause_once(store: Any, capsys: Any) -> None:
-    say(capsys, ValueError("a bad row"), store, 1, 8, 0)
-    assert say(capsys, RuntimeError(CLOSED), store, 5, 8, 1) == (
-        "rank 5 ends: rank 1 failed at step 12 of train_grpo: ValueError: a bad row"
-    )
-    assert say(capsys, RuntimeError(CLOSED), store, 6, 8, 1) == ""
-    assert say(capsys, RuntimeError(CLOSED), store, 2, 8, 0) == ""
-
-
-def test_a_lost_peer_is_a_sentence_without_a_traceback(store: Any, capsys: Any) -> None:
-    (line,) = say(capsys, RuntimeError(CLOSED), store, 0, 2).splitlines()
-    assert line.startswith(
-        "rank 0 lost its peers at step 12 of train_grpo (a process ended or hangs, or a host is "
-        "unreachable) (test_failures.py, line "
-    )
-    assert line.endswith("Connection closed by peer [127.0.0.1]:4242")
-
-
-def test_ranks_that_did_not_answer_are_named(store: Any, capsys: Any) -> None:
-    store.set(f"{failures.HEARD}/2", "yes")  # it waited in vain as well
-    line = say(capsys, RuntimeError(WAITED), store, 0, 4)
-    assert line.endswith("Timed out waiting 15000ms for recv operation; no word from rank 1, 3")
-
-
-def test_a_store_that_does_not_answer_is_said(store: Any, capsys: Any, monkeypatch: Any) -> None:
-    is_over = threading.Event()
-
-    class Gone:
-        def set(self, key: str, value: str) -> None:
-            is_over.wait()
-            raise dist.DistNetworkError("the store is gone")
-
-    monkeypatch.setattr(failures, "STORE_TIMEOUT", 0.05)
-    line = say(capsys, RuntimeError(CLOSED), Gone(), 1, 2)
-    assert line.endswith("4242; nor does the store answer")
-    text = say(capsys, ValueError("a bad row"), Gone(), 1, 2)
-    assert text.startswith(
-        "rank 1 failed at step 12 of train_grpo: ValueError: a bad row\nTraceback"
-    )
-    is_over.set()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_sentence(number: int, store: Any, capsys: Any) -> None:
-    error = OSError(number, os.strerror(number), "/data/run/metrics.jsonl")
-    assert say(capsys, error, store, 1, 2) == (
-        f"rank 1 stopped at step 12 of train_grpo: {os.strerror(number).lower()} while writing "
-        "/data/run/metrics.jsonl."
-    )
-    assert failures.exit_status(error) == 1
-
-
-def test_a_full_disk_is_seen_below_other_exceptions(
-    store: Any, capsys: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "local_rank", "signal_name", "expected"),
+    [
+        (ValueError("a bad row"), 0, "", (0.0, "ValueError: a bad row", 1)),
+        (ValueError("a bad row"), 1, "SIGTERM", (PATIENCE, "ValueError: a bad row", 1)),
+        (UserError("There is no file."), 0, "", (0.0, "error: There is no file.", 2)),
+        (UserError("There is no file."), 1, "", (PATIENCE, "error: There is no file.", 2)),
+        (RuntimeError(CLOSED), 0, "", (PATIENCE, f"RuntimeError: {CLOSED}", 1)),
+        (RuntimeError(CLOSED), 0, "SIGTERM", (0.0, "", 1)),
+        (dist.DistNetworkError("gone"), 0, "SIGTERM", (0.0, "", 1)),
+        (ConnectionResetError("of a judge"), 0, "", (0.0, "ConnectionResetError: of a judge", 1)),
+        (SystemExit(0), 0, "", (0.0, "SystemExit: 0", 1)),
+        (KeyboardInterrupt(), 0, "", (0.0, "", 130)),
+    ],
+    ids=repr,
+)
+def test_who_speaks_at_once_and_who_waits_for_the_cause(
+    error: BaseException,
+    local_rank: int,
+    signal_name: str,
+    expected: tuple[float, str, int],
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.symlink_to("/dev/full")  # a device on which every write finds the disk full
-    opened = file.open("w")
-    logger: Any = SimpleNamespace(_files={file.name: opened}, output_dir=tmp_path)
-    with pytest.raises(OSError, match="No space left") as raised, opened:
-        RunLogger._append(logger, file.name, {"step": 1})
-    assert failures.disk_full(raised.value) == f"no space left on device while writing {file}"
-    wrapped = CheckpointException("saving", {0: (raised.value, None)})
-    assert failures.disk_full(wrapped) == f"no space left on device while writing {file}"
-    nameless = CheckpointException("saving", {0: (OSError(errno.ENOSPC, "full"), None)})
-    line = failures.disk_full(caught(nameless))  # what came from another rank has no traceback
-    assert re.fullmatch(r"no space left on device \(test_failures.py, line \d+\)", line)
-    library = RuntimeError("I/O error: No space left on device (os error 28)")
-    line = say(capsys, library, store, 0, 1)
-    assert re.search(r"no space left on device \(test_failures.py, line \d+\).$", line)
-    assert failures.disk_full(OSError(errno.EACCES, "Permission denied", "f")) == ""
+    slept: list[float] = []
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: local_rank)
+    monkeypatch.setattr(signals, "received", lambda: signal_name)
+    monkeypatch.setattr(common.launch, "close_and_exit", leave)
+    monkeypatch.setattr(failures, "_progress", None)
+    with pytest.raises(SystemExit) as left:
+        common.launch.fail(error)
+    text = capsys.readouterr().err
+    assert (sum(slept), text.rstrip().split("\n")[-1], left.value.code) == expected
+    file = tmp_path / "error.json"
+    assert file.exists() == bool(text)
+    if text:
+        assert json.loads(file.read_text())["message"]["message"] == text.rstrip()
 
 
-def test_the_line_named_is_one_of_ours() -> None:
-    """A virtual environment may lie in the project's folder."""
-    installed = str(ROOT / ".venv" / "lib" / "site-packages" / "library.py")
-    with pytest.raises(OSError, match="full") as raised:
-        exec(compile("raise OSError('full')", installed, "exec"))
-    assert failures.origin(raised.value).startswith("(test_failures.py, line ")
-
-
-def test_the_network_of_a_reward_function_is_not_taken_for_a_peer(store: Any, capsys: Any) -> None:
-    text = say(capsys, ConnectionResetError("Connection reset by peer"), store, 1, 2)
-    assert text.startswith("rank 1 failed at step 12 of train_grpo: ConnectionResetError: ")
-    assert "Traceback" in text
+def test_a_peer_lost_below_another_exception_is_seen() -> None:
     wrapped = RuntimeError("reward function 'judge' raised RuntimeError on a batch of 2 rows")
     wrapped.__cause__ = RuntimeError(CLOSED)  # a sharded reward model lost its peers
     assert failures.lost_peers(wrapped)
 
 
-def test_being_interrupted_is_said_once_without_a_traceback(store: Any, capsys: Any) -> None:
-    assert say(capsys, KeyboardInterrupt(), store, 1, 2) == (
-        "rank 1 was interrupted at step 12 of train_grpo"
-    )
-    assert say(capsys, KeyboardInterrupt(), store, 0, 2) == ""
-    assert failures.report(KeyboardInterrupt(), None, 1, 2) == 130  # before there is a store
-    assert not capsys.readouterr().err
-    assert say(capsys, KeyboardInterrupt(), None, 0, 2).startswith("rank 0 was interrupted")
-
-
-@pytest.mark.parametrize(("code", "status"), [(0, 1), (None, 1), (3, 3), ("no", 1), (256, 1)])
-def test_leaving_amid_a_run_is_a_failure(code: Any, status: int, store: Any, capsys: Any) -> None:
-    assert say(capsys, SystemExit(code), store, 1, 2) == (
-        f"rank 1 left at step 12 of train_grpo: sys.exit({code!r}) was called"
-    )
-    assert failures.exit_status(SystemExit(code)) == status
-
-
-def test_the_place_in_the_run(store: Any, monkeypatch: Any) -> None:
-    assert failures.place() == "at step 12 of train_grpo"
-    assert failures.aside(1) == "\n  (rank 1, at step 12 of train_grpo)"  # below a refusal
+def test_the_place_in_the_run(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_grpo.py"])
+    failures.note_step(11, 20)
+    assert failures.place(1) == "\nrank 1 at step 12 of train_grpo:\n"
     failures.note_step(20, 20)
-    assert failures.place() == "after step 20, the last of train_grpo"
+    assert failures.place(0) == "\nrank 0 after step 20, the last of train_grpo:\n"
     monkeypatch.setattr(failures, "_progress", None)
-    assert failures.place() == "in train_grpo"
-    assert failures.aside(1) == ""
+    assert failures.place(0) == ""
 
 
-def test_a_refused_rank_is_no_riddle_to_its_peers(
-    store: Any, capsys: Any, monkeypatch: Any
-) -> None:
-    """Rank 1 alone finds a file missing; rank 0 loses the connection and has nothing to add."""
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
-    monkeypatch.setattr(failures, "_progress", None)  # it is found before the first step
-    monkeypatch.setattr(common.launch, "REFUSED_ALONE_AFTER", 0.0)
-    monkeypatch.setattr(distributed, "store", lambda: store)
-    monkeypatch.setattr(common.launch, "close_and_exit", lambda status: None)
-    common.launch.refuse(UserError("there is no file rows.jsonl."))
-    assert capsys.readouterr().err == "error: there is no file rows.jsonl.\n"
-    assert say(capsys, RuntimeError(CLOSED), store, 0, 2) == ""
-
-
-def test_a_restarted_process_meets_the_living_only() -> None:
-    """The store holds what an earlier start left; rank 1 comes first, and waits for rank 0."""
-    shared = dist.HashStore()
-    shared.set("start", "old")
-    shared.set("old/here/1", "a dead rank's word")
-    shared.set("old/confirmed/1", "a dead rank's word")
-    parts: dict[int, Any] = {}
-
-    def join(number: int) -> None:
-        parts[number] = distributed.part_of_this_start(shared, number, 2)
-
-    second, first = (threading.Thread(target=join, args=(n,), daemon=True) for n in (1, 0))
-    second.start()
-    time.sleep(0.2)
-    assert not parts
-    first.start()
-    first.join(10)
-    second.join(10)
-    parts[0].set("key", "of both")
-    assert parts[1].get("key") == b"of both"
-    assert not shared.check(["key", "old/key"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"WORLD_SIZE": "abc"}, "'abc'); the environment has RANK 1, WORLD_SIZE abc, MASTER_ADDR "),
-        ({"RANK": "abc"}, "'abc'); the environment has RANK abc, "),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR not set, MASTER_PORT "),
-        ({"WORLD_SIZE": "1"}, "(there is no process 1 of 1); "),
-        ({"MASTER_ADDR": "no.invalid"}, "while trying to connect to (no.invalid, "),
-    ],
-)
-def test_an_environment_of_no_group_is_refused(changes: Any, said: str, monkeypatch: Any) -> None:
-    there = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    group = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
-    group["MASTER_PORT"] = str(there.port)
-    monkeypatch.setattr(distributed, "_limit", timedelta(seconds=1))
-    for name, value in (group | changes).items():
-        monkeypatch.setenv(name, value or "")
-        if value is None:
-            monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=re.escape(said)):
-        distributed.meet()
-    assert distributed.rank() in (0, 1)
-    assert distributed.world_size() in (1, 2)
+def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    distributed.refuse_stale_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(UserError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        distributed.refuse_stale_store()
 
 
 ORPHAN = """

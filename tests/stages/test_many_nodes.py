@@ -3,10 +3,11 @@
 The hosts are network namespaces of this machine with a cable between them (`tests/many_nodes.py`).
 Losses, gradient norms and exported weights of two hosts with a process each are those of one host
 with two, under plain FSDP and under HSDP. When the second host is cut off amid a run, both end
-within the timeouts that were set, each with a sentence; the same command, but for the timeout, then
-resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
+within the timeouts that were set, each with its traceback; the same command, but for the timeout,
+then resumes from the checkpoint, and its weights are those of a run that nobody disturbed.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -105,10 +106,9 @@ def test_a_host_that_is_cut_off_ends_the_run_which_then_resumes(
     assert 0 not in cut.statuses
     assert cut.seconds[0] < DDP_TIMEOUT + 15
     assert cut.seconds[1] < GIVEN_UP + 15
-    for rank, reason in enumerate(("no word from rank 1", "nor does the store answer")):
-        (line,) = [line for line in cut.logs[rank].splitlines() if line.startswith("rank ")]
-        assert line.startswith(f"rank {rank} lost its peers at step {CUT_IN} of train_grpo")
-        assert line.endswith(reason)
+    for rank, log in enumerate(cut.logs):
+        assert f"rank {rank} at step {CUT_IN} of train_grpo:\nTraceback" in log
+        assert re.search(r"^RuntimeError: .*/gloo/", log, re.MULTILINE)
     assert [line["step"] for line in untimed_lines(run)] == list(range(1, CUT_IN))
 
     patient = flags | {"ddp_timeout": 300}  # a busy machine may take long to draw and export
