@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +39,11 @@ def load_examples(
     """
     from common.text import rows, tokenise
 
-    if split == AUTO and dataset_name:
-        split = rows.test_split(config, dataset_name)
+    if split == AUTO and dataset_name:  # only evaluated on: of a single file that file
+        path = Path(dataset_name).expanduser()
+        split = path.name.split(".")[0] if path.is_file() else rows.test_split(config, dataset_name)
+        if not split:
+            distributed.print_rank0(f"{dataset_name} has no held-out split: no evaluation on it")
     if not dataset_name or not split:
         return []
     return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids, num_rows)

@@ -526,6 +526,18 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     assert load_splits(config, "sft", tokenizer, [0])[1] == []
 
 
+def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
+    limits = {"max_prompt_length": 128, "output_dir": str(tmp_path), "dataset_test_split": "auto"}
+    config, tokenizer = tiny.train_config(**limits), synthetic.train_tokenizer()
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    for name in ("own", "train"):
+        (tmp_path / f"{name}.jsonl").write_text(pair * 3)
+    file, rest = str(tmp_path / "own.jsonl"), ("auto", "preference", tokenizer, [0])
+    assert len(load_examples(config, file, *rest)) == 3
+    assert load_examples(config, str(tmp_path), *rest) == []
+    assert f"{tmp_path} has no held-out split: no evaluation on it" in capsys.readouterr().out
+
+
 def test_rows_of_the_real_pairs_are_kept(gpt2):
     folder = str(SHARED / "summeval_preference")
     rows = load_rows(folder, "validation", kind="preference", num_rows=150)

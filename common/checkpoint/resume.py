@@ -90,7 +90,7 @@ def leave_finished(config: TrainConfig) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run of the same config has ended here, and its models are not newer than that."""
+    """Whether a run of the same config has ended here, and what it read is not newer than that."""
     output_dir = Path(config.output_dir)
     try:
         environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
@@ -101,10 +101,13 @@ def is_finished(config: TrainConfig) -> bool:
     ended = (output_dir / ENVIRONMENT).stat().st_mtime
     paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
     paths += getattr(config, "reward_funcs", [])
-    read = [file for path in paths if (file := Path(path or ".") / "config.json").is_file()]
+    read = [Path(path, "config.json") for path in paths if path]
+    read += [Path(path.rpartition(":")[0]) for path in paths if ".py:" in path]
+    rows = Path(config.dataset_name).expanduser()
+    read += rows.iterdir() if rows.is_dir() else [rows]
     for file in read:
-        if file.stat().st_mtime > ended:
-            print(f"{output_dir}/model is trained again: {file.parent} is newer", flush=True)
+        if file.is_file() and file.stat().st_mtime > ended:
+            print(f"{output_dir}/model is trained again: {file} is newer", flush=True)
             return False
     return not changed_fields(saved, config)
 

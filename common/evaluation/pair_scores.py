@@ -258,10 +258,12 @@ def reward_of_run(path: str, beta: float = 0.0) -> tuple["ImplicitReward", bool]
 
 def reference_of_run(path: str) -> str:
     """The reference, or else the start, of the run that wrote a policy; "" where none is there."""
+    from common.text.hub import is_id
+
     settings = config_of_run(path)
     paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))
     reference = next((p for p in paths if p and p != path), "")
-    return reference if Path(reference).is_dir() and reference else ""
+    return reference if reference and (Path(reference).is_dir() or is_id(reference)) else ""
 
 
 def config_of_run(path: str) -> dict[str, Any]:

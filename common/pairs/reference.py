@@ -3,6 +3,7 @@
 They are kept in `output_dir`, so that a resumed run need not compute them again.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,11 +96,14 @@ def load_reference(
     if eval_set:
         arguments = (reference, eval_set, config, pad_id, "reference", config.ld_alpha)
         held_out = partial(score.pair_logps, *arguments)
-        found.held_out = kept_logps(config, "held_out", held_out, range(len(eval_set)), is_resumed)
+        key = scores_key(eval_set, config, found.first)
+        rows: Sequence[int] = range(len(eval_set))
+        found.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
     if config.precompute_ref_log_probs:
         train = partial(training_logps, reference, train_set, order, config, pad_id)
         rows = order.rows_until(order.total_steps(config))
-        logps = kept_logps(config, "train", train, rows, is_resumed)
+        key = scores_key(train_set, config, found.first)
+        logps = kept_logps(config, "train", train, rows, key, is_resumed)
         # A filler has the place of row 0, which may be none of the rows.
         found.train = logps.nan_to_num().float().to(distributed.device())
         found.module = None
@@ -137,14 +141,26 @@ def training_logps(
     return logps.where(is_seen, torch.nan)
 
 
+def scores_key(examples: Sequence[Example], config: "DPOConfig", first: Tensor) -> str:
+    """A hash of what the reference's scores follow from: tokens, tails, and weights.
+
+    The scores of the first training pair stand for the weights.
+    """
+    digest = hashlib.sha256(repr((config.ld_alpha, first.tolist())).encode())
+    for example in examples:
+        digest.update(repr((example.prompt_ids, example.completions)).encode())
+    return digest.hexdigest()
+
+
 def kept_logps(
     config: "DPOConfig",
     name: str,
     compute: Callable[[], Tensor],
     rows: Sequence[int],
+    key: str,
     is_resumed: bool,
 ) -> Tensor:
-    """What `compute` returns, (N, 2), or in a resumed run its file in `output_dir`. Collective.
+    """What `compute` returns, (N, 2), or in a resumed run its file of that key. Collective.
 
     Raises:
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.
@@ -154,15 +170,14 @@ def kept_logps(
 
     file = Path(config.output_dir) / REFERENCE_LOGPS.format(name)
     is_kept = is_resumed and distributed.is_rank0() and file.exists()
-    logps: Tensor | None = distributed.from_rank0(
-        torch.load(file, weights_only=True) if is_kept else None
-    )
+    kept = distributed.from_rank0(torch.load(file, weights_only=True) if is_kept else {})
+    logps: Tensor | None = kept["logps"] if kept.get("key") == key else None
     if logps is None or logps[rows].isnan().any():  # NaN: max_steps is larger now
         logps = compute()
         if distributed.is_rank0():
             file.parent.mkdir(parents=True, exist_ok=True)
             with replacing(file) as unfinished:
-                torch.save(logps, unfinished)
+                torch.save({"key": key, "logps": logps}, unfinished)
     is_finite = logps.isfinite().all(1).tolist()
     broken = [row for row in rows if not is_finite[row]]
     if broken:

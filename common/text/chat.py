@@ -39,6 +39,7 @@ def is_messages(value: Any) -> bool:
         and all(isinstance(message, dict) for message in value)
         and all(isinstance(m.get("role"), str) for m in value)
         and all(isinstance(m.get("content"), str) or is_call(m) for m in value)
+        and all(isinstance(m.get("tool_calls") or [], list) for m in value)
     )
 
 
@@ -135,7 +136,12 @@ def _leaves_out(answer: dict[str, Any], text: str) -> bool:
     parts = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
     parts += [call.get("name") for call in _calls([answer])]
     written = "".join(text.split())
-    return any("".join(str(part).split()) not in written for part in parts if part)
+    texts = {"".join(str(part).split()) for part in parts if part}
+    for part in sorted(texts, key=len, reverse=True):  # each in a place of its own
+        if part not in written:
+            return True
+        written = written.replace(part, " ", 1)
+    return False
 
 
 def _template_options(row: dict[str, Any]) -> dict[str, Any]:

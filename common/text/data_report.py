@@ -91,7 +91,12 @@ class DataReport:
 
     def refuse_lossy(self, max_dropped_fraction: float) -> None:
         """Raise a UserError if too few rows are left."""
-        fraction = self.num_dropped / max(1, self.num_rows)
+        if not self.num_rows:
+            raise UserError(
+                f"split {self.split!r} has nothing to train: every answer has weight 0 or train "
+                "false."
+            )
+        fraction = self.num_dropped / self.num_rows
         if fraction > max_dropped_fraction or not self.num_kept:
             raise UserError(
                 f"split {self.split!r} would lose {self.num_dropped} of {self.num_rows} rows "

@@ -134,7 +134,7 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
         data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
     for name in TEST_SPLITS if not path.is_file() else ():
         if path.is_dir() and not hub.is_saved(path):
-            if any(re.split(r"[.-]", file.name)[0] == name for file in _files_in(path)):
+            if any(_split_name(name).fullmatch(file.name) for file in _files_in(path)):
                 return name
             continue
         with contextlib.suppress(hub.NoSuchSplitError):
@@ -252,11 +252,15 @@ def _files_in(folder: Path) -> list[Path]:
     )
 
 
+def _split_name(split: str) -> re.Pattern[str]:
+    """Names of the file or of the shards of a split."""
+    return re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
+
+
 def _split_files(folder: Path, split: str) -> list[Path]:
     """The file or the shards of one split, in order."""
     files = _files_in(folder)
-    name = re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
-    matches = {file: match for file in files if (match := name.fullmatch(file.name))}
+    matches = {file: m for file in files if (m := _split_name(split).fullmatch(file.name))}
     there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
     if not matches:
         raise UserError(

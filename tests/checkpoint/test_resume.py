@@ -244,12 +244,19 @@ def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
 
 @pytest.mark.usefixtures("process_group")
 def test_a_finished_run_is_left_as_it_is(tmp_path, capsys, monkeypatch):
-    """Unless it is to be trained again, or what it starts from is newer."""
+    """Unless it is to be trained again, or what it starts from or learns from is newer."""
     monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     tiny.causal_lm("gpt2", is_plain=True, vocab_size=300).save_pretrained(tmp_path / "start")
     tiny.tokenizer().save_pretrained(tmp_path / "start")
     flags = {"model_name_or_path": str(tmp_path / "start"), "output_dir": str(tmp_path / "run")}
-    flags |= {"max_prompt_length": 64, "max_completion_length": 16, "require_stop_token": False}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    flags |= {
+        "dataset_name": str(rows),
+        "max_prompt_length": 64,
+        "max_completion_length": 16,
+        "require_stop_token": False,
+    }
     flags |= {"num_train_rows": 8, "num_eval_rows": 2, "max_steps": 1, "batch_size": 2}
     train_sft.main(SFTConfig(**flags))
     assert f"model: {tmp_path}/run/model  curves: {tmp_path}/run/plots" in capsys.readouterr().out
@@ -260,7 +267,8 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, capsys, monkeypatch):
     assert weights.stat().st_mtime_ns == made
     train_sft.main(SFTConfig(**flags, resume_from_checkpoint="none"))
     assert weights.stat().st_mtime_ns > made
-    made = weights.stat().st_mtime_ns
-    (tmp_path / "start" / "config.json").touch()
-    train_sft.main(SFTConfig(**flags))
-    assert weights.stat().st_mtime_ns > made
+    for newer in (tmp_path / "start" / "config.json", rows):
+        made = weights.stat().st_mtime_ns
+        newer.touch()
+        train_sft.main(SFTConfig(**flags))
+        assert weights.stat().st_mtime_ns > made

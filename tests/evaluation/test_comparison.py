@@ -568,6 +568,8 @@ def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
     assert pair_scores.reference_of_run(str(folder)) == ""  # it is not there any more
     start.mkdir()
     assert pair_scores.reference_of_run(str(folder)) == str(start)
+    (tmp_path / "dpo" / "config.yaml").write_text("model_name_or_path: owner/name")  # on the hub
+    assert pair_scores.reference_of_run(str(folder)) == "owner/name"
 
 
 def test_a_reading_without_the_stop_token_leaves_it_out():

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 import evaluate
 import train_dpo
 from common import losses
-from common.data import BatchOrder
+from common.data import BatchOrder, Example
 from common.errors import UserError
 from common.evaluation import score
 from common.evaluation.config import EvaluateConfig
@@ -537,8 +537,25 @@ def test_a_reference_that_is_not_finite_is_named(tmp_path):
     """It would otherwise pass for one that finds every completion certain."""
     scores = torch.tensor([[-1.0, -2.0], [-3.0, math.inf]], dtype=torch.float64)
     run = replace(config(), output_dir=str(tmp_path))
-    logps = reference.kept_logps(run, "train", lambda: scores, [0], is_resumed=False)
+    logps = reference.kept_logps(run, "train", lambda: scores, [0], "a", is_resumed=False)
     assert logps.equal(scores)
     for is_resumed in (False, True):  # from its file too
         with pytest.raises(RuntimeError, match=r"pair 1 .* \[-3.0, inf\]; they must be finite"):
-            reference.kept_logps(run, "train", lambda: scores, [0, 1], is_resumed=is_resumed)
+            reference.kept_logps(run, "train", lambda: scores, [0, 1], "a", is_resumed=is_resumed)
+
+
+def test_only_scores_of_the_same_pairs_and_reference_are_kept(tmp_path):
+    run = replace(config(), output_dir=str(tmp_path))
+    first, pair = torch.tensor([[-1.0, -2.0]]), Example(0, "a", [5], [[6, 0], [7, 0]], {})
+    others = [
+        reference.scores_key([pair], run, first + 1e-6),
+        reference.scores_key([pair], replace(run, ld_alpha=0.5), first),
+        reference.scores_key([replace(pair, completions=[[6, 0], [8, 0]])], run, first),
+        reference.scores_key([pair, pair], run, first),
+    ]
+    key = reference.scores_key([pair], run, first)
+    reference.kept_logps(run, "train", lambda: first, [0], key, is_resumed=False)
+    for now, expected in ((key, first), *((other, first - 1) for other in others)):
+        logps = reference.kept_logps(run, "train", lambda: first - 1, [0], now, is_resumed=True)
+        assert logps.equal(expected)
+        reference.kept_logps(run, "train", lambda: first, [0], key, is_resumed=False)

@@ -128,6 +128,7 @@ def save_to_disk(folder: Path, *names: str) -> str:
         (("train", "test", "validation"), "validation"),
         (("train", "test"), "test"),
         (("train",), ""),
+        (("train", "test-old"), ""),
     ],
 )
 def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):

@@ -276,6 +276,8 @@ def test_answers_may_follow_each_other_go_on_with_a_prompt_and_be_left_out(tmp_p
         (1, "Because.<|im_end|>"),
     ]
     assert together[2].prompt.count("assistant") == 3
+    with pytest.raises(UserError, match="has nothing to train: every answer has weight 0"):
+        load(tmp_path, chatml, {"messages": [ASKED, {**ONE, "weight": 0}]})
     begun = {"prompt": [ASKED, {**ONE, "content": "Be"}], "completion": [
         {**ONE, "content": "cause."}, AGAIN, TWO
     ]}  # fmt: skip
@@ -304,7 +306,7 @@ def test_a_prompt_that_is_another_one_in_use_is_refused(tmp_path, chatml, templa
 
 
 def test_the_report_counts_answers_and_what_the_template_does_to_them(tmp_path, capsys):
-    thought = {**ONE, "content": "<think>Hm.</think>Because."}
+    thought = {**ONE, "content": "<think>use</think>Because."}
     dropping = tokenizer_of(KINDS["ChatML"])
     dropping.chat_template = dropping.chat_template.replace(
         "{% if m.role == 'assistant' %}{{ m.content }}",
