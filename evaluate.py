@@ -84,7 +84,6 @@ def main(config: EvaluateConfig) -> None:
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
     split = config.dataset_test_split = split_of(dataset, config)
     table = PairScores(pair_scores.describe_pairs(pairs, dataset, split, config.margin_column))
-    others = pair_scores.read_others(table, config.scores_from)
     start_folder(config)
 
     # Reward models: accuracy on the pairs
@@ -141,7 +140,6 @@ def main(config: EvaluateConfig) -> None:
     if pairs:
         texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
         table.scores |= pair_scores.baselines(pairs, texts, config.seed)
-        pair_scores.add_others(table, others)
     write_parts(table, answers, output_dir)
     results = {
         "dataset": dataset,

@@ -10,7 +10,7 @@ from common.evaluation import pair_scores
 from common.sampling.engine_config import EngineConfig
 
 OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
-OF_PAIRS = (*OF_POLICIES[1:], "scores_from", "margin_column", "num_eval_rows")
+OF_PAIRS = (*OF_POLICIES[1:], "margin_column", "num_eval_rows")
 OF_GENERATIONS = (
     *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens", "reward_funcs"),
     *("judge_funcs", "generation_batch_size", "generation_cache_tokens"),
@@ -54,9 +54,6 @@ class EvaluateConfig(EngineConfig):
     )
     score_stop_token: bool = flag(
         True, "count the stop token in a policy's scores (false: for one not trained to end so)"
-    )
-    scores_from: list[str] = path_flag(
-        [], "scores.jsonl of other evaluations of the same pairs, to compare with"
     )
     margin_column: str = flag(
         "", "column of rating differences, by which accuracies are split (empty: none)"

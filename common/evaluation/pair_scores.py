@@ -8,7 +8,6 @@ number of `comparison` in `results.json` follows from that file alone (`comparis
 """
 
 import hashlib
-import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,10 +27,9 @@ if TYPE_CHECKING:
     from common.evaluation.score import ImplicitReward
     from common.rewards.models import EncoderFunction, RewardModelFunction
 
-IDENTITY = ("dataset", "split", "row")
 RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
 POLICY_SCORES = (*RATIOS, "logp", "logp_per_token")
-BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")  # as no folder is named
+BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
 LARGEST = float(np.finfo(np.float64).max)  # a whole number in JSON may be larger
 
 
@@ -294,7 +292,7 @@ def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") ->
     if any(own.get(token) != i for token, i in expected.items()):
         raise UserError(
             f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a run "
-            "of its own and give that run's scores.jsonl to --scores_from."
+            "of its own."
         )
 
 
@@ -335,33 +333,3 @@ def read_scores(path: Path) -> PairScores:
             f"{path} is no scores.jsonl of an evaluation: it is not there, is empty, or a line "
             f"lacks a system's two scores ({gist(error)})."
         ) from None
-
-
-def read_others(table: PairScores, files: Sequence[str]) -> dict[str, PairScores]:
-    """What other evaluations scored, by file.
-
-    Raises:
-        UserError: a file holds no scores, or those of other pairs.
-    """
-    others = {file: read_scores(Path(file)) for file in files}
-    for file, other in others.items():
-        mine, theirs = ([[p.get(k) for k in IDENTITY] for p in t.pairs] for t in (table, other))
-        if mine != theirs:
-            shared = len({json.dumps(key) for key in mine} & {json.dumps(key) for key in theirs})
-            raise UserError(
-                f"--scores_from {file} has {len(theirs)} pairs, of which {shared} are among the "
-                f"{len(mine)} of this run; it must have the same pairs in the same order."
-            )
-    return others
-
-
-def add_others(table: PairScores, others: Mapping[str, PairScores]) -> None:
-    """Add the systems of other evaluations, without the baselines.
-
-    One whose name is taken gets its evaluation's folder behind it, or the file.
-    """
-    for file, other in others.items():
-        for kind, systems in ((table.rewards, other.rewards), (table.scores, other.scores)):
-            for name in [name for name in systems if name not in BASELINES]:
-                forms = (name, f"{name} ({Path(file).parent.name})", f"{name} ({file})")
-                kind[next(form for form in forms if form not in table.systems)] = systems[name]

@@ -274,22 +274,6 @@ def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
     assert comparison.compare(again) == comparison.compare(table)
 
 
-def test_systems_of_other_evaluations_join_on_the_same_pairs(tmp_path: Path):
-    files = [tmp_path / "one" / "scores.jsonl", tmp_path / "two" / "scores.jsonl"]
-    for file in files:
-        file.parent.mkdir()
-        pair_scores.write_scores(file, random_table(1))
-    table = random_table(0)
-    own = table.scores["longer wins"]
-    pair_scores.add_others(table, pair_scores.read_others(table, list(map(str, files))))
-    names = ["rm0", "rm1", "rm1 (two)", "lm0", "longer wins", "lm1", "lm1 (two)"]
-    assert list(table.systems) == names
-    assert table.scores["longer wins"] is own
-    assert (table.rewards["rm1 (two)"] == random_table(1).rewards["rm1"]).all()
-    with pytest.raises(UserError, match="has 12 pairs, of which 10 are among the 10 of this run"):
-        pair_scores.read_others(random_table(2, num_pairs=10), [str(files[0])])
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -470,15 +454,12 @@ def test_the_report_shows_the_comparison(evaluation: Path):
 
 
 @torch.no_grad()
-def test_a_second_evaluation_leaves_the_stop_token_out_and_takes_in_the_first(
-    folders: Path, evaluation: Path
-):
+def test_the_stop_token_is_left_out_of_scores(folders: Path):
     config = evaluate.EvaluateConfig(
         output_dir=str(folders / "second"),
         policies=[str(folders / "dpo" / "model")],
         policy_scores=["logp_per_token"],
         score_stop_token=False,
-        scores_from=[str(evaluation / "scores.jsonl")],
         num_eval_rows=NUM_PAIRS,
         num_prompts=0,
         token_cache_dir="",
@@ -486,11 +467,7 @@ def test_a_second_evaluation_leaves_the_stop_token_out_and_takes_in_the_first(
     )
     with tiny.process_group():
         evaluate.main(config)
-    first = pair_scores.read_scores(evaluation / "scores.jsonl")
     table = pair_scores.read_scores(folders / "second" / "scores.jsonl")
-    assert list(table.rewards) == list(first.rewards)
-    joined = table.scores["dpo logp_per_token (evaluation)"]
-    assert (joined == first.scores["dpo logp_per_token"]).all()
     lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
     tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
     row = synthetic.make_rows("preference", "validation", 1)[0]
@@ -530,7 +507,7 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
     for name in ("sft", "dpo"):
         pair_scores.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
-    with pytest.raises(UserError, match="another tokenizer .* to --scores_from"):
+    with pytest.raises(UserError, match="another tokenizer .* in a run of its own"):
         pair_scores.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
 
 

@@ -428,7 +428,7 @@ FLAGS: list[Case] = [
     *(
         ("evaluate", flags | {name: value}, [f"--{name} has no effect", "leave it out"])
         for flags, idle in (
-            ({"dataset_name": "sft"}, {"beta": 1, "scores_from": "a", "num_eval_rows": 2}),
+            ({"dataset_name": "sft"}, {"beta": 1, "num_eval_rows": 2}),
             ({"score_pairs": False}, {"margin_column": "a", "policy_scores": "logp"}),
             ({"score_pairs": False, "prompts_dataset_name": "sft"}, {"dataset_name": "pairs"}),
             ({"num_prompts": 0}, {"temperature": 0, "reward_funcs": "length"}),
@@ -471,9 +471,6 @@ FLAGS: list[Case] = [
     ("evaluate", {"judge_funcs": "rewards.py:lengths"}, ["--judge_funcs compares two"]),
     ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
     ("evaluate", {"beta": -1}, ["--beta is -1.0", "at least 0"]),
-    ("evaluate", {"scores_from": "lost"}, ["--scores_from lost is a link"]),
-    ("evaluate", {"scores_from": "pairs/train.jsonl"}, ["pairs/train.jsonl is no scores.jsonl"]),
-    ("evaluate", {"scores_from": "nothing.jsonl"}, ["nothing.jsonl is no scores.jsonl", "empty"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
     ("train_sft", {"metric_for_best_model": "loss"}, ["--save_steps is 0", "positive"]),
