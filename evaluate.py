@@ -29,6 +29,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.errors import UserError
@@ -110,7 +112,10 @@ def main(config: EvaluateConfig) -> None:
             logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
             lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
             reward, has_scale = rewards_of[path]
-            implicit = implicit_rewards(policy, reference, scored, reward, config, pad_id)
+            logps_of_both = (logps, ref_logps)
+            implicit = implicit_rewards(
+                policy, reference, logps_of_both, scored, reward, config, pad_id
+            )
             read = pair_scores.policy_scores(
                 config.policy_scores, logps, ref_logps, lengths, implicit
             )
@@ -171,6 +176,7 @@ def reference_note(policies: Sequence[str]) -> str:
 def implicit_rewards(
     policy: Policy,
     reference: Policy | None,
+    logps: tuple[Any, Any],
     pairs: Sequence[Example],
     reward: ImplicitReward,
     config: EvaluateConfig,
@@ -178,16 +184,20 @@ def implicit_rewards(
 ) -> Any:
     """Rewards (N, 2) by which the policy's run judges pairs; None without a reference. Collective.
 
-    They are computed as in training, so that both say the same of the same pairs.
+    They are computed as in training, so that both say the same of the same pairs. `logps` are those
+    of policy and reference, (N, 2) arrays: where tails count `ld_alpha`, pairs are scored again.
     """
-    arguments = (pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
-    ref_logps = None
+    models = [policy]
     if reward.needs_reference:
         if reference is None:
             return None
-        ref_logps = score.pair_logps(reference, *arguments)
-    logps = score.pair_logps(policy, *arguments)
-    return reward(logps, ref_logps, data.lengths(pairs)[:, 1:]).numpy()
+        models.append(reference)
+    scores = [torch.from_numpy(array) for array in logps[: len(models)]]
+    if reward.ld_alpha != 1:
+        arguments = (pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+        scores = [score.pair_logps(model, *arguments) for model in models]
+    ref_logps = scores[1] if reward.needs_reference else None
+    return reward(scores[0], ref_logps, data.lengths(pairs)[:, 1:]).numpy()
 
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:

@@ -126,7 +126,9 @@ def stop_token_ids(
         model_config, revision = find_config(path, tokenizer, config), revision_of(path, config)
         try:
             generation = GenerationConfig.from_pretrained(lora.base_path(path), revision=revision)
-        except OSError:  # there is none
+        except OSError as error:
+            if Path(path, "generation_config.json").is_file():
+                raise UserError(f"{path}/generation_config.json: {gist(error)}.") from None
             generation = GenerationConfig.from_model_config(model_config)
         stops = generation.eos_token_id
         num_ids = model_config.get_text_config().vocab_size

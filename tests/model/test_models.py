@@ -665,6 +665,9 @@ def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
     assert stops_of(path, "\n") == [newline, 9, 8, 0]
     GenerationConfig(eos_token_id=9).save_pretrained(path)
     assert stops_of(path) == [0, 9]
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [1, 2,}')
+    with pytest.raises(UserError, match=r"generation_config.json: .* not a valid JSON"):
+        stops_of(path)
 
     config = short_config()
     policy = fsdp.shard(
