@@ -39,7 +39,7 @@ def load_examples(
     """
     from common.text import rows, tokenise
 
-    if split == AUTO and dataset_name:  # only evaluated on: of a single file that file
+    if split == AUTO and dataset_name:  # for evaluation only: a single file is its split
         path = Path(dataset_name).expanduser()
         split = path.name.split(".")[0] if path.is_file() else rows.test_split(config, dataset_name)
         if not split:

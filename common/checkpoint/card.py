@@ -33,7 +33,7 @@ def write(output_dir: Path, run: Path, stage: str, config: Mapping[str, Any], st
     """
     from huggingface_hub import ModelCardData
 
-    if stage not in STAGES:  # a config class of one's own
+    if stage not in STAGES:  # a user's config class
         return
     cls, environment = STAGES[stage], read_config(run, ENVIRONMENT)
     sources = (config["model_name_or_path"], config["dataset_name"])
@@ -42,14 +42,16 @@ def write(output_dir: Path, run: Path, stage: str, config: Mapping[str, Any], st
         library_name="transformers", tags=[cls.stage.lower()], base_model=base, datasets=rows
     )
     fields = [f for f in dataclasses.fields(cls) if not f.metadata["may_change"]]
-    changed = [f.name for f in fields if config[f.name] != f.metadata["default"]]
+    # A checkpoint of an earlier version lacks the flags that came later.
+    known = [f for f in fields if f.name in config]
+    changed = [f.name for f in known if config[f.name] != f.metadata["default"]]
     metrics = {name: x for m in read_metrics(run) if m["step"] <= step for name, x in m.items()}
     record = {
         "flags": {name: shortened(config[name]) for name in changed},
         "last metrics": metrics,
         "software": {name: environment[name] for name in SOFTWARE if environment.get(name)},
     }
-    title, (start, data) = config["hub_model_id"] or run.name, map(dataset_title, sources)
+    title, (start, data) = config.get("hub_model_id") or run.name, map(dataset_title, sources)
     text = (
         f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{cls.stage} of {start} on {data}, after "
         f"{step} steps.\n\n```yaml\n{yaml.safe_dump(record, sort_keys=False)}```\n"

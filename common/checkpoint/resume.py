@@ -90,7 +90,7 @@ def leave_finished(config: TrainConfig) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run of the same config has ended here, and what it read is not newer than that."""
+    """Whether a run of the same config has ended here after its inputs were last changed."""
     output_dir = Path(config.output_dir)
     try:
         environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)

@@ -142,9 +142,9 @@ def training_logps(
 
 
 def scores_key(examples: Sequence[Example], config: "DPOConfig", first: Tensor) -> str:
-    """A hash of what the reference's scores follow from: tokens, tails, and weights.
+    """Hash of what the reference's scores depend on: tokens, `ld_alpha` and weights.
 
-    The scores of the first training pair stand for the weights.
+    The weights are represented by the scores `first` (1, 2) of the first training pair.
     """
     digest = hashlib.sha256(repr((config.ld_alpha, first.tolist())).encode())
     for example in examples:
@@ -160,7 +160,7 @@ def kept_logps(
     key: str,
     is_resumed: bool,
 ) -> Tensor:
-    """What `compute` returns, (N, 2), or in a resumed run its file of that key. Collective.
+    """What `compute` returns, (N, 2). A resumed run reads its file if the key agrees. Collective.
 
     Raises:
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.

@@ -137,7 +137,7 @@ def _leaves_out(answer: dict[str, Any], text: str) -> bool:
     parts += [call.get("name") for call in _calls([answer])]
     written = "".join(text.split())
     texts = {"".join(str(part).split()) for part in parts if part}
-    for part in sorted(texts, key=len, reverse=True):  # each in a place of its own
+    for part in sorted(texts, key=len, reverse=True):  # a match counts once
         if part not in written:
             return True
         written = written.replace(part, " ", 1)

@@ -82,7 +82,7 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
         there = there or why_missing(name)
         of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
-        # Words of `datasets` 5.2, which raises a plain ValueError.
+        # `datasets` 5.2 raises a plain ValueError for an unknown split.
         kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
         raise kind(
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
