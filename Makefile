@@ -48,7 +48,7 @@ demo: setup
 	$(LAUNCH) evaluate.py --config $(DEMO)/evaluate.yaml --seed $(SEED)
 
 overoptimization: setup
-	$(RUN) $(BIN)/python -m common.experiments.overoptimization \
+	$(RUN) $(BIN)/python -m experiments.overoptimization \
 		--config assets/recipes/overoptimization/demo.yaml $(FLAGS)
 
 test: setup
@@ -61,17 +61,17 @@ test-vllm: $(VLLM_VENV)/.installed
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest tests/sampling/test_vllm.py
 
 replicate: setup
-	$(RUN) $(BIN)/python -m common.experiments.replicate \
+	$(RUN) $(BIN)/python -m experiments.replicate \
 		--recipe $(RECIPE) --num_processes $(NPROC) $(FLAGS)
 
 sweep: setup
-	$(RUN) $(BIN)/python -m common.experiments.sweep --config $(SWEEP) $(FLAGS)
+	$(RUN) $(BIN)/python -m experiments.sweep --config $(SWEEP) $(FLAGS)
 
 results: setup
-	exec $(BIN)/python -m tests.results.make $(FLAGS) $(PARTS)
+	exec $(BIN)/python -m experiments.records.make $(FLAGS) $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
-	$(RUN) $(BENCH_VENV)/bin/python -m tests.benchmarks.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
+	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)
 
 setup: $(VENV)/.installed
 
@@ -81,10 +81,10 @@ $(VENV)/.installed: requirements.txt tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
 	touch $@
 
-$(BENCH_VENV)/.installed: requirements.txt tests/benchmarks/requirements.txt
+$(BENCH_VENV)/.installed: requirements.txt experiments/bench/requirements.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r tests/benchmarks/requirements.txt
+		-r experiments/bench/requirements.txt
 	touch $@
 
 # torchvision and its like come with vLLM for other builds of torch; nothing here needs them.

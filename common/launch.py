@@ -30,8 +30,8 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     from common.checkpoint import best, plain, push
     from common.exits import signals
     from common.flags.parser import parse
-    from common.planning.plan import fit_to_gpu
     from common.record import folder, terminal, tracking
+    from experiments.plan.plan import fit_to_gpu
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -63,7 +63,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 def plan(config: TrainConfig) -> None:
     """Print on rank 0 what a run takes, before any process group."""
     from common.checkpoint import plain
-    from common.planning import plan as planner
+    from experiments.plan import plan as planner
 
     if distributed.is_rank0():
         distributed.quieten()

@@ -2,11 +2,11 @@
 
 import importlib
 
-from common.experiments import stages
-from common.experiments.replicate import config_class
-from common.experiments.stages import Stage
 from common.flags.parser import parse
 from common.report import plots
+from experiments import stages
+from experiments.replicate import config_class
+from experiments.stages import Stage
 
 
 def run_here(stage: Stage, num_processes: int = 1) -> None:

@@ -137,7 +137,7 @@ def test_every_field_has_a_default_and_a_help_text(stage, capsys):
 
 
 def test_the_help_of_a_stage_stands_under_headings_and_has_no_flag_without_effect_in_it(capsys):
-    module = importlib.import_module("common.experiments.sample_pairs")
+    module = importlib.import_module("experiments.sample_pairs")
     with pytest.raises(SystemExit):
         parse(module.PairsConfig, ["--help"])
     text = capsys.readouterr().out

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from common.experiments.overoptimization.curves import best_of_n, best_of_n_kl
+from experiments.overoptimization.curves import best_of_n, best_of_n_kl
 
 
 def best_of_subset(proxy: np.ndarray, values: np.ndarray, subset: tuple[int, ...]) -> float:

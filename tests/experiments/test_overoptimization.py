@@ -24,12 +24,6 @@ from common.checkpoint import export
 from common.errors import UserError
 from common.evaluation import score
 from common.evaluation.intervals import preference_accuracy
-from common.experiments import stages
-from common.experiments.overoptimization import __main__ as overoptimization
-from common.experiments.overoptimization.config import OveroptimizationConfig
-from common.experiments.overoptimization.frontier import SeedPoints, summarise
-from common.experiments.overoptimization.measuring import Measured, Measurer
-from common.experiments.overoptimization.runs import choose, write_optimised
 from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
@@ -37,6 +31,12 @@ from common.record.jsonl import json_line, read_jsonl
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
+from experiments import stages
+from experiments.overoptimization import __main__ as overoptimization
+from experiments.overoptimization.config import OveroptimizationConfig
+from experiments.overoptimization.frontier import SeedPoints, summarise
+from experiments.overoptimization.measuring import Measured, Measurer
+from experiments.overoptimization.runs import choose, write_optimised
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"

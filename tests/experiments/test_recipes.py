@@ -41,7 +41,7 @@ RECIPES = ROOT / "assets" / "recipes"
 GPT2_TOKENIZER = ROOT.parent / "shared" / "data" / "gpt2_tokenizer"
 STAGES = {
     "sft": ("train_sft", "SFTConfig"),
-    "pairs": ("common.experiments.sample_pairs", "PairsConfig"),
+    "pairs": ("experiments.sample_pairs", "PairsConfig"),
     "reward": ("train_reward", "RewardConfig"),
     "dpo": ("train_dpo", "DPOConfig"),
     "grpo": ("train_grpo", "GRPOConfig"),

@@ -16,15 +16,15 @@ from scipy import stats
 from stages_here import run_here
 
 from common.errors import UserError
-from common.experiments import replicate
-from common.experiments.replicate import (
+from common.flags.parser import parse
+from experiments import replicate
+from experiments.replicate import (
     Published,
     ReplicateConfig,
     read_published,
     source_lines,
 )
-from common.experiments.stages import ROOT, Stage
-from common.flags.parser import parse
+from experiments.stages import ROOT, Stage
 
 SHORT = ["max_steps=2", "batch_size=2", "num_train_rows=12", "num_eval_rows=5", "num_prompts=3"]
 SHORT += ["grpo.num_candidates=4", "grpo.num_generations=2", "num_sft_rows=4"]
@@ -271,7 +271,7 @@ def test_an_override_of_one_stage_wins_and_the_chain_stays_one(folder, made, cap
         lines,
         [
             ["train_sft.py", f"{model}mine", f"{rows}rows"],
-            ["common.experiments.sample_pairs", f"{model}{root}/sft/model", f"{rows}rows"],
+            ["experiments.sample_pairs", f"{model}{root}/sft/model", f"{rows}rows"],
             ["train_dpo.py", f"{model}{root}/sft/model", f"{rows}{root}/pairs", "--beta=0.5"],
             ["train_grpo.py", f"{model}{root}/sft/model", f"{rows}rows", "--beta=0.1"],
             [

@@ -9,8 +9,8 @@ import math
 import numpy as np
 import pytest
 
-from common.experiments.overoptimization import curves
-from common.experiments.overoptimization.curves import Fit, drop, fit, fit_intervals
+from experiments.overoptimization import curves
+from experiments.overoptimization.curves import Fit, drop, fit, fit_intervals
 
 D = np.array([0.0, 0.4, 0.8, 1.5, 2.5, 4.0])
 

@@ -5,10 +5,10 @@ import pytest
 from scipy import stats
 
 from common.evaluation.intervals import t_quantile
-from common.experiments import replicate, sweep
-from common.experiments.forest import Effect
-from common.experiments.outcomes import judges, over_seeds
-from common.experiments.sweep_file import Variant
+from experiments import replicate, sweep
+from experiments.forest import Effect
+from experiments.outcomes import judges, over_seeds
+from experiments.sweep_file import Variant
 
 
 def test_a_judge_is_known_by_its_name_whatever_it_gave():

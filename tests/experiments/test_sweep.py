@@ -22,11 +22,6 @@ from transformers import AutoModelForSequenceClassification
 from common import advantages, distributed, padding
 from common.errors import UserError
 from common.evaluation.config import EvaluateConfig, settle
-from common.experiments import sweep
-from common.experiments.outcomes import over_seeds
-from common.experiments.replicate import config_class
-from common.experiments.stages import ROOT, Stage, description, script_arguments, write_mark
-from common.experiments.sweep_file import read_sweep
 from common.flags.parser import parse
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
@@ -34,6 +29,11 @@ from common.model import fsdp, optim
 from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
 from common.text.rows import load_rows
+from experiments import sweep
+from experiments.outcomes import over_seeds
+from experiments.replicate import config_class
+from experiments.stages import ROOT, Stage, description, script_arguments, write_mark
+from experiments.sweep_file import read_sweep
 
 RECIPES = ROOT / "assets" / "recipes"
 ABLATIONS = RECIPES / "ablations"

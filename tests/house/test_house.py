@@ -20,7 +20,7 @@ MOST_IN_FUNCTION, MOST_IN_MAIN = 60, 110
 
 def names_in_tree() -> list[str]:
     """The modules at the top of `common/` and its rooms, from the top of the tree down."""
-    tree = (ROOT / "README.md").read_text().split("\ncommon/ ", 1)[1].split("\nassets/", 1)[0]
+    tree = (ROOT / "README.md").read_text().split("\ncommon/ ", 1)[1].split("\nexperiments/", 1)[0]
     words = [
         takewhile(re.compile(r"\w+(\.py|/)$").match, line.split()) for line in tree.splitlines()
     ]

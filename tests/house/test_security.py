@@ -31,7 +31,7 @@ from common.model import load
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
     path
-    for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "tests/benchmarks/*.py")
+    for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "experiments/bench/*.py")
     for path in ROOT.glob(pattern)
 )
 TRACE = Path("trace")  # the file that untrusted code would make
@@ -409,7 +409,7 @@ def test_remote_code_is_a_matter_of_one_flag():
     "name",
     [
         *("requirements.txt", "assets/requirements-vllm.txt", "tests/requirements-vllm.txt"),
-        *("tests/requirements.txt", "tests/benchmarks/requirements.txt"),
+        *("tests/requirements.txt", "experiments/bench/requirements.txt"),
     ],
 )
 def test_every_requirement_is_one_version(name):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.experiments import stages
-from common.experiments.stages import Stage, StageFailed, description, is_finished, run
+from experiments import stages
+from experiments.stages import Stage, StageFailed, description, is_finished, run
 
 SCRIPT = """
 import sys

@@ -1,0 +1,309 @@
+"""Speed and peak memory of every stage against TRL, in turns, in one call.
+
+    make bench                             # random GPT-2 of 4 layers, 256 wide
+    make bench BENCH_MODEL=gpt2-small      # 12 layers, 768 wide
+    python -m experiments.bench --stages sft dpo --only ours
+    python -m experiments.bench --resume   # goes on where the same command was stopped
+
+Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
+steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
+its ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
+and after. Writes `results.json`, `table.md` and `bench.png` to `output/bench/<model>`. First of
+all both sides must compute the same losses (`experiments/bench/same_loss.py`).
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.record.folder import cpu_model
+from common.record.jsonl import write_atomically
+from experiments.bench import flops, our_stages, processes
+from experiments.bench.fixture import SHAPES
+from experiments.bench.rows import REACH_MEMORY, ROWS, BenchRow, num_steps
+
+REACH_OF_LARGER = 0.85  # of the tiny model's ratios, which a larger model must reach
+PACKAGES = ("torch", "transformers", "trl")
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Build the fixture, compare losses, measure, write."""
+    arguments = parse_arguments()
+    folder = processes.REPOSITORY / "output" / "bench" / arguments.model
+    fixture = folder / "fixture"
+    run_module("fixture", folder / "fixture.log", arguments, folder=fixture)
+    if arguments.only is None and not arguments.skip_check:
+        log = folder / "same_loss.log"
+        if not (arguments.resume and log.exists() and "same loss:" in log.read_text()):
+            run_module("same_loss", log, arguments, fixture=fixture, threads=arguments.threads)
+        print(log.read_text()[log.read_text().index("same loss:") :])
+    results = measure(arguments, folder)
+    results["rows"] = summarise(
+        results, arguments, json.loads((fixture / "fixture.json").read_text())
+    )
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = render(results)
+    (folder / "table.md").write_text(table + "\n")
+    print(f"\n{table}")
+    if arguments.only is None:
+        draw(results, folder / "bench.png")
+    print(f"\nresults, table and chart are in {folder.relative_to(processes.REPOSITORY)}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line; what cannot work is refused before anything runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="tiny")
+    names = list(ROWS)
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="rows to run")
+    parser.add_argument("--rounds", type=int, default=2, help="TRL and ours, so many times")
+    parser.add_argument("--steps", type=int, default=0, help="per run (0: what the row says)")
+    parser.add_argument("--only", choices=["trl", "ours"], help="run one side")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    size_help = "rows in a forward of TRL's GRPO (0: the fastest)"
+    sizes = [0, 1, 2, 4, 8]
+    parser.add_argument(
+        "--trl_grpo_micro_batch_size", type=int, default=0, choices=sizes, help=size_help
+    )
+    parser.add_argument("--skip_check", action="store_true", help="do not compare losses first")
+    resume_help = "take runs that this code left in runs.json, and the check of losses, as they are"
+    parser.add_argument("--resume", action="store_true", help=resume_help)
+    arguments = parser.parse_args()
+    needed = 1 + max(num_steps(ROWS[name], arguments.model)[1] for name in arguments.stages)
+    if arguments.steps and arguments.steps < needed:
+        parser.error(f"--steps is {arguments.steps}; these rows need at least {needed}.")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds is {arguments.rounds}; it must be at least 1.")
+    return arguments
+
+
+def run_module(name: str, log: Path, arguments: argparse.Namespace, **flags: Any) -> float:
+    """Run a module of this folder with `--model` and these flags; returns its peak memory, MB."""
+    command = ["-m", f"experiments.bench.{name}", "--model", arguments.model]
+    for flag, value in flags.items():
+        command += [f"--{flag}", str(value)]
+    return processes.run(command, log, threads=arguments.threads)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> Result:
+    """All runs, in turns, with the ceiling measured between the rounds."""
+    size = arguments.trl_grpo_micro_batch_size
+    sides: dict[str, Callable[..., Result]] = {
+        "trl": partial(run_trl, grpo_micro_batch_size=size),
+        "ours": our_stages.run_row,
+    }
+    chosen = [arguments.only] if arguments.only else list(sides)
+    rows = [ROWS[name] for name in arguments.stages]
+    file = folder / "runs.json"
+    runs: list[Result] = json.loads(file.read_text()) if arguments.resume and file.exists() else []
+    made = {(run["row"], run["side"], run["round"]) for run in runs}
+    ceilings = [measure_ceiling(arguments, folder)]
+    for round_number in range(1, arguments.rounds + 1):
+        for row in rows:
+            for side in chosen[:: 1 if round_number % 2 else -1]:  # either side goes first in turn
+                if (row.name, side, round_number) in made:
+                    continue
+                print(f"round {round_number} of {arguments.rounds}: {row.name}, {side}", flush=True)
+                steps = arguments.steps or num_steps(row, arguments.model)[0]
+                output = folder / "runs" / f"{row.name}-{side}-{round_number}"
+                fresh(output)
+                result = sides[side](
+                    row,
+                    folder / "fixture",
+                    steps,
+                    output,
+                    threads=arguments.threads,
+                    seed=round_number,  # other samples in every round, so that lengths average out
+                )
+                runs.append({"row": row.name, "side": side, "round": round_number, **result})
+                # What is there already survives an interruption of the rest.
+                write_atomically(file, [json.dumps(runs, indent=1) + "\n"])
+        ceilings.append(measure_ceiling(arguments, folder))
+    return {
+        "model": arguments.model,
+        "machine": machine(arguments.threads),
+        "ceilings": ceilings,
+        "ceiling": median(max(rates.values()) for rates in ceilings),
+        "runs": runs,
+    }
+
+
+def fresh(output_dir: Path) -> None:
+    """Remove what an earlier benchmark logged, which a run of the same name would append to."""
+    (output_dir / "metrics.jsonl").unlink(missing_ok=True)
+
+
+def run_trl(
+    row: BenchRow,
+    fixture: Path,
+    steps: int,
+    output_dir: Path,
+    *,
+    threads: int,
+    seed: int,
+    grpo_micro_batch_size: int,
+) -> Result:
+    """One row in TRL; as `our_stages.run_row`. 0 leaves the micro-batch size as it is."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    record = output_dir / "steps.json"
+    command = ["-m", "experiments.bench.trl_stages", "--row", row.name, "--steps", str(steps)]
+    command += ["--fixture", str(fixture), "--output", str(record)]
+    if grpo_micro_batch_size:
+        command += ["--grpo_micro_batch_size", str(grpo_micro_batch_size)]
+    command += ["--seed", str(seed)]
+    peak = processes.run(command, output_dir.with_suffix(".log"), threads=threads)
+    return {**json.loads(record.read_text()), "peak_mb": peak}
+
+
+def measure_ceiling(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """FLOP/s of float32 products by shape."""
+    output = folder / "ceiling.json"
+    run_module("ceiling", folder / "ceiling.log", arguments, output=output)
+    return json.loads(output.read_text())
+
+
+def machine(threads: int) -> Result:
+    """What it ran on."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # with --only ours TRL may be missing
+            versions[package] = "not installed"
+    python = platform.python_version()
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "python": python,
+        "system": sys.platform,
+        "versions": versions,
+    }
+
+
+def summarise(results: Result, arguments: argparse.Namespace, fixture: Result) -> list[Result]:
+    """The figures of each row from its runs."""
+    shape, factor = SHAPES[results["model"]], 1.0
+    if results["model"] != "tiny":
+        factor = REACH_OF_LARGER
+    table = []
+    for row in (ROWS[name] for name in arguments.stages):
+        lengths = fixture["lengths"][row.data_name]
+        line: Result = {"row": row.name, "unit": row.unit}
+        line["reach"] = row.reach and row.reach * factor
+        for side in ("trl", "ours"):
+            runs = [r for r in results["runs"] if (r["row"], r["side"]) == (row.name, side)]
+            if runs:
+                warmup = num_steps(row, results["model"])[1]
+                line[side] = side_figures(row, runs, warmup, lengths, shape, results["ceiling"])
+        if "trl" in line and "ours" in line:
+            pairs = zip(line["trl"]["by_round"], line["ours"]["by_round"], strict=True)
+            line["ratio_by_round"] = [ours / trl for trl, ours in pairs]
+            line["ratio"] = line["ours"]["speed"] / line["trl"]["speed"]
+            line["memory_ratio"] = line["ours"]["peak_mb"] / line["trl"]["peak_mb"]
+        table.append(line)
+    return table
+
+
+def side_figures(
+    row: BenchRow,
+    runs: list[Result],
+    warmup: int,
+    lengths: dict[str, list[int]],
+    shape: Any,
+    ceiling: float,
+) -> Result:
+    """Speed, share of the ceiling and memory of one side of a row: medians over its rounds."""
+    units = flops.step_units(row, lengths)
+    seconds = [median(run["step_seconds"][warmup:]) for run in runs]
+    completion_length = median(run.get("completion_length", 0.0) for run in runs)
+    floor = flops.step_flops(row, shape, lengths, completion_length)
+    return {
+        "speed": units / median(seconds),
+        "by_round": [units / value for value in seconds],
+        "ceiling_share": floor / median(seconds) / ceiling,
+        "peak_mb": median(run["peak_mb"] for run in runs),
+        "completion_length": completion_length,
+        "floor_flops": floor,
+    }
+
+
+def render(results: Result) -> str:
+    """The Markdown table with the machine under it."""
+    columns = ["row", "unit", "TRL", "ours", "ratio (rounds)", "goal", "% of ceiling TRL / ours"]
+    columns += ["peak MB TRL / ours", f"memory ratio (goal {REACH_MEMORY})"]
+    columns += ["tokens per rollout TRL / ours"]
+    lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
+    lines += [" | ".join(cells(line)) for line in results["rows"]]
+    here = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items())
+    note = (
+        f"{results['model']} model, float32, {here['cpu']}, {here['cores']} cores, "
+        f"{here['threads']} thread(s) per process, {versions}; ceiling "
+        f"{results['ceiling'] / 1e9:.0f} GFLOP/s."
+    )
+    return "\n".join(f"| {line} |" for line in lines) + f"\n\n{note}"
+
+
+def cells(line: Result) -> list[str]:
+    """One line of the table; a dash where a side did not run."""
+    sides = [line.get("trl"), line.get("ours")]
+    speeds = [f"{side['speed']:.4g}" if side else "-" for side in sides]
+    shares = [f"{100 * side['ceiling_share']:.0f}" if side else "-" for side in sides]
+    peaks = [f"{side['peak_mb']:.0f}" if side else "-" for side in sides]
+    ratio = memory = "-"
+    if "ratio" in line:
+        low, high = min(line["ratio_by_round"]), max(line["ratio_by_round"])
+        ratio = f"{line['ratio']:.2f} ({low:.2f}..{high:.2f})"
+        memory = f"{line['memory_ratio']:.2f}"
+    reach = f"{line['reach']:.2g}" if line["reach"] else "-"
+    lengths = [f"{side['completion_length']:.1f}" if side else "-" for side in sides]
+    both = [" / ".join(shares), " / ".join(peaks)]
+    drawn = " / ".join(lengths) if line["unit"] == "rollouts/s" else ""
+    return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory, drawn]
+
+
+def draw(results: Result, path: Path) -> None:
+    """Bars: how many times TRL's speed, with the range of the rounds and the figure to reach."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = results["rows"]
+    places = list(range(len(lines)))
+    ratios = [line["ratio"] for line in lines]
+    below = [max(0.0, line["ratio"] - min(line["ratio_by_round"])) for line in lines]
+    above = [max(0.0, max(line["ratio_by_round"]) - line["ratio"]) for line in lines]
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    axes.bar(places, ratios, yerr=[below, above], capsize=3, color="tab:blue", label="ours")
+    for place, ratio in zip(places, ratios, strict=True):  # at the foot: goals are at the top
+        axes.text(place, 0.2, f"{ratio:.1f}x", ha="center", color="white", weight="bold")
+    axes.axhline(1, color="black", linewidth=1, label="TRL")
+    marked = [i for i, line in enumerate(lines) if line["reach"]]
+    heights = [lines[i]["reach"] for i in marked]
+    axes.scatter(marked, heights, marker="_", s=500, color="tab:orange", label="goal")
+    axes.set_xticks(places, [line["row"] for line in lines], rotation=25, ha="right")
+    axes.set_ylabel("speed, TRL = 1")
+    here = results["machine"]
+    axes.set_title(
+        f"Speed against TRL {here['versions']['trl']}, {results['model']} model, "
+        f"{here['threads']} thread(s), {here['cpu']}",
+        fontsize=10,
+    )
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long a step takes.
+
+    python -m experiments.bench.ladder
+    python -m experiments.bench.ladder --into docs/ladder.md
+    python -m experiments.bench.ladder --models 8B 14B 32B 70B --ranks 8 64 --stages SFT DPO GRPO
+
+Nothing here was measured. Memory is what `--dry_run` plans for a GPU. A row has the first line of
+`RUNGS` with which the plan is within `plan.SHARE_OF_GPU` of `MEMORY`, else the last one tried, and
+says whether gradients are added up whole or sharded, as `--shard_gradients auto` would. Seconds are
+the plan's operations at `FLOPS` times `UTILISATION`; sampling is left out, as one token at a time
+reaches no such share, and so are communication and optimiser.
+"""
+
+import argparse
+import functools
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.config import SFTConfig, TrainConfig
+from common.grpo.config import GRPOConfig
+from common.pairs.config import DPOConfig
+from common.record.terminal import format_number, markdown_table
+from experiments.plan import plan
+from experiments.plan.memory import Moment, host_bytes, peak
+from experiments.plan.work import Run, step_flops
+from train_reward import RewardConfig
+
+MEMORY = 80e9  # bytes of a GPU
+FLOPS, UTILISATION = 989e12, 0.5  # of an H100 SXM, bfloat16, dense; assumed
+STAGES: dict[str, type[TrainConfig]] = {
+    "SFT": SFTConfig,
+    "reward": RewardConfig,
+    "DPO": DPOConfig,
+    "GRPO": GRPOConfig,
+}
+COMMON: dict[str, Any] = {
+    "bf16": True,
+    "batch_size": 512,
+    "micro_batch_tokens": 4096,
+    "generation_batch_size": 64,
+    "max_prompt_length": 512,
+    "max_completion_length": 56,
+    "save_steps": 500,
+    "num_sample_prompts": 0,  # or each rank holds a whole copy for the printed table of samples
+}
+RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sharded gradients
+    {},
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "cpu_offload": True},
+    {"gradient_checkpointing": True, "rollout_engine": "vllm", "rollout_tensor_parallel": 8},
+    {"gradient_checkpointing": True, "lora_r": 16},
+]
+
+
+def gpt2(layers: int, width: int) -> dict[str, Any]:
+    """The shape of a GPT-2."""
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": 1024}
+    return {"model_type": "gpt2", "vocab_size": 50257, **sizes}
+
+
+def llama(layers: int, width: int, mlp: int, heads: int, vocabulary: int, **more: Any) -> dict:
+    """The shape of a model with a gated MLP and 8 heads of keys."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": mlp}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": vocabulary}
+    more = {"model_type": "llama", "tie_word_embeddings": False} | more
+    return {**more, **sizes, "max_position_embeddings": 8192}
+
+
+MODELS = {
+    "124M": gpt2(12, 768),
+    "774M": gpt2(36, 1280),
+    "8B": llama(32, 4096, 14336, 32, 128256),  # Llama 3.1
+    "14B": llama(48, 5120, 13824, 40, 152064, model_type="qwen2"),  # Qwen 2.5
+    "32B": llama(64, 5120, 27648, 40, 152064, model_type="qwen2"),
+    "70B": llama(80, 8192, 28672, 64, 128256),
+}
+ON_PAGE, RANKS = ["124M", "774M", "8B", "70B"], [1, 8, 64]
+
+
+@functools.cache
+def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
+    """A plan; GRPO has a reference and a reward model of the same size."""
+    flags = COMMON | {"output_dir": "unused", "model_name_or_path": str(model), "lora_r": lora_r}
+    if stage == "GRPO":
+        flags |= {"reward_funcs": [str(model)], "num_generations": 8}
+    return plan.make_run(STAGES[stage](**flags, dry_run=True, dry_run_device="cuda"))
+
+
+def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
+    """Flags and the plan with them, one after the other: a model is counted when it is needed."""
+    for flags in RUNGS:
+        if "rollout_engine" in flags and stage != "GRPO":
+            continue
+        run = run_of(stage, model, flags.get("lora_r", 0))
+        named = " ".join(f"--{name} {str(value).lower()}" for name, value in flags.items())
+        yield named, replace(run, config=replace(run.config, **flags))
+
+
+def fitting(tried: Iterable[tuple[str, Run]], ranks: int) -> tuple[str, Run, Moment]:
+    """The first that fits, whole gradients before sharded ones, with its flags and its peak.
+
+    A vLLM server of the run's own has its share of the memory apart.
+    """
+    for flags, of_flags in tried:
+        if ranks % getattr(of_flags.config, "rollout_tensor_parallel", 1):
+            continue
+        memory = plan.SHARE_OF_GPU * (1 - plan.servers_share(of_flags.config)) * MEMORY
+        for is_sharded in (False, True):
+            run = replace(of_flags, shards_gradients=is_sharded)
+            most = peak(run, ranks)
+            if most.total <= memory:
+                return flags, run, most
+    return f"does not fit with {flags}", run, most
+
+
+def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
+    """A row of the table."""
+    flags, run, most = fitting(tried, ranks)
+    work = {name: n for name, n in step_flops(run).items() if name != "sampling"}
+    seconds = sum(work.values()) / ranks / FLOPS / UTILISATION
+    return [
+        name,
+        f"{ranks}",
+        flags or "no more",
+        "sharded" if run.shards_gradients else "whole",
+        plan.gigabytes(most.total),
+        most.name,
+        plan.gigabytes(host_bytes(run, ranks)[-1]),
+        format_number(sum(work.values()) / 1e12),
+        f"{seconds:.3g}",
+        "",
+    ]
+
+
+def table(stage: str, models: Sequence[str], all_ranks: Sequence[int], folder: Path) -> str:
+    """A stage for all models on all numbers of GPUs."""
+    headers = ["model", "GPUs", "flags", "gradients", "GB of a GPU", "when", "GB on its host"]
+    headers += ["TFLOP a step", "s a step by arithmetic", "s measured"]
+    rows = []
+    for name in models:
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(MODELS[name]))
+        rows += [cells(name, ranks, rungs(stage, path)) for ranks in all_ranks]
+    return markdown_table(headers, rows)
+
+
+def page(stages: Sequence[str], models: Sequence[str], all_ranks: Sequence[int]) -> str:
+    """The tables of all stages, each under its heading."""
+    with tempfile.TemporaryDirectory() as folder:
+        return "\n\n".join(
+            f"## {stage}\n\n{table(stage, models, all_ranks, Path(folder))}" for stage in stages
+        )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=ON_PAGE)
+    add("--ranks", nargs="+", type=int, default=RANKS)
+    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    add("--into", type=Path, help="a page whose tables these replace, as docs/ladder.md")
+    args = parser.parse_args()
+    tables = page(args.stages, args.models, args.ranks)
+    if args.into:
+        before = args.into.read_text().partition("\n## ")[0]
+        args.into.write_text(f"{before}\n{tables}\n")
+    else:
+        print(tables)
+
+
+if __name__ == "__main__":
+    main()

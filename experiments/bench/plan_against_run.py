@@ -1,0 +1,180 @@
+r"""What `--dry_run` says of memory beside what the same run takes.
+
+    python -m experiments.bench.plan_against_run
+    python -m experiments.bench.plan_against_run --device cuda --cases sft dpo
+
+Each case is planned and then run for two steps, in processes of their own, on the fixture of the
+speed benchmark (built on first use; GPT-2 small takes minutes). On a CPU the run is measured by the
+peak resident memory that the kernel reports of it, everything included from import to export, and
+twice: once when malloc gives every freed tensor back to the system, which is the memory in use, and
+once as it comes, when glibc keeps freed blocks below 32 MiB and fills their gaps as well as it can.
+Where the ways to add up gradients are compared, it is the peak up to the last step, as the metrics
+have it (`peak_memory_gb`): exporting takes rank 0 more.
+On a GPU by `peak_memory_gb` of its metrics, which is `torch.cuda.max_memory_allocated`; that way
+was written without a GPU at hand and has not been tried.
+
+Exits with status 1 if a plan is off by more than `GOAL` of the memory in use.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from experiments.bench import our_stages, processes
+from experiments.bench.rows import ROWS
+
+GOAL = 0.2  # of what was measured
+STEPS = 2  # in the second the optimiser's state is there
+# Of GPT-2 small a step takes minutes on a core: two rows a step will do.
+SMALL = {"batch_size": 2, "micro_batch_tokens": 2048}
+# Two micro-batches of a row for each of two ranks; of whole gradients the first ones' are kept.
+SEVERAL = {"batch_size": 4, "micro_batch_tokens": 440}
+SHARDED = SEVERAL | {"shard_gradients": "true"}
+# The first is written while the second step is made; a run of before is not gone on with.
+SAVING = {"save_steps": 1, "resume_from_checkpoint": "none"}
+# Blocks above this many bytes are mapped, and unmapped when they are freed.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+GPT2 = "GPT2LMHeadModel"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a row of the benchmark with other flags."""
+
+    row: str
+    model: str  # of the fixture
+    flags: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    shape: tuple[int, int] | None = None  # layers and width of random weights in its place
+    in_steps: bool = False  # measured up to the last step, without the export
+
+
+CASES = {
+    "sft": Case("sft", "tiny", {"micro_batch_tokens": 4096}),
+    "sft-long": Case("sft", "tiny", {"micro_batch_tokens": 1024}),
+    "sft-checkpointed": Case("sft", "gpt2-small", SMALL | {"gradient_checkpointing": "true"}),
+    "sft-lora": Case("sft", "gpt2-small", SMALL | {"lora_r": 8}),
+    "sft-two-ranks": Case("sft", "gpt2-small", SMALL, ranks=2),
+    "sft-bf16": Case("sft", "gpt2-small", SMALL | {"bf16": "true"}),
+    "sft-saving": Case("sft", "gpt2-small", SMALL | SAVING),
+    "sft-saving-at-once": Case("sft", "gpt2-small", SMALL | SAVING | {"async_save": "false"}),
+    "sft-saving-two-ranks": Case("sft", "gpt2-small", SMALL | SAVING, ranks=2),
+    **{
+        f"sft-{width}-wide-{name}-gradients": Case(
+            "sft", "gpt2-small", flags, ranks=2, shape=(layers, width), in_steps=True
+        )
+        for layers, width in ((8, 512), (12, 768), (24, 1024))  # 51 M, 124 M, 355 M parameters
+        for name, flags in (("whole", SEVERAL), ("sharded", SHARDED))
+    },
+    "reward": Case("reward", "gpt2-small", SMALL),
+    "dpo": Case("dpo-precomputed", "gpt2-small", SMALL),
+    "dpo-padded": Case("dpo", "gpt2-small", SMALL | {"layout": "padded"}),
+    "grpo": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 4096}),
+    "grpo-padded": Case("grpo-8x8", "tiny", {"micro_batch_tokens": 2048, "layout": "padded"}),
+    "grpo-reward-model": Case("grpo-1x8-reward-model", "gpt2-small", {"micro_batch_tokens": 1024}),
+}
+
+
+def arguments_of(case: Case, fixture: Path, output_dir: Path) -> list[str]:
+    """The script of a case with its flags."""
+    arguments = our_stages.command(ROWS[case.row], fixture, STEPS, output_dir)
+    if case.shape:
+        file = output_dir.with_suffix(".json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shape = {"n_layer": case.shape[0], "n_embd": case.shape[1], "n_head": case.shape[1] // 64}
+        file.write_text(json.dumps({"model_type": "gpt2", "architectures": [GPT2], **shape}))
+        arguments += flag("model_name_or_path", file)
+        arguments += flag("tokenizer_name_or_path", fixture / "policy")
+    return arguments + [text for name, value in case.flags.items() for text in flag(name, value)]
+
+
+def flag(name: str, value: Any) -> list[str]:
+    """A flag and its value."""
+    return [f"--{name}", str(value)]
+
+
+def planned(case: Case, arguments: Sequence[str], log: Path, device: str) -> dict[str, str]:
+    """The row of the plan's table, by column; of what is measured in steps only, their peak."""
+    more = [*flag("dry_run", "true"), *flag("dry_run_ranks", case.ranks)]
+    more += flag("dry_run_device", device)
+    processes.run([*arguments, *more], log, threads=1)
+    lines = [line for line in log.read_text().splitlines() if line.startswith("|")]
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    plan = dict(zip(tables[0], tables[2], strict=True))
+    if case.in_steps:
+        moments = dict(zip(tables[3], tables[5], strict=True))
+        plan["when"] = max(("loss", "backward", "gradients"), key=lambda name: float(moments[name]))
+        plan["peak"] = moments[plan["when"]]
+    return plan
+
+
+def measured(
+    case: Case,
+    arguments: Sequence[str],
+    output_dir: Path,
+    args: argparse.Namespace,
+    environment: dict[str, str],
+) -> float:
+    """Peak memory of the run, of its largest process, in GB."""
+    launcher = [*TORCHRUN, str(case.ranks)] if case.ranks > 1 else []
+    resident = processes.run(
+        [*launcher, *arguments],
+        output_dir.with_suffix(".log"),
+        threads=args.threads,
+        on_gpu=args.device == "cuda",
+        more_environment=environment,
+    )
+    if args.device == "cpu" and not case.in_steps:
+        return resident * 2**20 / 1e9
+    records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+    return max(record.get("peak_memory_gb", 0.0) for record in records)
+
+
+def fixture_of(model: str, folder: Path) -> Path:
+    """The fixture, built if it is not there by a process of its own: this one stays small."""
+    fixture = folder / model / "fixture"
+    build = ["-m", "experiments.bench.fixture", "--model", model, "--folder", str(fixture)]
+    processes.run(build, folder / model / "fixture.log", threads=1)
+    return fixture
+
+
+def main() -> None:
+    """Print a table of all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--folder", type=Path, default=Path("output/bench"), help="with fixtures")
+    args = parser.parse_args()
+    headers = [
+        "case",
+        "planned GB",
+        "in use GB",
+        "planned / in use",
+        "when",
+        "with malloc's own GB",
+    ]
+    print(f"| {' | '.join([*headers, 'planned / that'])} |\n|" + " --- |" * 7, flush=True)
+    is_off = False
+    for name in args.cases:
+        case, output_dir = CASES[name], args.folder / "plan" / name
+        arguments = arguments_of(case, fixture_of(case.model, args.folder), output_dir)
+        plan = planned(case, arguments, output_dir.with_suffix(".plan"), args.device)
+        peak = measured(case, arguments, output_dir, args, GIVE_BACK)
+        ratio = float(plan["peak"]) / peak
+        is_off = is_off or abs(ratio - 1) > GOAL
+        cells = [name, plan["peak"], f"{peak:.3f}", f"{ratio:.2f}", plan["when"]]
+        if args.device == "cpu":
+            peak = measured(case, arguments, output_dir, args, {})
+            cells += [f"{peak:.3f}", f"{float(plan['peak']) / peak:.2f}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    sys.exit(is_off)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Whether both sides compute the same on the same rows, where TRL is right; prints the numbers.
+
+    python -m experiments.bench.same_loss --model tiny --fixture FOLDER
+
+SFT, reward model and DPO: the loss of a first step over a file of 32 rows, from the runs that are
+also timed (DPO against another model than the policy: against itself the loss is ln 2 whatever the
+code does). GRPO: log-probabilities of given completions of one prompt, so that nothing is padded on
+the left. With left padding TRL passes no position ids, and GPT-2 counts the padding: that
+difference is printed as well.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from experiments.bench import our_stages, processes
+from experiments.bench.fixture import EOS_ID, PAD_ID, SHAPES
+from experiments.bench.rows import CHECKS, MAX_COMPLETION_LENGTH, ROWS, BenchRow
+
+RELATIVE_TOLERANCE = 1e-4
+LOGP_TOLERANCE = 1e-4  # nats; a log-probability is about -8 on a random model
+NUM_COMPLETIONS = 4
+
+
+def loss_pair(row: BenchRow, fixture: Path, folder: Path, threads: int) -> tuple[float, float]:
+    """The first step's loss in TRL and in ours."""
+    record = folder / f"{row.name}.json"
+    command = ["-m", "experiments.bench.trl_stages", "--row", row.name, "--steps", "1"]
+    command += ["--fixture", str(fixture), "--output", str(record)]
+    processes.run(command, folder / f"{row.name}-trl.log", threads=threads)
+    ours = our_stages.run_row(row, fixture, 1, folder / row.name, threads=threads)
+    return json.loads(record.read_text())["loss"], ours["loss"]
+
+
+def make_completions(vocabulary: int, seed: int) -> list[list[int]]:
+    """Random completions of different lengths, each with its eos."""
+    rng = random.Random(seed)
+    lengths = rng.sample(range(5, MAX_COMPLETION_LENGTH), NUM_COMPLETIONS)
+    return [[*rng.choices(range(2, vocabulary), k=n - 1), EOS_ID] for n in lengths]
+
+
+def trl_logps(trainer: Any, batch: Any) -> Any:
+    """Log-probabilities (B, C) as TRL's GRPO computes them."""
+    import torch
+
+    with torch.no_grad():
+        return trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            batch.input_ids,
+            batch.attention_mask.long(),
+            batch.completion_mask.shape[1],
+        )[0]
+
+
+def our_logps(lm: Any, batch: Any) -> Any:
+    """Log-probabilities (B, C) as this repository's stages compute them."""
+    import torch
+
+    from common.scoring import Policy
+
+    with torch.no_grad():
+        return Policy(lm)(batch).token_logps
+
+
+def plain_logps(lm: Any, prompt: list[int], completion: list[int]) -> Any:
+    """Log-probabilities (C,) by one forward of a single row without any padding."""
+    import torch
+
+    with torch.no_grad():
+        logits = lm(torch.tensor([prompt + completion]), use_cache=False).logits[0]
+    logps = logits[len(prompt) - 1 : -1].float().log_softmax(-1)  # (C, V)
+    return logps.gather(-1, torch.tensor(completion).unsqueeze(-1)).squeeze(-1)
+
+
+def logp_differences(fixture: Path, folder: str) -> dict[str, tuple[float, float]]:
+    """Largest distance of TRL's and of our log-probabilities from plain forwards, in nats."""
+    from common.padding import padded_batch
+    from experiments.bench.trl_stages import make_trainer
+
+    trainer = make_trainer(ROWS["grpo-8x8"], fixture, 1, folder)
+    lm = trainer.model.eval()
+    path = fixture / "data" / f"{ROWS['grpo-8x8'].data_name}.jsonl"
+    texts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    prompts = [trainer.processing_class(text)["input_ids"] for text in texts]
+    prompts = sorted(prompts, key=len)
+    groups = {
+        "one prompt": prompts[:1],
+        "two prompts, padded on the left": [prompts[0], prompts[-1]],
+    }
+    differences = {}
+    for title, group in groups.items():
+        completions = [make_completions(lm.config.vocab_size, seed) for seed in range(len(group))]
+        batch = padded_batch(group, completions, PAD_ID)
+        rows = [(p, c) for p, some in zip(group, completions, strict=True) for c in some]
+        plain = [plain_logps(lm, prompt, completion) for prompt, completion in rows]
+        theirs, ours = trl_logps(trainer, batch), our_logps(lm, batch)
+        differences[title] = tuple(
+            max(
+                (logps[: len(row)] - row).abs().max().item()
+                for logps, row in zip(side, plain, strict=True)
+            )
+            for side in (theirs, ours)
+        )
+    return differences
+
+
+def main() -> None:
+    """Print pairs of numbers; fail where they differ by more than rounding."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, required=True)
+    parser.add_argument("--fixture", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    lines, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in CHECKS.values():
+            theirs, ours = loss_pair(row, arguments.fixture, Path(folder), arguments.threads)
+            distance = abs(ours - theirs) / abs(theirs)
+            lines.append(f"{row.stage}: TRL {theirs:.7f}, ours {ours:.7f}, relative {distance:.1e}")
+            failed += [row.stage] * (distance > RELATIVE_TOLERANCE)
+        differences = logp_differences(arguments.fixture, folder)
+    for title, (theirs, ours) in differences.items():
+        lines.append(
+            f"grpo log-probs, {title}: furthest from unpadded forwards, "
+            f"TRL {theirs:.1e} nats, ours {ours:.1e}"
+        )
+        failed += ["grpo"] * (ours > LOGP_TOLERANCE)
+    failed += ["grpo"] * (differences["one prompt"][0] > LOGP_TOLERANCE)
+    print("same loss:", *lines, sep="\n  ")
+    if failed:
+        raise SystemExit(f"TRL and ours differ in: {', '.join(sorted(set(failed)))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The effects of a sweep and their forest plot: differences to the base with their intervals."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.report.plots import COLOURS, GREY, save, style
+from experiments.outcomes import SeedMean, about, over_seeds
+from experiments.sweep_file import Variant
+
+DPI = 110  # of a picture of many rows
+ROW_HEIGHT = 0.24  # inches
+PANEL_HEIGHT = 0.85  # inches beside the rows: title and axis
+PANEL_WIDTH = 2.6  # inches
+LABEL_WIDTH = 3.2  # inches
+KEY = (
+    "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; orange: a "
+    "patch; thin line: the interval that holds together with those of all other lines"
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a variant changes, in one outcome."""
+
+    variant: Variant
+    outcome: str
+    values: Sequence[float]  # by seed
+    base: Sequence[float]  # by seed
+    family: int = 0  # effects that are told together from 0, this one among them; 0: secondary
+
+    @property
+    def by_seed(self) -> list[float]:
+        """The differences to the base of the same seed: what both share cancels."""
+        return [value - start for value, start in zip(self.values, self.base, strict=True)]
+
+    @property
+    def difference(self) -> SeedMean:
+        """Their mean over the seeds."""
+        return over_seeds(self.by_seed)
+
+    @property
+    def together(self) -> SeedMean:
+        """The same with its simultaneous interval; of a secondary outcome with its own."""
+        return over_seeds(self.by_seed, self.family or 1)
+
+    @property
+    def cell(self) -> str:
+        """The difference, with a second star where the simultaneous interval excludes 0 too."""
+        is_clear = self.family and self.together.excludes_zero
+        return self.difference.difference + ("*" if is_clear else "")
+
+    @property
+    def verdict(self) -> str:
+        """What the simultaneous interval says, empty without one: yes, or how much at most."""
+        mean = self.together
+        if not self.family or mean.low is None or mean.high is None:
+            return ""
+        most = max(abs(mean.low), abs(mean.high))
+        return "yes" if mean.excludes_zero else f"no larger than {most:.2f}"
+
+
+Effects = Mapping[str, Mapping[str, Sequence[Effect]]]  # by stage and outcome, one of each variant
+
+
+def draw(stages: Effects, path: Path) -> Path:
+    """Draw the effects, the outcomes of a stage side by side."""
+    from matplotlib.figure import Figure
+
+    num_rows = [len(next(iter(panels.values()))) for panels in stages.values()]
+    heights = [PANEL_HEIGHT + ROW_HEIGHT * number for number in num_rows]
+    num_columns = max(map(len, stages.values()))
+    size = (LABEL_WIDTH + PANEL_WIDTH * num_columns, sum(heights))
+    with style():
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.add_gridspec(len(stages), num_columns, height_ratios=heights)
+        for i, (stage, panels) in enumerate(stages.items()):
+            for j, (outcome, effects) in enumerate(panels.items()):
+                axes = figure.add_subplot(grid[i, j])
+                draw_panel(axes, effects, with_labels=j == 0)
+                axes.set_title(f"{stage}: {about(outcome).label}", fontsize=9)
+                axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
+        figure.supxlabel(KEY, fontsize=8, color=GREY)
+        return save(figure, path, DPI)
+
+
+def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> None:
+    """One panel: pale dots for seeds, a line for the interval, its mean full where it excludes 0.
+
+    Without an interval (one seed) the mean is a hollow mark alone. With two or three seeds an
+    interval can be far wider than all that was seen: it is shown up to twice as far, then runs out
+    of the picture, and the table has its ends.
+    """
+    axes.axvline(0, color=GREY, linewidth=1)
+    seen = [0.0, *(value for effect in effects for value in effect.by_seed)]
+    reach = 2 * max(map(abs, seen)) or 1.0
+    for place, effect in enumerate(effects):
+        mean, colour = effect.difference, COLOURS[1 if effect.variant.patch else 0]
+        seeds = effect.by_seed
+        axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
+        for own, width in ((mean, 1.4), (effect.together, 0.6)):
+            if own.low is not None and own.high is not None:
+                axes.plot([own.low, own.high], [place, place], color=colour, linewidth=width)
+                seen += [max(-reach, own.low), min(own.high, reach)]
+        face = colour if mean.excludes_zero else "white"
+        axes.plot([mean.mean], [place], "s", color=colour, markerfacecolor=face, ms=4.5)
+    margin = 0.05 * (max(seen) - min(seen)) or 1.0
+    axes.set_xlim(min(seen) - margin, max(seen) + margin)
+    axes.set_ylim(len(effects) - 0.4, -0.6)  # the first row on top
+    labels = [f"{effect.variant.detail}: {effect.variant.choice}" for effect in effects]
+    axes.set_yticks(range(len(effects)), labels)
+    axes.tick_params(axis="y", length=0, labelleft=with_labels)
+    axes.grid(axis="y", visible=False)

@@ -1,0 +1,58 @@
+r"""Over-optimisation: a reward that is optimised goes on rising where what it stands for turns.
+
+Gao et al. (2022), "Scaling Laws for Reward Model Overoptimization", with a proxy reward model that
+was trained on few pairs, a gold judge that no policy sees, and policies that go further and further
+from the SFT policy, d = sqrt(KL(pi || SFT)):
+
+1. best of n: of n completions the one that the proxy likes best, estimated for every n from one
+   pool of samples; its KL is known in closed form, an upper bound here (`curves.py`);
+2. rejection: supervised fine-tuning on the best of n completions of training prompts;
+3. DPO over beta, on pairs of SFT completions that the proxy has labelled, not on the pairs that it
+   was trained on: every method then optimises the same reward, and differs in how;
+4. GRPO over its steps: the policy of each checkpoint.
+
+How this differs from the paper:
+1. Each seed trains its own SFT policy, and its own proxy on other pairs.
+2. KL is measured on whole completions, by the mean of log pi - log SFT over the policy's samples.
+3. Both judges are looked at as they are; the paper scales reward models to unit variance. In the
+   picture of the curves the unit of each is the standard deviation of the SFT policy's samples.
+
+    make overoptimization
+    python -m experiments.overoptimization \
+        --config assets/recipes/overoptimization/demo.yaml --gold my/large/reward/model
+
+The data is any with prompts and pairs. Stages are runs of their own, what they leave is measured
+in this process, and neither is done twice. On the demo's data three seeds take about half an hour
+of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from common import distributed
+from common.flags.parser import parse
+from common.record import folder
+from experiments.overoptimization import page
+from experiments.overoptimization.config import OveroptimizationConfig
+from experiments.overoptimization.frontier import summarise
+from experiments.overoptimization.runs import run_seed
+from experiments.stages import exit_with_status
+
+
+def main(config: OveroptimizationConfig) -> None:
+    """Make the runs of every seed, measure what they left, write the results and the page."""
+    folder.refuse_unwritable(config.output_dir)
+    distributed.start(config.ddp_timeout)
+    output_dir = Path(config.output_dir)
+    folder.save_run_files(output_dir, config, config.num_processes)
+    seeds = [run_seed(config, seed) for seed in config.seeds]
+    results = {"settings": asdict(config), **summarise(seeds, config.best_of)}
+    text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+    (output_dir / "results.json").write_text(text, encoding="utf-8")
+    for path in page.write(results, output_dir):
+        print(f"wrote {path}", flush=True)
+
+
+if __name__ == "__main__":
+    exit_with_status(lambda: main(parse(OveroptimizationConfig)))

@@ -1,0 +1,202 @@
+"""The runs of one seed of the over-optimisation experiment, and what is measured of them."""
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.checkpoint import files
+from common.data import Example
+from common.errors import UserError
+from common.noise import derive_seed, permutation
+from common.pairs.from_rollouts import (
+    higher_first,
+    sampled_pairs,
+    those_that_teach,
+    write_jsonl,
+)
+from common.record.jsonl import json_line, write_atomically
+from common.sampling.sampler import Rollouts
+from common.text.rows import load_rows, options
+from experiments import stages
+from experiments.overoptimization.config import OveroptimizationConfig
+from experiments.overoptimization.frontier import SeedPoints
+from experiments.overoptimization.measuring import Measured, Measurer
+from experiments.stages import Stage
+
+Item = TypeVar("Item")
+
+MODEL = "model"  # the folder that every stage leaves
+MARK = "made_by.json"
+LIMITS = (  # what else a measurement depends on
+    *("gold", "missing_eos_penalty", "max_prompt_length", "max_completion_length"),
+    *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
+    *("dataset_revision", "column_map", "prompts_dataset_name", "prompt_truncation", "stop_token"),
+)
+
+
+def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
+    """Make the runs of a seed, unless they are there, and measure the policies they left."""
+    chain, number = Chain(config, seed), config.num_samples
+    policies = chain.policies()
+    pool = chain.measured("pool", chain.sft, max(config.best_of))
+    measured = {
+        method: {n: chain.measured(f"{method}_{n:g}", path, number) for n, path in own.items()}
+        for method, own in policies.items()
+    }
+    return SeedPoints(seed, chain.measurer.proxy_accuracy(), pool, measured)
+
+
+class Chain:
+    """One seed's stages, each a child process, and this process's measurements."""
+
+    def __init__(self, config: OveroptimizationConfig, seed: int) -> None:
+        """Make the policy at distance 0 and the reward model that is optimised."""
+        self.config = replace(config, seed=seed)
+        self.folder = Path(config.output_dir) / f"seed_{seed}"
+        self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
+        self.config.model_name_or_path = str(self.sft)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = config.dataset_name
+        how = options(config, name)
+        pairs = load_rows(name, config.dataset_train_split, kind="preference", **how)
+        own = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
+        write_atomically(self.folder / "proxy_pairs.jsonl", own)
+        self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
+
+    def make(self, stage: str, name: str, recipe: str, rows: str | Path = "", **flags: Any) -> Path:
+        """Make a run of a stage, unless it is there; returns the folder of its model.
+
+        With `rows`, a file in the seed's folder, it starts from the SFT policy and learns from it.
+        """
+        flags["seed"] = self.config.seed
+        if rows:
+            flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
+            flags |= {"eval_steps": 0, "num_eval_rows": 0}
+            flags["model_name_or_path"] = self.sft
+        run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags)
+        stages.run(run, self.config.num_processes)
+        return run.output_dir / MODEL
+
+    def policies(self) -> dict[str, dict[float, Path]]:
+        """The policies of each method, by n, beta or step."""
+        config, rows = self.config, Path("optimised")
+        if config.rejection_sizes or config.dpo_betas:
+            self.write_rows(self.folder / rows)
+        policies: dict[str, dict[float, Path]] = {"rejection": {}, "dpo": {}, "grpo": {}}
+        for n in config.rejection_sizes:
+            run = ("sft", f"rejection_{n}", config.rejection_recipe, rows / f"best_of_{n}.jsonl")
+            policies["rejection"][n] = self.make(*run)
+        for beta in config.dpo_betas:
+            run = ("dpo", f"dpo_{beta:g}", config.dpo_recipe, rows / "pairs.jsonl")
+            policies["dpo"][beta] = self.make(*run, beta=beta)
+        if config.grpo_recipe:
+            model = self.make(
+                *("grpo", "grpo", config.grpo_recipe),
+                model_name_or_path=self.sft,
+                reward_funcs=[self.proxy],
+                missing_eos_penalty=config.missing_eos_penalty,
+                keep_last=0,
+            )
+            checkpoints = reversed(files.newest_first(model.parent))
+            policies["grpo"] = {files.step_of(path): path for path in checkpoints}
+        return policies
+
+    def write_rows(self, folder: Path) -> None:
+        """Write what rejection and DPO learn from, unless it is there: a mark of it comes last."""
+        config, sizes = self.config, self.config.rejection_sizes
+        num_prompts, number = config.num_train_prompts, config.num_candidates
+        made_by = self.made_by(self.sft, prompts=num_prompts, candidates=number, sizes=sizes)
+        if stages.read_mark(folder, MARK) == made_by:
+            return
+        (folder / MARK).unlink(missing_ok=True)
+        measurer = self.measurer
+        prompts = measurer.examples(config.dataset_train_split, "prompts")
+        examples = choose(prompts, config, "num_train_prompts")
+        rollouts = measurer.draw(measurer.reference, examples, number)
+        rewards = measurer.proxy_rewards(examples, rollouts)  # (N, K)
+        texts = rollouts.texts(measurer.tokenizer)
+        write_optimised(folder, examples, rollouts, texts, rewards, sizes)
+        stages.write_mark(folder, made_by, MARK)
+        # The judges are given up: the stages that come next need the memory.
+        del self.measurer, measurer
+        gc.collect()
+
+    @cached_property
+    def measurer(self) -> Measurer:
+        """Judges and SFT policy, loaded when something is to be measured."""
+        return Measurer(self.config, str(self.proxy))
+
+    def measured(self, name: str, path: Path, num_samples: int) -> Measured:
+        """What was measured before of the same policy by the same judges, else what is now."""
+        file = self.folder / "measured" / f"{name}.json"
+        made_by = self.made_by(path, prompts=self.config.num_prompts, samples=num_samples)
+        record = stages.read_mark(file.parent, file.name) or {}
+        if record.pop("made_by", None) == made_by:
+            found = Measured(**record)
+        else:
+            found = self.measurer.measure(str(path), num_samples)
+            file.parent.mkdir(exist_ok=True)
+            text = json.dumps({"made_by": made_by, **vars(found)}, default=np.ndarray.tolist)
+            write_atomically(file, [text + "\n"])
+        gold, proxy, kl = (v.mean() for v in (found.gold, found.proxy, found.log_ratio))
+        print(f"{self.folder.name}, {name}: {kl=:.3f}, {gold=:.4f}, {proxy=:.3f}", flush=True)
+        return found
+
+    def made_by(self, path: Path, **settings: Any) -> dict[str, Any]:
+        """What a measurement is a function of, ready for JSON: runs by what made them."""
+        run = path.parent if path.name == MODEL else path.parent.parent
+        named = [str(run / MODEL), str(self.sft), str(self.proxy), self.config.gold]
+        limits = {name: getattr(self.config, name) for name in LIMITS}
+        return {"path": path.name, "runs": stages.inputs(named), **limits, **settings}
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def choose(rows: Sequence[Item], config: OveroptimizationConfig, what: str) -> list[Item]:
+    """As many rows as the field `what` says, those of this seed in its own order.
+
+    Raises:
+        UserError: there are not as many.
+    """
+    wanted = getattr(config, what)
+    if wanted > len(rows):
+        raise UserError(f"--{what} is {wanted}; the data set has {len(rows)} rows to take from.")
+    return [rows[i] for i in permutation(len(rows), derive_seed(config.seed, what), 0)[:wanted]]
+
+
+def write_optimised(
+    folder: Path,
+    examples: Sequence[Example],  # N prompts
+    rollouts: Rollouts,  # K completions of each, K even
+    texts: Sequence[str],  # the same as N*K texts
+    rewards: Tensor,  # (N, K) of the proxy
+    sizes: Sequence[int],
+) -> None:
+    """Write for each size n the best of the first n completions of every prompt, and pairs.
+
+    A pair is two neighbours, independent draws of the policy, labelled by the proxy.
+    """
+    num_candidates = rewards.shape[1]
+    neighbours = torch.arange(num_candidates).view(-1, 2).expand(len(examples), -1, -1)
+    every = torch.ones_like(rewards, dtype=torch.bool)
+    labelled = higher_first(rewards, neighbours, every)  # (N, K / 2, 2)
+    pairs = sampled_pairs(examples, every[:, 0], rollouts, texts, rewards, labelled)
+    pairs = those_that_teach(pairs, rewards.flatten().tolist(), len(examples))
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    for size in sizes:
+        best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)
+        rows = [
+            {"prompt": example.prompt, "completion": texts[place]}
+            for example, place in zip(examples, best.tolist(), strict=True)
+            if texts[place].strip()
+        ]
+        write_atomically(folder / f"best_of_{size}.jsonl", map(json_line, rows))

@@ -1,0 +1,108 @@
+"""Bytes of activations and logits of a micro-batch, by arithmetic on what one token takes.
+
+What a block keeps for backward is counted in `footprint.py`; what is temporary is worked out
+here. Where a formula stands for code, its docstring says what that code holds.
+"""
+
+from common.model.projection import CHUNK_NUMBERS, GPU_CHUNK_NUMBERS
+from experiments.plan.footprint import Footprint
+from experiments.plan.work import FLOAT32, MicroBatch, Run
+
+
+def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, float]:
+    """What is kept of a forward pass when its backward begins, and the most while it runs.
+
+    Kept is, with gradient checkpointing, of a block its input only. The last block computes, in the
+    shared layout, more than keys and values only for the tail: the completions, and the last token
+    of each prompt. So it keeps queries, keys and values of all tokens, what they are made of, and
+    the rest of the tail.
+
+    Most there is while the last block's backward runs, or, as it has few tokens, that of the one
+    before, when what the last kept is free; with checkpointing what a block keeps is made again. A
+    block makes most in its MLP: gradients of the residual stream and of the MLP's output, and of
+    what the activation makes and is given; what that layer kept is free by then.
+    """
+    config, tokens, size = run.config, batch.tokens, run.number_bytes
+    more = attention_bytes(run, model, batch)
+    block = last = tokens * model.block_bytes + more
+    tail = tokens
+    if run.is_shared:
+        tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
+        read = 3 * tokens if not run.on_gpu else 2 * (tail - tokens)  # there copies, of the tail's
+        last = tokens * model.keys_bytes + read * model.attention_width * size
+        last += tail * model.block_bytes + more
+    made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
+    layers, outer = model.num_layers, tokens * model.outer_bytes + mask_bytes(run, batch)
+    if config.gradient_checkpointing:
+        kept = outer + layers * tokens * model.width * size
+        return kept, kept + block + tokens * made
+    kept = outer + (layers - 1) * block + last
+    return kept, max(kept + tail * made, kept - last + tokens * made)
+
+
+def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
+    """What attention keeps in one layer besides queries, keys, values and output of each token.
+
+    Padded: the mask of each row, made a number of the compute dtype in each layer. Shared on a GPU
+    (`branches.gathered_branches`): copies of queries, keys and values of the trunks and their
+    output; and per completion copies of the prompt's keys and values.
+    """
+    prompt, own = run.config.max_prompt_length, run.config.max_completion_length
+    size, width, seen = run.number_bytes, model.attention_width, prompt + own
+    if not run.is_shared:
+        return batch.completions * seen**2 * size
+    if not run.on_gpu:
+        return 0.0
+    if run.num_completions == 1:  # no branches
+        return batch.prompts * 4 * seen * width * size
+    trunks = batch.prompts * 4 * prompt
+    return (trunks + batch.completions * 2 * (own + seen)) * width * size
+
+
+def mask_bytes(run: Run, batch: MicroBatch) -> float:
+    """What the layers share (`branches.Gathers`): masks of completions, and of the last's tails."""
+    if not run.is_shared or not run.on_gpu:
+        return 0.0
+    own, masks = run.config.max_completion_length, min(2, run.num_completions)
+    seen = run.config.max_prompt_length + own
+    return masks * batch.completions * own * seen * run.number_bytes
+
+
+def forward_bytes(run: Run, model: Footprint, tokens: float) -> float:
+    """The widest moment of a block without a graph, in its MLP.
+
+    There are the residual stream, what the norm makes of it, and before and after the activation
+    (of a gated MLP the gate's, the other factor, and the product).
+    """
+    numbers = 2 * model.width + (1 + model.num_gates) * model.mlp_width
+    return tokens * numbers * run.number_bytes
+
+
+def logits_bytes(run: Run, model: Footprint, batch: MicroBatch, *, trains: bool) -> float:
+    """The projection onto the vocabulary and what is made of it, in float32.
+
+    Shared (`model/projection.py`): a chunk of logits, with an exact KL one of the reference and
+    their difference, on a GPU the probabilities for the entropy; and the states that are projected.
+    Padded: logits of every completion column and copies of them. Forward: the scaled ones and a
+    temporary of logsumexp. Backward: those kept, the gradient of the chosen ones, and three
+    temporaries of logsumexp's. The entropy (of GRPO) keeps its probabilities, and since the loss
+    does not pass through it, a micro-batch's are freed only when the next one's scores take their
+    name.
+    """
+    head = model.head_weights
+    if not head:
+        return 0.0
+    vocabulary, own = model.vocabulary, run.config.max_completion_length
+    has_entropy = run.config.stage == "GRPO"
+    has_exact_kl = getattr(run.config, "has_exact_kl", False)
+    cast = FLOAT32 * head if run.config.bf16 else 0  # the head in float32
+    if run.is_shared:
+        rows = batch.completions * own
+        at_once = GPU_CHUNK_NUMBERS if run.on_gpu else CHUNK_NUMBERS
+        chunk = min(rows, max(1, at_once // vocabulary)) * vocabulary
+        copies = 1 + 2 * has_exact_kl + (has_entropy and run.on_gpu)
+        return FLOAT32 * chunk * copies + rows * model.width * run.number_bytes + cast
+    copies = 3
+    if trains:
+        copies = 5 + 4 * has_exact_kl + has_entropy * (1 + 2 * (batch.number > 1))
+    return FLOAT32 * batch.completions * (own + 1) * vocabulary * copies + cast

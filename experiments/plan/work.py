@@ -1,0 +1,166 @@
+"""What a run does in a step, at the limits of its config: its models, tokens and operations.
+
+R ranks hold S = R / num_replicas shards of a model. A product of (m, k) and (k, n) costs 2 m k n
+operations; norms, softmax, activations, embeddings and the optimiser are left out (under 2 % at the
+sizes of GPT-2).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.config import TrainConfig
+from common.grpo.config import GRPOConfig
+from common.pairs.config import DPOConfig
+from experiments.plan.footprint import Decoder, Footprint
+
+FLOAT32 = 4  # bytes
+MOMENTS_OF_ADAM = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the arithmetic is about."""
+
+    config: TrainConfig
+    policy: Footprint  # what is trained, be it a reward model
+    reference: Footprint | None  # one that is a model of its own
+    reward_models: tuple[Footprint, ...]
+    on_gpu: bool
+    process_bytes: float  # of Python and its libraries, where they share the memory
+    shards_gradients: bool = False  # reduced in every micro-batch
+
+    @property
+    def num_completions(self) -> int:
+        """Of a prompt, that are trained on."""
+        if isinstance(self.config, GRPOConfig):
+            return self.config.num_generations
+        return 1 if self.config.stage == "SFT" else 2
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a prompt is computed once for all its completions."""
+        return self.config.layout == "shared_prefix"
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a number that is computed with."""
+        return 2 if self.config.bf16 else FLOAT32
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether shards lie in another memory than what computes."""
+        return self.config.cpu_offload and self.on_gpu
+
+    def num_shards(self, ranks: int) -> int:
+        """Ranks that share a model."""
+        return ranks // self.config.num_replicas
+
+    def is_plain(self, ranks: int) -> bool:
+        """Whether `fsdp.shard` leaves the model as it is."""
+        return ranks == 1 and not self.config.bf16 and not self.config.cpu_offload
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The largest forward and backward pass of a rank."""
+
+    number: int  # of them in an update
+    tokens: float  # computed in one, padding included
+    prompts: float  # in one, each with its completions; padded, copies of prompts
+    completions: float  # in one
+
+
+def has_reference(config: TrainConfig) -> bool:
+    """Whether a reference takes part, be it the policy without its adapters."""
+    if isinstance(config, DPOConfig):
+        return config.needs_reference
+    return isinstance(config, GRPOConfig) and config.beta > 0
+
+
+def piece_tokens(run: Run, num_completions: int) -> int:
+    """Tokens that a prompt with so many completions of full length costs in a forward pass."""
+    prompt, own = run.config.max_prompt_length, run.config.max_completion_length
+    if run.is_shared:
+        return prompt + num_completions * own
+    return num_completions * (prompt + own)
+
+
+def micro_batch(run: Run, ranks: int) -> MicroBatch:
+    """The micro-batch that `data.pack` fills: up to its limits, of which the rows may be shorter.
+
+    GRPO cuts a group into pieces (`data.cut_group`), and counts completions in `micro_batch_size`;
+    the other stages count rows and cut none. Its updates share the prompts of all ranks by chance
+    (`minibatches.deal`): an update's may all be on one rank.
+    """
+    config = run.config
+    rows, size, num_pieces, weight = config.batch_size // ranks, run.num_completions, 1, 1
+    if isinstance(config, GRPOConfig):
+        rows = min(rows, -(-config.batch_size // config.num_minibatches))
+        while size > 1 and (
+            piece_tokens(run, size) > config.micro_batch_tokens or size > config.micro_batch_size
+        ):
+            num_pieces += 1
+            size = -(-run.num_completions // num_pieces)
+        weight = size
+    tokens = piece_tokens(run, size)
+    limit = max(1, config.micro_batch_size // weight)  # pieces
+    fit = max(1, min(limit, config.micro_batch_tokens // tokens))
+    total = rows * num_pieces
+    most = max(tokens, min(config.micro_batch_tokens, min(limit, total) * tokens))
+    pieces = most / tokens
+    prompts = pieces if run.is_shared else pieces * size
+    return MicroBatch(-(-total // fit), most, prompts, pieces * size)
+
+
+def step_flops(run: Run) -> dict[str, float]:
+    """Operations of a step on all ranks, at the limits of lengths, padding left out.
+
+    The backward pass makes two products for each of the forward's, one of them for the weight: not
+    if it is frozen. With gradient checkpointing it makes the forward's again.
+    """
+    config, policy = run.config, run.policy
+    prompt, own = config.max_prompt_length, config.max_completion_length
+    length = prompt + own
+
+    def forward(model: Footprint, num_completions: int) -> float:
+        if run.is_shared:
+            of_prompt = group_flops(model, prompt, [own] * num_completions)
+        else:  # every completion with a copy of its prompt
+            of_prompt = num_completions * model.flops(length, causal_pairs(length), own + 1)
+        return config.batch_size * of_prompt
+
+    scored = forward(policy, run.num_completions)
+    num_passes = config.num_iterations if isinstance(config, GRPOConfig) else 1
+    backward = (1 if policy.has_adapters else 2) + config.gradient_checkpointing
+    found = {"forward": num_passes * scored, "backward": num_passes * backward * scored}
+    if isinstance(config, GRPOConfig):
+        sampling = group_flops(policy, prompt, [own] * config.num_candidates)
+        found["sampling"] = config.batch_size * sampling
+        if config.num_updates > 1:
+            found["old log-probabilities"] = scored
+    if has_reference(config):
+        found["reference"] = forward(run.reference or policy, run.num_completions)
+    if isinstance(config, GRPOConfig) and run.reward_models:  # DPO has them before its steps
+        found["rewards"] = sum(forward(m, config.num_candidates) for m in run.reward_models)
+    return found
+
+
+def causal_pairs(num_queries: float, num_before: float = 0) -> float:
+    """(query, key) pairs of a run of tokens.
+
+    Each sees itself, those before it in the run, and `num_before` tokens before the run.
+    """
+    return num_queries * num_before + num_queries * (num_queries + 1) / 2
+
+
+def group_flops(decoder: Decoder, prompt: float, completions: Sequence[float]) -> float:
+    """One forward pass of a prompt, computed once, and its completions, given their tokens.
+
+    The last block computes of a prompt's tokens but the last their keys and values only.
+    """
+    pairs = causal_pairs(prompt) + sum(causal_pairs(length, prompt) for length in completions)
+    whole = decoder.flops(prompt + sum(completions), pairs, sum(completions))
+    rest = decoder.block_weights - decoder.key_value_weights
+    unread = 2.0 * rest * (prompt - 1)
+    unread += 4.0 * decoder.attention_width * causal_pairs(prompt - 1)
+    return whole - unread

@@ -1,0 +1,201 @@
+"""The tables of a chain of stages: every seed, means over seeds, and what it wrote.
+
+`tables.py` puts them into the pages.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+import yaml
+
+from common.evaluation.completions import REFERENCE
+from common.record.jsonl import read_jsonl
+from common.record.terminal import NOT_MEASURED
+from common.report import chain, markdown
+from common.report.figures import reward_functions
+from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from experiments.outcomes import over_seeds, seeds_interval
+from experiments.records import make
+
+CHAINS = [name for name, part in make.PARTS.items() if "replicate" in part.commands[0]]
+TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
+COLUMNS = {  # of the means over seeds: heading, scale, digits
+    "accuracy": ("accuracy %", 100, 1),
+    "gold": ("gold reward", 1, 3),
+    "model": ("RM score", 1, 2),
+    "wins": ("RM prefers it to the reference at equal length %", 100, 1),
+    "rouge_l": ("ROUGE-L", 100, 1),
+    "kl": ("KL", 1, 2),
+    "length": ("length", 1, 1),
+    "stop_rate": ("stop %", 100, 1),
+}
+TRAINED = ("RM score as trained", 1, 2)
+
+
+def evaluations(part: str) -> dict[str, Any]:
+    """What evaluation found, by seed."""
+    files = sorted((make.RECORDS / part).glob("seed_*/evaluation/results.json"))
+    return {
+        file.parents[1].name.removeprefix("seed_"): json.loads(file.read_text()) for file in files
+    }
+
+
+def by_seed(part: str) -> str:
+    """A line per seed and system."""
+    rows, headers = [], ["seed"]
+    for seed, results in evaluations(part).items():
+        table = chain.systems_table(results)
+        headers = ["seed", *table.headers]
+        rows += [[seed, *row] for row in table.rows]
+    return markdown.table(headers, rows)
+
+
+def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What evaluation found of references, every system, and baselines that need no model."""
+    systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
+    models = reward_models(systems)
+    functions = ["gold", *reward_functions(systems)]
+    references = results.get("reference_completions")
+    compared = (results.get("comparison") or {}).get("systems", [])
+    lines = {}
+    for system in [
+        *([{**references, "name": REFERENCE}] if references else []),
+        *systems,  # what no run made, first: the model that the chain starts from
+        *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
+    ]:
+        rewards = system.get("rewards") or {}
+        wins = [
+            rate["length_controlled"]
+            for rate in results.get("win_rates") or []
+            if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
+        ]
+        lines[system["name"]] = {
+            **{key: system.get(key) for key in COLUMNS},
+            **{name: rewards.get(name) for name in functions},
+            "model": next((rewards[name] for name in models if name in rewards), None),
+            "wins": next(iter(wins), None),
+        }
+    return lines
+
+
+def means(part: str) -> str:
+    """A line per system: means over seeds."""
+    seeds = [measured(results) for results in evaluations(part).values()]
+    keys = list(dict.fromkeys([*COLUMNS, *(key for own in seeds[0].values() for key in own)]))
+    heads, rows = [], [[name] for name in seeds[0]]
+    for key in keys:
+        found = [[number(own[name].get(key)) for own in seeds] for name in seeds[0]]
+        if any(value is not None for values in found for value in values):
+            head, scale, digits = COLUMNS.get(key, (f"reward {key}", 1, 3))
+            heads.append(head)
+            for row, values in zip(rows, found, strict=True):
+                known = [scale * value for value in values if value is not None]
+                is_known, is_share = len(known) == len(seeds), scale == 100
+                row.append(over(known, digits, is_share=is_share) if is_known else NOT_MEASURED)
+    return markdown.table([f"mean of {len(seeds)} seeds [95%]", *heads], rows)
+
+
+def beside(part: str, base: str, names: Sequence[str]) -> str:
+    """What systems have over another of the same seed: means over seeds of the differences."""
+    shown = ("model", "trained", "rouge_l", "length")
+    keys = {key: {**COLUMNS, "trained": TRAINED}[key] for key in shown}
+    seeds, rates = [], []
+    for seed, results in evaluations(part).items():
+        lines = measured(results)
+        for name, reward in as_trained(part, seed).items():
+            lines[name]["trained"] = reward
+        seeds.append(lines)
+        models = reward_models(results["systems"])
+        rates.append([rate for rate in results["win_rates"] if rate["judge"] in models])
+    rows = []
+    for name in names:
+        cells = []
+        for key, (_, scale, digits) in keys.items():
+            found = [[number(lines[of].get(key)) for of in (name, base)] for lines in seeds]
+            known = [scale * (a - b) for a, b in found if a is not None and b is not None]
+            cells.append(over(known, digits) if len(known) == len(seeds) else NOT_MEASURED)
+        wins = (next(r for r in own if (r["a"], r["b"]) == (name, base)) for own in rates)
+        shares = [100 * rate["length_controlled"]["win_rate"] for rate in wins]
+        cells.append(over(shares, 1, is_share=True))
+        rows.append([name, *cells])
+    heads = (head for head, _, _ in keys.values())
+    return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
+
+
+def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the reward models among the systems of an evaluation."""
+    return [system["name"] for system in systems if system.get("kind") == "reward_model"]
+
+
+def as_trained(part: str, seed: str) -> dict[str, float]:
+    """The mean reward that GRPO had for each system's completions, with what not stopping costs."""
+    lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / make.REWARDS)
+    recipe = yaml.safe_load((make.ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
+    penalty = recipe["missing_eos_penalty"]
+    rewards = defaultdict(list)
+    for name, completions in (pair for line in lines for pair in line.items()):
+        rewards[name] += [
+            sum(own["rewards"].values()) if own["stopped"] else penalty for own in completions
+        ]
+    return {name: mean(found) for name, found in rewards.items()}
+
+
+def number(value: Any) -> float | None:
+    """A number, or that of a mapping which has its interval too."""
+    keys = ("mean", "accuracy", "win_rate")
+    return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
+
+
+def over(values: Iterable[float], digits: int = 2, *, is_share: bool = False) -> str:
+    """A mean over seeds with its interval, which equal values have not."""
+    values = list(values)
+    interval = seeds_interval(values, digits, is_share=is_share)
+    return f"{over_seeds(values).mean or 0.0:.{digits}f} {interval}".strip()
+
+
+def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
+    """A table of an evaluation's report."""
+    return str(what(evaluations(part)["0"]))
+
+
+def samples(part: str) -> str:
+    """The first abstracts, and what every system made of them."""
+    lines = list(read_jsonl(make.RECORDS / part / "samples.jsonl"))
+    titles = [TITLE.findall(line["prompt"])[0] for line in lines]
+    rows = [["author", *(line["reference"]["completion"] for line in lines)]]
+    rows += [
+        [name, *(text_of(line["systems"][name]) for line in lines)] for name in lines[0]["systems"]
+    ]
+    return markdown.table(["summary by", *titles], rows)
+
+
+def text_of(completion: Mapping[str, Any]) -> str:
+    """A completion, with a mark where it was cut."""
+    return completion["completion"] + ("" if completion["stopped"] else " [...]")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
+    **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
+    **{
+        f"{part}.samples": lambda part=part: samples(part)
+        for part in CHAINS
+        if make.PARTS[part].writes_texts
+    },
+    **{
+        f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
+        for part in CHAINS
+        for name, what in {
+            "systems": chain.systems_table,
+            "wins": lambda results: win_rate_table(results["win_rates"]),
+            "accuracy": lambda results: accuracy_table(results["comparison"]),
+            "generations": lambda results: generation_tables(results)[0],
+        }.items()
+    },
+    "scitldr.beside": lambda: beside("scitldr", "sft", ["dpo", "grpo"]),
+    "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
+}

@@ -1,0 +1,70 @@
+"""Speed beside TRL: the benchmark's tables and pictures, by sampled token where both sides sample.
+
+`tables.py` draws `assets/<part>.png`, to be read on a phone.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.record.terminal import NOT_MEASURED
+from common.report import markdown
+from common.report.plots import COLOURS, save, style, titled_figure
+from experiments.forest import DPI
+from experiments.records import make
+
+MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
+
+
+def rows(part: str) -> list[dict[str, Any]]:
+    """What was measured of each row; none without a record."""
+    found: list[dict[str, Any]] = make.read(f"{part}/results.json").get("rows", [])
+    return found
+
+
+def ratio(row: Mapping[str, Any]) -> float:
+    """How many times TRL's speed a row has, where both sides sample per token of a completion."""
+    ours, theirs = (row[side]["completion_length"] or 1 for side in ("ours", "trl"))
+    return float(row["ratio"] * ours / theirs)
+
+
+def table() -> str:
+    """How many times TRL's speed each row has, and which share of its memory."""
+    lines = []
+    heads = [row["row"] for row in rows("bench-tiny")]
+    for part, model in MODELS.items():
+        own = {row["row"]: f"{ratio(row):.1f} ({row['memory_ratio']:.2f})" for row in rows(part)}
+        if own:
+            lines.append([model, *(own.get(head, NOT_MEASURED) for head in heads)])
+    return markdown.table(["times TRL's speed (memory)", *heads], lines)
+
+
+def against_trl(part: str) -> str:
+    """The picture, and what the benchmark printed with a column of the ratio per token."""
+    added = ["ratio per token", "---"]
+    for row in rows(part):
+        added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
+    lines = make.printed(f"{part}/table.md").splitlines()
+    with_ratio = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
+    picture = f"![Speed beside TRL, {MODELS[part]}](../assets/{part}.png)"
+    return "\n".join([picture, "", *with_ratio, *lines[len(added) :]])
+
+
+def draw(part: str) -> Path:
+    """A bar per row, with its goal."""
+    found = rows(part)
+    ratios = [ratio(row) for row in found]
+    places = range(len(found))
+    with style():
+        figure = titled_figure(f"Times TRL's speed: {MODELS[part]}", 5, 4.5)
+        axes = figure.subplots()
+        axes.barh(places, ratios, color=COLOURS[0], label="ours (GRPO per token)")
+        goals = [(row["reach"], place) for place, row in enumerate(found) if row["reach"]]
+        look = {"color": COLOURS[1], "markersize": 14, "markeredgewidth": 2.5, "label": "goal"}
+        axes.plot(*zip(*goals, strict=True), "|", **look)
+        axes.axvline(1, color="black", linewidth=1, label="TRL")
+        names = [f"{row['row']}  {times:.1f}" for row, times in zip(found, ratios, strict=True)]
+        axes.set(yticks=places, yticklabels=names, xlabel="speed, TRL = 1")
+        axes.invert_yaxis()
+        axes.legend(loc="best")
+        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)

@@ -1,0 +1,231 @@
+"""The tables of README and `docs/` that show records, made from the records.
+
+    python -m experiments.records.tables
+
+A page has the place of a table between `<!-- NAME -->` and `<!-- /NAME -->`; NAME is one of
+`TABLES`, a part of `make.py` or a part, a dot and what is shown of it. Where a record is not there
+stands the command that makes it.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from common.evaluation.intervals import interval_cell
+from common.record.folder import read_metrics
+from common.record.terminal import NOT_MEASURED
+from common.report import markdown
+from common.report.plots import save, style, titled_figure
+from experiments.bench.scaling import figure
+from experiments.forest import DPI
+from experiments.overoptimization.plots import SETTINGS, TITLES, draw_method
+from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
+from experiments.records.make import PARTS, RECORDS, ROOT, printed, read, read_record
+
+PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+STEPS = 20  # between two lines of the table of `too-far`
+
+
+def write() -> None:
+    """Put the tables of what is recorded into the pages."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
+    for part in filter(read_record, chain_picture.PARTS):
+        chain_picture.draw(part, chains.evaluations(part)["0"])
+    for part in filter(read_record, speed.MODELS):
+        speed.draw(part)
+    if read_record(reward_curve.PART):
+        reward_curve.draw()
+    if read_record("ablations"):
+        ablations.draw()
+    if read_record("overoptimization"):
+        draw_turns()
+
+
+def filled(text: str, *, is_in_docs: bool = True) -> str:
+    """A page with its tables as the records have them; in `docs/` the first one of a part names it.
+
+    Raises:
+        KeyError: a place has the name of no table.
+    """
+    named = {"records"} if is_in_docs else {"records", *PARTS}
+
+    def table(place: re.Match[str]) -> str:
+        begin, name, _, end = place.groups()
+        part, content = name.partition(".")[0], TABLES[name]
+        if part in PARTS and not read_record(part):
+            return f"{begin}*Not recorded: `make results PARTS={part}`.*\n{end}"
+        told = "" if part in named else f"\n\n*[Record](../assets/results/{part}): {source(part)}.*"
+        named.add(part)
+        return f"{begin}{content()}{told}\n{end}"
+
+    return PLACE.sub(table, text)
+
+
+def source(part: str) -> str:
+    """What made a record."""
+    record = read_record(part)
+    packages = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
+    return (
+        f"`make results PARTS={part}`, {record['minutes']:.0f} minutes, {record['date']}, commit "
+        f"{record['git_commit'][:10]}, {record['cpu']}, {record['cores']} cores, {packages}"
+    )
+
+
+def columns(part: str) -> dict[str, list[str]]:
+    """The table that a command printed, by the heads of its columns."""
+    lines = printed(f"{part}/printed.md").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line[:1] == "|"]
+    heads, _, *cells = [[cell.strip() for cell in row] for row in rows]
+    return dict(zip(heads, map(list, zip(*cells, strict=True)), strict=True))
+
+
+def records() -> str:
+    """Every part: how long its record took, on which machine and commit, and what makes it."""
+    rows = []
+    for name, part in PARTS.items():
+        record = read_record(name)
+        known = [str(record.get(key, NOT_MEASURED)) for key in ("minutes", "date", "cpu")]
+        commit = record.get("git_commit", NOT_MEASURED)[:10]
+        commands = record.get("commands") or part.commands_to(f"output/{name}")
+        told = "; ".join(f"`python -m {command}`" for command in commands)
+        rows.append([name, *known, commit, told])
+    return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
+
+
+# ---- tables of one part each -------------------------------------------------------------------
+
+
+def too_far() -> str:
+    """What was found on held-out prompts while GRPO went on."""
+    heads = {
+        "what is optimised: the reward model": ("eval_reward{}/reward", 1, 2),
+        "what it stands for: gold reward": ("eval_reward{}/gold", 1, 3),
+        "accuracy on pairs %": ("eval_accuracy{}", 100, 1),
+        "KL": ("eval_kl{}", 1, 2),
+    }
+    rows = []
+    for line in read_metrics(RECORDS / "too-far"):
+        if line["step"] % STEPS or "eval_kl" not in line:
+            continue
+        cells = []
+        for name, scale, digits in heads.values():
+            ends = {end: line[name.format(f"_{end}")] for end in ("low", "high")}
+            found = {"mean": line[name.format("")], **ends}
+            cells.append(interval_cell(found, scale, digits))
+        rows.append([str(line["step"]), *cells])
+    return markdown.table(["step", *heads], rows)
+
+
+# ---- sweeps --------------------------------------------------------------------------------------
+
+
+def turns() -> str:
+    """What each method that turns gains and loses behind its best setting, seed by seed."""
+    rows, told = [], []
+    found = read("overoptimization/results.json")["turns"]
+    for method, name in TITLES.items():
+        own = [turn for turn in found if turn["method"] == method]
+        if all(turn["peak"] == turn["last"] for turn in own):
+            continue
+        for turn in own:
+            rows.append(
+                [
+                    name,
+                    str(turn["seed"]),
+                    f"{SETTINGS[method]} {turn['peak']:g}, {turn['last']:g}",
+                    interval_cell(turn["gold_change"], 1, 3, sign="+"),
+                    interval_cell(turn["proxy_change"], 1, 2, sign="+"),
+                ]
+            )
+        both = sum(turn["gold_change"]["high"] < 0 < turn["proxy_change"]["low"] for turn in own)
+        told.append(f"{name} {both} of {len(own)}")
+    table = markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
+    fell = "Seeds on which gold fell while the proxy rose, both intervals apart from 0"
+    picture = "![Gain in gold and proxy reward over the distance](../assets/overoptimization.png)"
+    return f"{picture}\n\n{table}\n\n{fell}: {', '.join(told)}."
+
+
+def draw_turns() -> Path:
+    """Gold and proxy reward over the distance, one method below the other, for a phone."""
+    results = read("overoptimization/results.json")
+    fits = results["fits"]
+    with style():
+        figure = titled_figure("Gold and proxy over the distance", 5, 2.7 * len(fits))
+        for axes, fit in zip(figure.subplots(len(fits), 1), fits, strict=True):
+            draw_method(axes, results, fit)
+        return save(figure, ROOT / "assets" / "overoptimization.png", DPI)
+
+
+# ---- speed and memory ----------------------------------------------------------------------------
+
+
+def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
+    """How cost grows along one axis; the lines are what is measured, by how it is told."""
+    found = read("scaling/scaling.json")[kind]
+    rows = [
+        [told, *(figure(at.get(name)) for at in found.values())] for told, name in lines.items()
+    ]
+    return markdown.table([title, *found], rows)
+
+
+SECONDS = {
+    "update, padded, s": "padded s",
+    "update, shared prefix, s": "update s",
+    "sampling, copied cache, s": "copied cache s",
+    "sampling, one copy of the prompt, s": "sampling s",
+}
+PEAKS = {"logits in chunks": "in chunks", "all logits kept": "all logits"}
+
+
+def plans() -> str:
+    """How near the plans of memory are to what runs took."""
+    found = columns("plans")
+    in_use, all_of_it = (sorted(map(float, found[f"planned / {k}"])) for k in ("in use", "that"))
+    return (
+        f"Of {len(in_use)} real runs on a CPU plans are {in_use[0]:.2f} to {in_use[-1]:.2f} of the "
+        f"memory in use, and {all_of_it[0]:.2f} to {all_of_it[-1]:.2f} of what glibc keeps."
+    )
+
+
+def variants() -> str:
+    """How alike runs on one process and on several are."""
+    found = columns("variants")
+    drawn = [cell for cell in found["other completions"] if cell[0] not in "0-"]
+    return (
+        f"Of {len(found['variant'])} variants the largest relative difference of a loss is "
+        f"{max(map(float, found['loss'])):.1e}; {len(drawn)} drew another completion; "
+        f"{sum(map(int, found['warnings']))} warnings."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "records": records,
+    **chains.TABLES,
+    "too-far": too_far,
+    "ablations": ablations.ablations,
+    "ablations.short": ablations.what_matters,
+    "ablations.papers": papers.table,
+    "iterative": ablations.iterative,
+    "overoptimization": turns,
+    "bench-tiny.short": speed.table,
+    "one-sentence": reward_curve.shown,
+    "one-sentence.short": reward_curve.short,
+    "one-sentence.beside": reward_curve.beside,
+    "bench-tiny": lambda: speed.against_trl("bench-tiny"),
+    "bench-gpt2-small": lambda: speed.against_trl("bench-gpt2-small"),
+    "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
+    "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
+    "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
+    "scaling.ranks": lambda: costs("ranks", "processes", {"step of SFT, s": "step s"}),
+    "saving": lambda: printed("saving/printed.md"),
+    "plans": plans,
+    "variants": variants,
+    "kills": lambda: printed("kills/printed.md"),
+    "clusters": lambda: "[The tables](../assets/results/clusters/printed.md).",
+}
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,213 @@
+"""One run of a stage script as a child process, made once: what a chain of runs is built of.
+
+A finished run is marked by `finished.json` in its folder. The mark holds what made the run: the
+script, its flags, and for each file or earlier run that they name a digest of it. So the same
+command does nothing, a changed one is made again, and so is all that was built on it. A run that
+did not finish is started again, and resumes as the script itself does: `started.json` holds what
+made its checkpoints, and those of anything else are not gone on with.
+
+Not collective: a driver is one process, which starts the processes of a run and waits for them.
+"""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.files import describe
+from common.errors import UserError
+from common.flags.recipes import read_recipe
+from common.record.jsonl import write_atomically
+from common.record.terminal import run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+PATCHED = Path(__file__).with_name("patched.py")
+MARK, BEGUN = "finished.json", "started.json"
+LOG = "stage.log"
+DATA = {".jsonl", ".json", ".parquet", ".gz", ".safetensors"}
+LONGEST_PATH = 1024  # characters
+TAIL = 40  # lines of a failed run's output that its error repeats
+# What a script writes last; a training stage exports its model.
+LAST_WRITTEN = {"evaluate.py": "results.json", "experiments/sample_pairs.py": "train.jsonl"}
+
+
+class StageFailed(RuntimeError):  # noqa: N818 - what has failed is the stage
+    """A run did not finish; the text ends with the last lines of its output."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage script with its flags."""
+
+    script: str  # of this project, as `train_sft.py`
+    output_dir: Path  # the run's folder; becomes its `--output_dir`
+    config: Path | None = None  # its recipe
+    flags: Mapping[str, Any] = field(default_factory=dict)  # over the recipe; a list is several
+    patch: Path | None = None  # Python file, run in the same process before the script it changes
+
+
+def run(stage: Stage, num_processes: int = 1) -> None:
+    """Make a run, unless the same one is finished. Its output is shown, and kept in `stage.log`.
+
+    Args:
+        stage: what to run.
+        num_processes: with more than 1 it is started by torchrun. Not part of what makes a run:
+            the scripts' results do not depend on it.
+
+    Raises:
+        UserError: the script refuses a value.
+        StageFailed: it failed, or was stopped before its end.
+    """
+    made_by = description(stage)
+    if read_mark(stage.output_dir) == made_by:
+        print(f"{stage.output_dir}: finished before", flush=True)
+        return
+    stage.output_dir.mkdir(parents=True, exist_ok=True)
+    (stage.output_dir / MARK).unlink(missing_ok=True)
+    print(f"\n=== {stage.output_dir}: {stage.script}", flush=True)
+    words = command(stage, num_processes)
+    is_training = Path(stage.script).name.startswith("train_")  # which keeps checkpoints
+    if is_training and read_mark(stage.output_dir, BEGUN) != made_by:
+        words.append("--resume_from_checkpoint=none")
+    write_mark(stage.output_dir, made_by, BEGUN)
+    status, last_lines = show(words, stage.output_dir / LOG)
+    name = f"{stage.script} for {stage.output_dir}"
+    refusals = [line for line in last_lines if line.startswith("error: ")]
+    if status != 0 and refusals:
+        raise UserError(f"{name}: {refusals[0].removeprefix('error: ')}")
+    if status != 0:
+        raise StageFailed("\n".join([f"{name} ended with status {status}:", *last_lines]))
+    result = stage.output_dir / LAST_WRITTEN.get(stage.script, "model/config.json")
+    begun = (stage.output_dir / BEGUN).stat().st_mtime_ns
+    if not result.is_file() or result.stat().st_mtime_ns < begun:  # a signal: with status 0
+        raise StageFailed(f"{name} was stopped; the same command goes on with it.")
+    write_mark(stage.output_dir, made_by)
+
+
+def is_finished(stage: Stage) -> bool:
+    """Whether this very run is finished in its folder."""
+    return read_mark(stage.output_dir) == description(stage)
+
+
+def command(stage: Stage, num_processes: int) -> list[str]:
+    """What starts the run."""
+    script = [str(ROOT / stage.script)]
+    if stage.script.startswith("common/"):
+        script = ["-m", stage.script.removesuffix(".py").replace("/", ".")]
+    elif stage.patch:
+        script = [str(PATCHED), str(stage.patch), *script]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    launch = [*launcher, str(num_processes)] if num_processes > 1 else []
+    return [sys.executable, *launch, *script, *script_arguments(stage)]
+
+
+def script_arguments(stage: Stage) -> list[str]:
+    """What a run's script is given."""
+    words = ["--config", str(stage.config)] if stage.config else []
+    for name, value in {**stage.flags, "output_dir": stage.output_dir}.items():
+        if isinstance(value, list | tuple):
+            words += [f"--{name}", *map(as_text, value)]
+        else:
+            words.append(f"--{name}={as_text(value)}")  # one word: it may begin with a dash
+    return words
+
+
+def as_text(value: Any) -> str:
+    """A value as the command line has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def show(words: list[str], log: Path) -> tuple[int, list[str]]:
+    """Run a command, showing its output and adding it to a log file: status and last lines."""
+    last_lines: deque[str] = deque(maxlen=TAIL)
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    child = subprocess.Popen(words, stdout=pipe, stderr=both, encoding="utf-8", errors="replace")
+    assert child.stdout is not None
+    with log.open("a", encoding="utf-8") as file:
+        try:
+            for line in child.stdout:
+                print(line, end="", flush=True)
+                file.write(line)
+                file.flush()
+                last_lines.append(line.rstrip("\n"))
+        except BaseException:  # also Ctrl-C: the child saves what it has, and must not be left
+            child.terminate()
+            child.wait()
+            raise
+    return child.wait(), list(last_lines)
+
+
+# ---- what made a run -----------------------------------------------------------------------------
+
+
+def description(stage: Stage) -> dict[str, Any]:
+    """What a run is a function of, ready for JSON.
+
+    Values are texts, as on a command line: 1e-4 in a recipe and 0.0001 as a flag are two runs.
+    """
+    recipe = read_recipe(str(stage.config)) if stage.config else {}
+    flags = {
+        str(name): list(map(as_text, value)) if isinstance(value, list | tuple) else as_text(value)
+        for name, value in {**recipe, **stage.flags}.items()
+        if name != "output_dir"
+    }
+    texts = [t for value in flags.values() for t in (value if isinstance(value, list) else [value])]
+    patch = describe(stage.patch)["sha256"] if stage.patch else None
+    return {"script": stage.script, "flags": flags, "patch": patch, "inputs": inputs(texts)}
+
+
+def inputs(texts: Iterable[str]) -> dict[str, str]:
+    """A digest of each file and folder, and of what made each earlier run, that the texts name.
+
+    `file.py:function` names a file; `output/sft` and `output/sft/model` are of the run in
+    `output/sft`. Of a folder that is no run of ours names, sizes and times of rows and weights.
+    """
+    found = {}
+    for text in dict.fromkeys(texts):
+        path = Path(text.split(".py:")[0] + ".py") if ".py:" in text else Path(text)
+        if not 0 < len(text) < LONGEST_PATH or not path.exists():
+            continue
+        marks = [folder / MARK for folder in (path, path.parent) if (folder / MARK).is_file()]
+        if path.is_file() or marks:
+            found[text] = describe(path if path.is_file() else marks[0])["sha256"]
+        else:
+            files = sorted(
+                file for file in path.iterdir() if file.suffix in DATA and file.is_file()
+            )
+            about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            found[text] = hashlib.sha256(repr(about).encode()).hexdigest()
+    return found
+
+
+def read_mark(output_dir: Path, name: str = MARK) -> dict[str, Any] | None:
+    """What made the finished (or the begun) run in a folder, None where there is none."""
+    try:
+        return dict(json.loads((output_dir / name).read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def write_mark(output_dir: Path, made_by: Mapping[str, Any], name: str = MARK) -> None:
+    """Mark a run as finished (or as begun); a mark is whole or not there."""
+    write_atomically(output_dir / name, [json.dumps(made_by, indent=1) + "\n"])
+
+
+# ---- drivers -------------------------------------------------------------------------------------
+
+
+def exit_with_status(main: Callable[[], None]) -> None:
+    """Run a driver; it ends with the statuses of a stage, and takes its child along."""
+    for asked in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asked) != signal.SIG_IGN:  # as by nohup
+            signal.signal(asked, lambda number, _: sys.exit(128 + number))
+    try:
+        run_command(main)
+    except StageFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        sys.exit(1)

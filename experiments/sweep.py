@@ -1,0 +1,234 @@
+"""What does each detail matter? Variants of a base chain over several seeds, and effect sizes.
+
+    python -m experiments.sweep --config assets/recipes/ablations/demo.yaml
+
+For each seed the base chain is trained once, then every variant of it (`sweep_file.py` says how a
+sweep is written down). All runs of a seed are judged together, on the same held-out rows. The
+effect of a variant is its outcome minus the base's of the same seed; printed is the mean over
+seeds with Student's 95% interval, n, and for a stage's first outcome what is left of it when all
+lines of the stage are looked at together. Runs that are finished are not made again, so the command
+goes on where it was stopped, and a line that is added to the file costs its own runs only. With
+`--finished_only` the lines that are not finished yet are left out.
+
+Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.evaluation.score import run_cost
+from common.flags.parser import Parser
+from common.record.terminal import NOT_MEASURED
+from common.report.blocks import Block, Picture, Section, Table
+from experiments import forest
+from experiments.forest import Effect, Effects
+from experiments.outcomes import (
+    about,
+    outcome_of,
+    over_seeds,
+    seeds_interval,
+    summary,
+    systems_by_run,
+    write_results,
+)
+from experiments.stages import exit_with_status, is_finished, run
+from experiments.sweep_file import Sweep, Variant, read_sweep
+
+AS_IS = "as in the recipe"  # the choice of a run of the base chain
+# Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
+Outcomes = Mapping[tuple[str, str, str], Sequence[float]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, judge, compare, report."""
+    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="the sweep, a YAML file")
+    parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
+    parser.add_argument(
+        "--finished_only", action="store_true", help="leave out the lines that still need runs"
+    )
+    parser.add_argument("--output_dir", default="", help="instead of the one in the file")
+    arguments = parser.parse_args(argv)
+    sweep = read_sweep(arguments.config)
+    sweep = replace(
+        sweep,
+        seeds=arguments.seeds or sweep.seeds,
+        output_dir=arguments.output_dir or sweep.output_dir,
+    )
+    if arguments.finished_only:
+        sweep = finished_part(sweep)
+    # Line by line, each with all seeds: what was made is of use wherever this is stopped.
+    for of_seeds in zip(*map(sweep.training, sweep.seeds), strict=True):
+        for stage, num_processes in of_seeds:
+            run(stage, num_processes)
+    for seed in sweep.seeds:
+        for stage in sweep.evaluations(seed):
+            run(stage)
+    outcomes = measured(sweep)
+    report(sweep, outcomes, effects(sweep, outcomes))
+
+
+def finished_part(sweep: Sweep) -> Sweep:
+    """The sweep without the variants of which a training run is not finished, for any seed."""
+    unfinished = {
+        stage.output_dir.parent.name
+        for seed in sweep.seeds
+        for stage, _ in sweep.training(seed)
+        if not is_finished(stage)
+    }
+    return replace(sweep, variants=[v for v in sweep.variants if v.slug not in unfinished])
+
+
+def measured(sweep: Sweep) -> Outcomes:
+    """The outcomes of every judged run.
+
+    Raises:
+        UserError: an outcome was not measured in one of them.
+    """
+    found: dict[tuple[str, str, str], list[float]] = {}
+    runs: list[tuple[Variant | None, str]] = [(None, name) for name in sweep.base]
+    runs += [(variant, variant.stages[-1]) for variant in sweep.variants]
+    for seed in sweep.seeds:
+        systems: dict[str, dict[str, Any]] = {}
+        for stage in sweep.evaluations(seed):
+            systems |= systems_by_run(stage.output_dir)
+        for variant, name in runs:
+            run_dir, slug = sweep.folders(seed, variant)[name], variant.slug if variant else ""
+            for outcome in sweep.base[name].outcomes:
+                value = outcome_of(outcome, run_dir, systems)
+                if value is None:
+                    what = f"the outcome {outcome!r} was not measured in {run_dir}"
+                    raise UserError(f"{what}; leave it out.")
+                found.setdefault((slug, name, outcome), []).append(value)
+    return found
+
+
+def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
+    """What every variant changes, lines of a detail together.
+
+    With `compared_with` the runs of the other stages too, and all beside that one.
+    """
+    details, first = [variant.detail for variant in sweep.variants], sweep.compared_with
+    in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
+    others = [stage for stage in sweep.base if first and stage != first]
+    runs = [("", Variant(stage, AS_IS, stage)) for stage in others]
+    runs += [(variant.slug, variant) for variant in in_order]
+    found: dict[str, dict[str, list[Effect]]] = {}
+    for (base_slug, stage, outcome), base in outcomes.items():
+        for slug, own in runs if not base_slug and first in ("", stage) else []:
+            judged = own.stages[-1]
+            has_all = {*sweep.base[stage].outcomes} <= {*sweep.base[judged].outcomes}
+            if judged == stage or (first and has_all):
+                effect = Effect(own, outcome, outcomes[slug, judged, outcome], base)
+                found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
+    for panels in found.values():
+        first_outcome, own_effects = next(iter(panels.items()))
+        panels[first_outcome] = [replace(e, family=len(own_effects)) for e in own_effects]
+    return found
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
+    """Write `sweep.json`, the picture and the report; print the tables."""
+    output_dir = Path(sweep.output_dir)
+    run_dirs = [stage.output_dir for seed in sweep.seeds for stage, _ in sweep.training(seed)]
+    minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
+    found = [e for own in panels.values() for effects in own.values() for e in effects]
+    record = {
+        "seeds": list(sweep.seeds),
+        "training_minutes": round(minutes, 2),
+        "base": [
+            {"stage": stage, "outcome": outcome, "by_seed": values, **summary(outcome, values)}
+            for (slug, stage, outcome), values in outcomes.items()
+            if not slug
+        ],
+        "effects": [
+            {
+                **asdict(effect.variant),
+                "judged": effect.variant.stages[-1],
+                "outcome": effect.outcome,
+                "unit": about(effect.outcome).unit,
+                "by_seed": effect.values,
+                "base_by_seed": effect.base,
+                "difference": asdict(effect.difference),
+                "together": asdict(effect.together) | {"family": effect.family},
+                "verdict": effect.verdict,
+            }
+            for effect in found
+        ],
+    }
+    blocks: list[Block] = [reading(sweep, found)]
+    if panels:
+        picture = forest.draw(panels, output_dir / "plots" / "forest.png")
+        caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
+        blocks.append(Picture(picture, caption))
+    if sweep.compared_with:
+        blocks += [Section("each run", [levels(*panel)]) for panel in panels.items()]
+    blocks += [Section(stage, [table(own)]) for stage, own in panels.items()]
+    facts = {
+        "seeds": ", ".join(map(str, sweep.seeds)),
+        "training": f"{minutes:.0f} minutes in all",
+    }
+    write_results(output_dir / "sweep.json", record, sweep.title, blocks, facts, run_dirs)
+
+
+def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
+    """What stands above the tables."""
+    num_clear = sum(effect.difference.excludes_zero for effect in found)
+    num_varying = sum(bool(effect.difference.sd) for effect in found)
+    row, base = "the base chain with one thing changed", "the base"
+    if sweep.compared_with:
+        row, base = "a run", f"{sweep.compared_with}, the base,"
+    return (
+        f"Each row is {row}, for the seeds {list(sweep.seeds)}. A base row has mean "
+        "\N{PLUS-MINUS SIGN} standard deviation over seeds; every other row the mean difference to "
+        f"{base} of the same seed, with Student's 95% interval over seeds. "
+        f"One star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
+        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The first "
+        "outcome of a stage is its primary one: two stars, and yes, mark what excludes 0 also when "
+        "the intervals of all lines of the stage are to hold together with 95% (Bonferroni); where "
+        "it does not, the effect is no larger than the farther end of that interval. The other "
+        "outcomes are secondary, without a correction. The intervals cover the seed of training, "
+        "not the draw of the held-out rows, which all runs share; of a share whose interval would "
+        "leave 0 to 100 the seeds' values are shown, in round brackets. "
+        f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
+        "code, or dropout; the scripts themselves have no flag for it."
+    )
+
+
+def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
+    """What each run came to: mean, standard deviation and interval over seeds."""
+    headers = ["run", "choice", *(about(name).heading for name in panels)]
+    rows = [[base, AS_IS, *(level(effects[0].base, name) for name, effects in panels.items())]]
+    for effects in zip(*panels.values(), strict=True):
+        variant, cells = effects[0].variant, (level(e.values, e.outcome) for e in effects)
+        rows.append([str(variant.detail), str(variant.choice), *cells])
+    return Table(headers, rows)
+
+
+def level(values: Sequence[float], outcome: str) -> str:
+    """Mean, standard deviation and interval of an outcome over seeds."""
+    interval = seeds_interval(values, is_share=about(outcome).is_share)
+    return f"{over_seeds(values).spread} {interval}".strip()
+
+
+def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
+    """Base values and differences of one stage, of its effects by outcome."""
+    headers = ["detail", "choice", *(about(name).heading for name in panels), "matters?", "n"]
+    first = [over_seeds(effects[0].base) for effects in panels.values()]
+    rows = [["base", AS_IS, *(mean.spread for mean in first), "", str(first[0].n)]]
+    for own in zip(*panels.values(), strict=True):
+        variant = own[0].variant
+        choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
+        cells = [*(effect.cell for effect in own), own[0].verdict]
+        rows.append([str(variant.detail), choice, *cells, str(own[0].difference.n)])
+    return Table(headers, rows)
+
+
+if __name__ == "__main__":
+    exit_with_status(main)

@@ -1,0 +1,223 @@
+"""Claim: of each objective it is known where it ends, and those that should reach the optimum do.
+
+The optimum of E[r] - beta KL(pi || ref) is ref exp(r / beta) / Z. On policies so small that every
+expectation is a sum, each objective is trained to its end: some reach the optimum, others end at a
+point that is derived here on paper, and for the rest the distance is stated. Distances are total
+variation; training starts 0.25 away.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.advantages import group_advantages
+from experiments.bench import optimum
+from experiments.bench.optimum import BETA, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
+
+PROBLEMS = {"one token": optimum.one_token(), "two tokens": optimum.two_tokens()}
+OBJECTIVES = GRPO | PREFERENCE
+REACHED = 1e-4
+
+
+@functools.cache
+def end(objective: str, problem: str) -> Tensor:
+    """Probabilities (Y,) at the end of training."""
+    return optimum.train(PROBLEMS[problem], OBJECTIVES[objective])
+
+
+def distance(objective: str, problem: str, expected: Tensor) -> float:
+    return optimum.total_variation(end(objective, problem), expected)
+
+
+# ---- the problems --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_optimum_is_the_best_of_all_policies(name: str):
+    """No other distribution has a higher E[r] - beta KL(pi || ref): tried around it and afar."""
+    problem = PROBLEMS[name]
+    reference = problem.logps(problem.ref_logits).exp()
+    torch.testing.assert_close(reference.sum().item(), 1.0)
+
+    def value(policy: Tensor) -> float:
+        reward = (policy * problem.rewards).sum().item()
+        return reward - BETA * optimum.kl_divergence(policy, reference)
+
+    best = optimum.optimum(problem)
+    generator = torch.Generator().manual_seed(0)
+    for spread in (0.01, 0.1, 1.0, 5.0):
+        noise = torch.randn(200, len(best), generator=generator, dtype=torch.float64)
+        others = (best.log() + spread * noise).softmax(-1)
+        assert max(map(value, others)) < value(best)
+    assert optimum.total_variation(reference, best) > 0.15
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_expected_advantages_are_those_of_sampled_groups(name: str):
+    problem = PROBLEMS[name]
+    probabilities = problem.logps(problem.ref_logits).exp()
+    generator = torch.Generator().manual_seed(1)
+    num_groups = 40_000
+    groups = torch.multinomial(
+        probabilities, num_groups * NUM_GENERATIONS, replacement=True, generator=generator
+    ).view(num_groups, NUM_GENERATIONS)
+    sampled = group_advantages(problem.rewards[groups])
+    expected = optimum.expected_advantages(problem.rewards, probabilities, "group", "mean")
+    for completion in range(len(expected)):
+        advantages = sampled[groups == completion]
+        error = advantages.std().item() / len(advantages) ** 0.5
+        assert abs(advantages.mean().item() - expected[completion].item()) < 5 * error
+
+
+# ---- who reaches it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        # At the optimum r - beta log(pi / ref) is the same for all completions, so that every
+        # advantage is 0: neither baseline nor scale nor aggregation moves this end.
+        "KL in the reward, leave-one-out",
+        "KL in the reward, group mean",
+        "KL in the reward, group mean and std",
+        "KL in the reward, leave-one-out, mean per completion",
+        "DPO, pairs from the policy",
+        "DPO, pairs from the reference",
+        "`robust`, a tenth of the labels flipped",
+    ],
+)
+def test_reaches_the_optimum(objective: str, problem: str):
+    assert distance(objective, problem, optimum.optimum(PROBLEMS[problem])) < REACHED
+
+
+KL_PER_TOKEN = [
+    "`k2` in the loss, leave-one-out",
+    "`full` in the loss, leave-one-out",
+    "`k3` times the ratio, leave-one-out",
+]
+
+
+@pytest.mark.parametrize("objective", KL_PER_TOKEN)
+def test_kl_in_the_loss_reaches_the_optimum_of_one_token(objective: str):
+    assert distance(objective, "one token", optimum.optimum(PROBLEMS["one token"])) < REACHED
+
+
+# ---- who ends elsewhere, at a point that is known ------------------------------------------------
+
+
+def short_sighted_optimum(problem: Problem) -> Tensor:
+    """Where a KL per token leads if a token is not charged for the KL of those that follow it.
+
+    The second token is chosen as in the optimum, in proportion to ref exp(r / beta). The first one
+    should be charged E[r] - beta KL of what follows; it is only credited with E[r].
+    """
+    ref = problem.ref_logits.softmax(-1)  # (3, 3)
+    first = torch.zeros(3, dtype=torch.float64)
+    probabilities = torch.zeros(7, dtype=torch.float64)
+    for token, places in enumerate(([0], [1, 2, 3], [4, 5, 6])):
+        rewards = problem.rewards[places]
+        second = torch.ones(1, dtype=torch.float64)
+        if token > 0:
+            second = (ref[token].log() + rewards / BETA).softmax(-1)
+        first[token] = ref[0, token].log() + (second * rewards).sum() / BETA
+        probabilities[places] = second
+    first = first.softmax(-1)
+    return probabilities * first[[0, 1, 1, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("objective", KL_PER_TOKEN)
+def test_kl_in_the_loss_of_several_tokens_is_short_sighted(objective: str):
+    """Its gradient at a token leaves out what the token does to the KL of later ones.
+
+    Only a KL in the reward is passed back to all tokens (Tang and Munos 2025).
+    """
+    elsewhere = short_sighted_optimum(PROBLEMS["two tokens"])
+    assert distance(objective, "two tokens", elsewhere) < REACHED
+    assert optimum.total_variation(elsewhere, optimum.optimum(PROBLEMS["two tokens"])) > 0.01
+
+
+def test_k3_in_the_loss_follows_the_reverse_kl():
+    """Its expected gradient is that of KL(ref || pi): pi = ref / (1 - (r - E r) / beta).
+
+    That is where pi (r - E r) = beta (pi - ref) holds; E r is found by bisection.
+    """
+    problem = PROBLEMS["one token"]
+    reference = problem.logps(problem.ref_logits).exp()
+    low, high = problem.rewards.max().item() - BETA, problem.rewards.max().item() + BETA
+    for _ in range(100):
+        mean = (low + high) / 2
+        policy = reference / (1 - (problem.rewards - mean) / BETA)
+        low, high = (mean, high) if policy.sum() > 1 else (low, mean)
+    assert (policy * problem.rewards).sum().item() == pytest.approx(mean)
+    assert distance("`k3` in the loss, leave-one-out", "one token", policy) < REACHED
+    assert optimum.total_variation(policy, optimum.optimum(problem)) > 0.01
+
+
+def test_k1_in_the_loss_ties_to_nothing():
+    """Its expected gradient is 0: the policy gives everything to the best completion."""
+    probabilities = end("`k1` in the loss, leave-one-out", "one token")
+    best = PROBLEMS["one token"].rewards.argmax()
+    assert probabilities[best] > 0.9
+
+
+def test_a_group_mean_that_holds_the_completion_itself_strengthens_the_kl():
+    """Advantages shrink by (G - 1) / G and the KL in the loss does not: beta G / (G - 1)."""
+    problem = PROBLEMS["one token"]
+    expected = optimum.optimum(problem, BETA * NUM_GENERATIONS / (NUM_GENERATIONS - 1))
+    assert distance("`k2` in the loss, group mean", "one token", expected) < REACHED
+    assert optimum.total_variation(expected, optimum.optimum(problem)) > 0.03
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_ipo_has_the_share_of_wins_in_the_place_of_the_reward(name: str):
+    """It ends at ref exp(P(y wins over a draw of the sampler) / beta) / Z (Azar et al. 2023)."""
+    problem = PROBLEMS[name]
+    ref = problem.logps(problem.ref_logits)
+    wins = torch.sigmoid(problem.rewards[:, None] - problem.rewards[None, :]) @ ref.exp()  # (Y,)
+    expected = (ref + wins / BETA).softmax(0)
+    assert distance("`ipo`", name, expected) < REACHED
+    assert optimum.total_variation(expected, optimum.optimum(problem)) > 0.1
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_smoothing_ends_where_wrong_labels_would(name: str):
+    """It is the expected loss under labels flipped at that rate: a looser fit, not a correction."""
+    flipped = end("DPO, a tenth of the labels flipped", name)
+    assert distance("DPO with label smoothing 0.1", name, flipped) < REACHED
+
+
+def test_simpo_ends_at_the_optimum_of_a_uniform_reference():
+    expected = (PROBLEMS["one token"].rewards / BETA).softmax(0)
+    assert distance("`simpo`", "one token", expected) < REACHED
+
+
+# ---- who ends elsewhere, at least as far away as stated ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem", "at_least"),
+    [
+        ("`k2` in the loss, group mean and std", "one token", 0.05),
+        ("GRPO as published: `k3`, group mean and std, mean per completion", "one token", 0.05),
+        ("DPO, a tenth of the labels flipped", "one token", 0.05),
+        ("`ipo_mean`", "two tokens", 0.1),
+        ("`hinge`", "one token", 0.2),
+        ("`simpo`", "two tokens", 0.3),
+    ],
+)
+def test_ends_elsewhere(objective: str, problem: str, at_least: float):
+    assert distance(objective, problem, optimum.optimum(PROBLEMS[problem])) > at_least
+
+
+def test_ratio_and_clip_play_no_part_in_these_ends():
+    """With one update per rollout the ratio is 1, so the objectives above are REINFORCE's."""
+    problem = PROBLEMS["two tokens"]
+    logits = problem.ref_logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(optimum.grpo(problem, logits, kl="reward"), logits)
+    logps = problem.logps(logits)
+    advantages = problem.rewards - (logps.exp().detach() * problem.rewards).sum()
+    (reinforce,) = torch.autograd.grad(-(logps.exp().detach() * advantages * logps).sum(), logits)
+    torch.testing.assert_close(gradient, reinforce, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,780 @@
+"""`--dry_run` counts what is there: parameters, optimiser, activations, caches, per rank.
+
+The targets are worked out by hand from the sizes of a model, or counted on a real one: what its
+autograd graph keeps in a real forward pass, what a real sampler's cache holds, what peft adds.
+Whether the sum is what a run takes is measured by `experiments/bench/plan_against_run.py`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import ranks
+import tiny
+import torch
+
+from common import distributed
+from common.checkpoint import files
+from common.config import TrainConfig
+from common.errors import UserError
+from common.flags.parser import parse
+from common.grpo.config import GRPOConfig
+from common.model import branches, fsdp, lora, shared_prefix
+from common.padding import MAKERS
+from common.pairs.config import DPOConfig
+from common.sampling.shared import SharedDecoder
+from common.scoring import Policy
+from experiments.plan import activations, memory, plan
+from experiments.plan import work as workload
+from experiments.plan.footprint import numbers
+from train_reward import RewardConfig
+from train_sft import SFTConfig
+
+WIDTH, LAYERS, HEADS, VOCABULARY, POSITIONS = 32, 2, 4, 61, 96
+# Of a GPT-2 block: qkv, output, up, down, their biases, two norms.
+BLOCK = 12 * WIDTH**2 + (3 + 1 + 4 + 1) * WIDTH + 4 * WIDTH
+ROOT = (VOCABULARY + POSITIONS) * WIDTH + 2 * WIDTH
+NUMBERS = LAYERS * BLOCK + ROOT
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config .json of each family, without weights."""
+    folder = tmp_path_factory.mktemp("shapes")
+    for family in tiny.FAMILIES:
+        fields = tiny.model_config(family).to_dict()
+        (folder / f"{family}.json").write_text(json.dumps(fields))
+    return folder
+
+
+def run_of(shapes: Path, family: str = "gpt2", *, config: Any = SFTConfig, **flags: Any):
+    """What is planned for a stage, on a CPU unless said otherwise."""
+    needed = {
+        "output_dir": "unused",
+        "model_name_or_path": str(shapes / f"{family}.json"),
+        "max_prompt_length": 40,
+        "max_completion_length": 10,
+        "dry_run": True,
+        "dry_run_device": "cpu",
+        "num_sample_prompts": 0,
+    }
+    return plan.make_run(config(**(needed | flags)))
+
+
+def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
+    """The bytes by column at a moment."""
+    (found,) = (m for m in memory.moments(run, num_ranks) if m.name == name)
+    return found.parts
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_rows_of_each_parameter_rounded_up():
+    unit = [torch.nn.Parameter(torch.empty(shape)) for shape in ((10, 3), (3,), ())]
+    unit[1].requires_grad_(False)
+    assert numbers(unit) == 34
+    assert numbers(unit, 4) == 3 * 3 + 1 + 1
+    assert numbers(unit, 4, trained=True) == 3 * 3 + 1
+    assert numbers(unit, 1000) == 3 + 1 + 1
+
+
+def test_parameters_and_optimiser_of_one_process(shapes: Path):
+    found = parts(run_of(shapes), 1, "loss")
+    assert found["parameters"] == 4 * NUMBERS
+    assert found["optimiser"] == 8 * NUMBERS
+    at_end = parts(run_of(shapes, batch_size=1), 1, "gradients")
+    assert at_end["gradients"] == 4 * (NUMBERS + VOCABULARY * WIDTH)  # the head is tied
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_shards_are_the_chunks_that_torch_makes(shapes: Path, family: str, num_ranks: int):
+    found = parts(run_of(shapes, family, batch_size=num_ranks), num_ranks, "loss")
+    shard = sum(p.chunk(num_ranks)[0].numel() for p in tiny.causal_lm(family).parameters())
+    assert found["parameters"] == 4 * shard
+    assert found["optimiser"] == 8 * shard
+
+
+def test_thousands_of_ranks_hold_less_each_and_replicas_hold_more(shapes: Path):
+    flags = {"batch_size": 4096, "dry_run_device": "cuda"}
+    run = run_of(shapes, **flags)
+    totals = [parts(run, n, "loss")["optimiser"] for n in (1, 8, 64, 1024, 4096)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[2] < totals[0] / 20
+    replicated = run_of(shapes, **flags, num_replicas=8)
+    assert parts(replicated, 64, "loss")["optimiser"] == totals[1]
+
+
+def test_frozen_copies_have_parameters_only(shapes: Path):
+    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"])
+    assert parts(grpo, 1, "loss")["parameters"] == 8 * NUMBERS
+    assert parts(grpo, 1, "loss")["optimiser"] == 8 * NUMBERS
+    without = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], beta=0.0)
+    assert parts(without, 1, "loss")["parameters"] == 4 * NUMBERS
+
+
+def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
+    """But a reference that moves, and a base that is float32 on disk."""
+    grpo: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
+    assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (4 + 2) * NUMBERS
+    moving = run_of(shapes, **grpo, ref_update_steps=2)
+    assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
+    offloaded = {"cpu_offload": True, "dry_run_device": "cuda"}
+    on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded), 1)
+    assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
+    pairs = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"], "bf16": True}
+    assert parts(run_of(shapes, **pairs), 1, "rollout")["parameters"] == 2 * NUMBERS
+    fields = json.loads((shapes / "gpt2.json").read_text())
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        (shapes / f"gpt2-{dtype}.json").write_text(json.dumps(fields | {"dtype": dtype}))
+        run = run_of(shapes, f"gpt2-{dtype}", lora_r=4, bf16=True)
+        trained = run.policy.numbers(trained=True)
+        assert parts(run, 1, "loss")["parameters"] == size * NUMBERS + 4 * trained
+
+
+def test_a_reference_that_scores_ahead_is_gone_when_the_policy_trains(shapes: Path):
+    ahead = run_of(shapes, config=DPOConfig)
+    beside = run_of(shapes, config=DPOConfig, precompute_ref_log_probs=False)
+    assert parts(ahead, 1, "loss")["parameters"] == 4 * NUMBERS
+    assert parts(ahead, 1, "reference")["parameters"] == 4 * NUMBERS
+    assert "optimiser" not in parts(ahead, 1, "reference")
+    assert parts(beside, 1, "loss")["parameters"] == 8 * NUMBERS
+
+
+def test_adapters_are_those_that_peft_adds(shapes: Path):
+    rank = 4
+    run = run_of(shapes, lora_r=rank)
+    by_hand = LAYERS * rank * (2 * WIDTH + 4 * WIDTH + 5 * WIDTH + 5 * WIDTH)  # in + out of each
+    assert run.policy.numbers(trained=True) == by_hand
+    lm = tiny.causal_lm("gpt2")
+    settings = TrainConfig(output_dir="unused", model_name_or_path="unused", lora_r=rank)
+    lora.add_adapters(lm, "unused", settings)
+    assert by_hand == sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    assert run.policy.numbers() == sum(p.numel() for p in lm.parameters())
+    found = parts(run, 1, "gradients")
+    assert (found["gradients"], found["optimiser"]) == (4 * by_hand, 8 * by_hand)
+
+
+def test_offloading_leaves_no_shard_on_a_gpu(shapes: Path):
+    flags = {"cpu_offload": True, "batch_size": 2}
+    on_gpu = parts(run_of(shapes, **flags, dry_run_device="cuda"), 2, "loss")
+    assert on_gpu["parameters"] == on_gpu["optimiser"] == 0
+    on_cpu = parts(run_of(shapes, **flags), 2, "loss")
+    assert on_cpu["parameters"] > 0  # there it is the same memory
+
+
+@pytest.mark.parametrize(("bf16", "size"), [(False, 4), (True, 2)])
+def test_gathered_units_are_in_the_compute_dtype(shapes: Path, bf16: bool, size: int):
+    run = run_of(shapes, bf16=bf16, batch_size=2)
+    assert parts(run, 2, "loss")["gathered"] == size * (ROOT + 2 * BLOCK)
+    assert parts(run_of(shapes), 1, "loss")["gathered"] == 0
+
+
+def test_gradients_of_several_micro_batches_are_whole(shapes: Path):
+    one = run_of(shapes, batch_size=2, micro_batch_tokens=100)
+    assert workload.micro_batch(one, 2).number == 1
+    several = run_of(shapes, batch_size=8, micro_batch_tokens=100)
+    assert workload.micro_batch(several, 2).number == 2
+    head = 4 * VOCABULARY * WIDTH
+    assert parts(one, 2, "loss")["gradients"] == head
+    assert parts(several, 2, "loss")["gradients"] == 4 * NUMBERS + head
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (8, 1), (8, 2)])
+def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
+    shapes: Path, num_ranks: int, num_replicas: int
+):
+    flags = {"batch_size": 64, "micro_batch_tokens": 100, "num_replicas": num_replicas}
+    whole, sharded = (run_of(shapes, **flags, shard_gradients=how) for how in ("auto", "true"))
+    num_shards = num_ranks // num_replicas
+    shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
+    for name in ("loss", "backward"):
+        less = parts(whole, num_ranks, name)["gradients"]
+        less -= parts(sharded, num_ranks, name)["gradients"]
+        assert less == 4 * (NUMBERS - shard)
+    # At the end the root's: whole, what they are reduced from, and the shard before it is added.
+    end = parts(sharded, num_ranks, "gradients")["gradients"]
+    root = [p for p in sharded.policy.root if p.ndim == 2]
+    of_root = sum(-(-len(p) // num_shards) * WIDTH for p in root) + 2 * -(-WIDTH // num_shards)
+    assert end == 4 * shard + 8 * ROOT + 4 * of_root
+    offloaded = run_of(shapes, **flags, shard_gradients="true", cpu_offload=True)
+    offloaded = replace(offloaded, on_gpu=True)
+    assert parts(offloaded, num_ranks, "loss")["gradients"] == 4 * VOCABULARY * WIDTH
+    for name in ("loss", "backward", "gradients") if num_replicas == 1 else ():
+        plain = [parts(run, 1, name)["gradients"] for run in (whole, sharded)]
+        assert plain[0] == plain[1]  # one process holds all of them
+
+
+def test_a_plan_tells_both_ways_to_add_up_gradients(shapes: Path):
+    flags = {"batch_size": 64, "micro_batch_tokens": 100, "dry_run_device": "cuda"}
+    peaks = {}
+    for how, other in (("false", "sharded"), ("true", "whole")):
+        page = plan.page(run_of(shapes, **flags, shard_gradients=how), [8])
+        lines = [line for line in page.splitlines() if line.startswith("|")]
+        header, row = ([cell.strip() for cell in line.split("|")] for line in lines[0:3:2])
+        cells = dict(zip(header, row, strict=True))
+        peaks[how] = (cells["peak"], cells[f"peak, {other} gradients"])
+    assert peaks["true"] == peaks["false"][::-1]
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def test_a_gpt2_block_keeps_what_is_worked_out_by_hand(shapes: Path):
+    # Both norms' inputs and outputs, queries, keys, values, attention's output: 8 widths; of the
+    # MLP before and after its activation 8; two statistics of each norm, a log-sum-exp per head.
+    numbers = 16 * WIDTH + 4 + HEADS
+    assert run_of(shapes).policy.block_bytes == 4 * numbers
+    # Without norms' statistics, which stay float32 on a CPU only sometimes.
+    assert run_of(shapes, bf16=True).policy.block_bytes == pytest.approx(2 * numbers, rel=0.03)
+
+
+def kept_by_a_real_pass(family: str, layout: str, num_completions: int) -> int:
+    """Bytes of the storages that the graph of a policy's scores keeps, without parameters'."""
+    model = Policy(tiny.causal_lm(family)).train()
+    fsdp.project_in_float32(model.lm)
+    fsdp.fuse_gelu(model.lm)
+    # One is shorter: without padding transformers makes no mask.
+    prompts = [tiny.random_ids(40 - (n == 3), seed=n) for n in range(4)]
+    completions = [
+        [tiny.random_ids(10, seed=10 * n + k) for k in range(num_completions)] for n in range(4)
+    ]
+    batch = MAKERS[layout](prompts, completions, 0)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        scores = model(batch)
+    del scores
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("num_completions", [1, 2])
+def test_a_gpu_s_activations_are_those_that_its_functions_keep(
+    shapes: Path, family: str, num_completions: int, monkeypatch: pytest.MonkeyPatch
+):
+    """They copy what branches read, and share their masks, which a CPU's kernel does not need."""
+
+    def gathered(query: Any, key: Any, value: Any, layout: Any, is_tail: bool, scaling: float):
+        gathers = branches.Gathers.of(layout, is_tail, query.dtype)
+        return branches.gathered_branches(query, key, value, gathers, scaling)
+
+    monkeypatch.setattr(shared_prefix, "branch_attention", gathered)
+    config = SFTConfig if num_completions == 1 else DPOConfig
+    run = run_of(shapes, family, config=config, batch_size=4, dry_run_device="cuda")
+    batch = workload.micro_batch(run, 1)
+    planned, _ = activations.activations(run, run.policy, batch)
+    logits = num_completions * 4 * 10 * (VOCABULARY + WIDTH)
+    real = kept_by_a_real_pass(family, "shared_prefix", num_completions)
+    assert planned + 4 * logits == pytest.approx(real, rel=0.06)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_activations_are_those_that_a_real_graph_keeps(shapes: Path, family: str, layout: str):
+    run = run_of(shapes, family, config=DPOConfig, layout=layout, batch_size=4)
+    batch = workload.micro_batch(run, 1)
+    assert batch.tokens == 4 * (40 + 2 * 10) if layout == "shared_prefix" else 8 * 50
+    planned, _ = activations.activations(run, run.policy, batch)
+    rows = 8 * 10
+    # Logits, and of the shared layout the states that they are made of.
+    logits = rows * (VOCABULARY + WIDTH) if layout == "shared_prefix" else rows * VOCABULARY
+    real = kept_by_a_real_pass(family, layout, 2)
+    assert planned + 4 * logits == pytest.approx(real, rel=0.06)
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpointing(shapes: Path):
+    kept = [
+        parts(run_of(shapes, micro_batch_tokens=n, batch_size=512), 1, "loss")["activations"]
+        for n in (128, 256, 1024, 4096)
+    ]
+    assert kept == sorted(kept)
+    assert kept[3] == pytest.approx(32 * kept[0], rel=0.01)
+    flags = {"micro_batch_tokens": 4096, "batch_size": 512}
+    again = run_of(shapes, **flags, gradient_checkpointing=True)
+    assert parts(again, 1, "loss")["activations"] < 0.8 * kept[3]  # of two blocks one is left
+
+
+def test_a_micro_batch_is_bounded_by_tokens_and_rows(shapes: Path):
+    by_tokens = workload.micro_batch(run_of(shapes, batch_size=64, micro_batch_tokens=500), 1)
+    assert (by_tokens.number, by_tokens.tokens) == (7, 500)  # ten rows of 50
+    by_rows = run_of(shapes, batch_size=64, micro_batch_tokens=500, micro_batch_size=4)
+    assert workload.micro_batch(by_rows, 1) == workload.MicroBatch(16, 200, 4, 4)
+    group = {"config": GRPOConfig, "reward_funcs": ["gold"], "num_generations": 8}
+    cut = run_of(shapes, **group, batch_size=1, micro_batch_tokens=100)  # 40 + 4 x 10 fit
+    assert workload.micro_batch(cut, 1) == workload.MicroBatch(2, 100, 1.25, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("num_minibatches", "num_ranks", "prompts"),
+    # Of 64: all of an update may be on one rank, which has 8 of them, or 64.
+    [(1, 8, 8), (4, 8, 8), (16, 8, 4), (64, 8, 1), (16, 1, 4)],
+)
+def test_an_update_may_have_all_its_prompts_on_one_rank(
+    shapes: Path, num_minibatches: int, num_ranks: int, prompts: int
+):
+    flags = {"num_generations": 2, "num_minibatches": num_minibatches, "batch_size": 64}
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], **flags)
+    # A group of 40 + 2 x 10 tokens.
+    assert workload.micro_batch(run, num_ranks).tokens == prompts * 60
+
+
+def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
+    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "batch_size": 4}
+    flags |= {"num_generations": 2, "num_minibatches": 4}
+    estimated, exact = (run_of(shapes, **flags, kl_estimator=kl) for kl in ("k3", "full"))
+    states = 4 * WIDTH * 4 * 2 * 10  # of completions' tokens
+    for num_ranks, head in ((1, 0), (2, 4 * VOCABULARY * WIDTH)):
+        for name in ("reference", "loss", "backward", "rollout"):
+            more = parts(exact, num_ranks, name)["activations"]
+            more -= parts(estimated, num_ranks, name)["activations"]
+            assert more == states // num_ranks + head
+
+
+def test_a_gpu_holds_more_logits_at_once(shapes: Path):
+    """Up to 1 GiB, a CPU up to 64 MiB; fewer rows than that have theirs only."""
+    found = []
+    for device in ("cpu", "cuda"):
+        run = run_of(shapes, dry_run_device=device, batch_size=2**12, micro_batch_tokens=2**16)
+        policy = replace(run.policy, vocabulary=2**16)
+        found += [
+            activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
+            for rows in (2560, 40960)
+            for batch in [workload.MicroBatch(1, 0, 0, rows / 10)]
+        ]
+    assert found == [2**26, 2**26, 4 * 2560 * 2**16, 2**30]
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
+    num_prompts, num_samples = 3, 16
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_generations=num_samples)
+    lm = tiny.causal_lm("gpt2")
+    prompts = [tiny.random_ids(40, seed=n) for n in range(num_prompts)]
+    with torch.no_grad():
+        cache = SharedDecoder(lm, prompts, num_samples, max_length=10).cache
+    held = [
+        x for keys in (cache.prompt_keys, cache.own_keys) for pair in keys.values() for x in pair
+    ]
+    real = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    by_hand = 4 * 2 * LAYERS * WIDTH * (num_prompts * 40 + num_prompts * num_samples * 10)
+    assert memory.cache_bytes(run, num_prompts, num_samples) == real == by_hand
+    # On a GPU the room for samples is taken at once, beside the keys that the prefill left, which
+    # of GPT-2 are a part of queries, keys and values.
+    on_gpu = replace(run, on_gpu=True)
+    more = 4 * LAYERS * 3 * WIDTH * num_prompts * 40
+    assert memory.cache_bytes(on_gpu, num_prompts, num_samples) == by_hand + more
+
+
+def test_every_rank_samples_from_a_whole_copy(shapes: Path):
+    flags: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
+    flags |= {"batch_size": 64, "dry_run_device": "cuda"}
+    run = run_of(shapes, **flags)
+    whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
+    assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
+    assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
+    elsewhere = run_of(shapes, **flags, rollout_engine="vllm")
+    assert "rollout" not in {moment.name for moment in memory.moments(elsewhere, 8)}
+
+
+def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
+    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
+    run = run_of(shapes, **flags)
+    sampling = parts(run, 1, "rollout")
+    assert "optimiser" not in sampling
+    assert sampling["parameters"] == 4 * NUMBERS
+    names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
+    assert "rollout" not in names
+
+
+# ---- sizes by free memory ------------------------------------------------------------------------
+
+
+def peak_with(run: workload.Run, num_ranks: int, sizes: dict[str, int]) -> float:
+    return memory.peak(replace(run, config=replace(run.config, **sizes)), num_ranks).total
+
+
+@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
+def test_sizes_are_the_largest_that_are_planned_to_fit(shapes: Path, layout: str):
+    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "dry_run_device": "cuda"}
+    flags |= {"batch_size": 4096, "num_candidates": 8, "num_generations": 8, "layout": layout}
+    run = run_of(shapes, **flags)
+    found = []
+    for num_bytes in (0, 2e7, 5e7, 9e7, 1e12):
+        sizes = plan.fitting(run, 2, num_bytes)
+        rows = sizes["generation_batch_size"]
+        assert sizes["generation_cache_tokens"] == rows // 8 * (40 + 8 * 10)
+        found.append((sizes["micro_batch_tokens"], rows))
+        least = {"micro_batch_tokens": 1024, "generation_batch_size": 16}
+        least |= {"generation_cache_tokens": 240}
+        if num_bytes and num_bytes < 1e12:
+            assert peak_with(run, 2, sizes) <= num_bytes
+            for name in ("micro_batch_tokens", "generation_batch_size"):
+                more = {name: 2 * sizes[name], "generation_cache_tokens": 10**9}
+                assert peak_with(run, 2, least | more) > num_bytes
+    assert found[0] == (1024, 16)
+    assert found[-1] == (65536, 4096)
+    for values in zip(*found, strict=True):
+        assert list(values) == sorted(values)
+        assert len(set(values)) > 3
+    few = plan.fitting(run_of(shapes, **flags | {"batch_size": 64}), 2, 1e12)
+    assert few["generation_batch_size"] == 32 * 8  # and no more, as a step has no more
+    odd = plan.fitting(run_of(shapes, **flags | {"num_candidates": 10}), 2, 0)
+    assert odd["generation_cache_tokens"] == 2 * 40 + 16 * 10  # 16 completions of two prompts
+    assert plan.fitting(run_of(shapes, dry_run_device="cuda", batch_size=10**5), 1, 1e12) == {
+        "micro_batch_tokens": 65536,
+        "shard_gradients": "false",
+    }
+    of_engine = run_of(shapes, **flags | {"rollout_engine": "vllm"})
+    assert plan.fitting(of_engine, 2, 1e12).keys() == {"micro_batch_tokens", "shard_gradients"}
+
+
+def test_gradients_that_do_not_fit_whole_are_sharded(shapes: Path, tmp_path: Path):
+    fields = json.loads((shapes / "gpt2.json").read_text()) | {"n_embd": 2048}
+    (tmp_path / "wide.json").write_text(json.dumps(fields))
+    flags = {"model_name_or_path": str(tmp_path / "wide.json"), "gradient_checkpointing": True}
+    run = run_of(shapes, **flags, dry_run_device="cuda", batch_size=2**16)
+    needed = peak_with(run, 64, {"micro_batch_tokens": 1024})  # with whole ones
+    least = {"micro_batch_tokens": 1024, "shard_gradients": "false"}
+    assert plan.fitting(run, 64, needed) == least
+    found = plan.fitting(run, 64, needed - 1)
+    assert (found["shard_gradients"], found["micro_batch_tokens"] > 1024) == ("true", True)
+    sharded = replace(run, shards_gradients=True)
+    assert peak_with(sharded, 64, found) <= needed - 1
+    whole = replace(run, config=replace(run.config, shard_gradients="false"))
+    assert plan.fitting(whole, 64, needed - 1) == least
+    run.config.given = {"micro_batch_tokens"}  # 4,096, beside which whole ones do not fit
+    assert plan.fitting(run, 64, needed) == {"shard_gradients": "true"}
+
+
+def sized(config: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> Any:
+    """What a launch on a GPU with so much free memory makes of a config."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
+    memory = (num_bytes / plan.SHARE_OF_GPU, 2e9)  # free, and in all
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: memory)
+    monkeypatch.setattr(distributed, "all_reduce_max", lambda value: value)
+    return plan.fit_to_gpu(config)
+
+
+def test_on_a_gpu_flags_that_are_not_given_follow_its_free_memory(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    (tmp_path / "recipe.yaml").write_text("generation_batch_size: 48\n")
+    flags = f"--config {tmp_path}/recipe.yaml --output_dir {tmp_path} --reward_funcs gold"
+    flags += f" --model_name_or_path {shapes}/gpt2.json --batch_size 4096"
+    flags += " --max_prompt_length 40 --max_completion_length 10"
+    config = parse(GRPOConfig, flags.split())
+    assert plan.fit_to_gpu(config) is config  # on a CPU
+    found = sized(config, monkeypatch, 1e12)
+    assert (found.micro_batch_tokens, found.generation_batch_size) == (65536, 48)
+    assert found.generation_cache_tokens == 4096 // 8 * 40 + 4096 * 10
+    assert capsys.readouterr().out == (
+        f"--generation_cache_tokens {found.generation_cache_tokens}, --micro_batch_tokens 65536, "
+        "--shard_gradients false: planned for 90% of the 1111.1 GB free on each GPU\n"
+    )
+    run = plan.make_run(config)
+    least = {"generation_batch_size": 48, "generation_cache_tokens": 240}
+    needed = peak_with(run, 1, least | {"micro_batch_tokens": 65536})
+    assert sized(config, monkeypatch, needed).micro_batch_tokens == 65536
+    assert sized(config, monkeypatch, 0.95 * needed).micro_batch_tokens < 65536
+    given = parse(GRPOConfig, [*flags.split(), "--micro_batch_tokens", "100"])
+    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
+
+    # What a checkpoint was made with stays, unless it is given.
+    folder = files.folder_of(tmp_path, 3)
+    folder.mkdir(parents=True)
+    saved = {"micro_batch_tokens": 2048, "generation_batch_size": 9, "generation_cache_tokens": 7}
+    files.write_manifest(folder, {"config": saved})
+    resumed = sized(config, monkeypatch, 1e12)
+    assert (resumed.micro_batch_tokens, resumed.generation_batch_size) == (2048, 48)
+    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
+    anew = parse(GRPOConfig, [*flags.split(), "--resume_from_checkpoint", "none"])
+    assert sized(anew, monkeypatch, 1e12).micro_batch_tokens == 65536
+
+    capsys.readouterr()
+    unknown = parse(GRPOConfig, flags.replace("gpt2.json", "nothing").split())
+    unknown.output_dir = str(tmp_path / "other")
+    assert sized(unknown, monkeypatch, 1e12).micro_batch_tokens == 4096
+    assert capsys.readouterr().out.endswith(
+        "--micro_batch_tokens 4096, --shard_gradients true: the run cannot be planned\n"
+    )
+    # A server that the run starts keeps its share, 0.3 of 2 GB.
+    of_engine = parse(GRPOConfig, [*flags.split(), "--rollout_engine", "vllm"])
+    of_engine.output_dir = str(tmp_path / "other")
+    sized(of_engine, monkeypatch, 1e12)
+    assert "of the 1110.5 GB free" in capsys.readouterr().out
+
+
+LAUNCH = """
+import sys
+from common import launch
+from experiments.plan import plan
+from train_sft import SFTConfig
+plan.fit_to_gpu = lambda config: 7
+launch.run(print, SFTConfig)
+"""
+
+
+def test_a_launched_stage_gets_these_sizes(shapes: Path, tmp_path: Path):
+    flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(shapes / "gpt2.json")]
+    command = [sys.executable, "-c", LAUNCH, *flags]
+    found = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("7\n", "")
+
+
+def free_bytes_of_rank() -> float:
+    """Runs on every rank, where less is free on the second."""
+    free = (2e9 - distributed.rank() * 5e8, 4e9)
+    with mock.patch("torch.cuda.mem_get_info", return_value=free):
+        return distributed.free_gpu_bytes()
+
+
+def test_the_gpu_with_least_free_memory_counts(tmp_path: Path):
+    assert ranks.launch(free_bytes_of_rank, 2, tmp_path) == [1.5e9, 1.5e9]
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+def test_a_save_holds_a_copy_of_the_state_beside_the_step(shapes: Path):
+    state = 12 * NUMBERS  # parameters and two moments
+    without = replace(run_of(shapes), process_bytes=0)
+    assert "save" not in {m.name for m in memory.moments(without, 1)}
+    beside = max(m.total for m in memory.moments(without, 1) if m.name != "export")
+    saving = parts(replace(run_of(shapes, save_steps=5), process_bytes=0), 1, "save")
+    assert saving["checkpoint"] == state
+    assert sum(saving.values()) == beside + state
+    at_once = run_of(shapes, save_steps=5, async_save=False)
+    at_once = parts(replace(at_once, process_bytes=0), 1, "save")
+    assert at_once["checkpoint"] == 0  # written from where it is
+    assert sum(at_once.values()) == state  # nothing of a step
+
+
+def test_adapters_are_saved_alone_and_an_updated_reference_too(shapes: Path):
+    flags = {"save_steps": 5, "batch_size": 2}
+    adapters = run_of(shapes, **flags, lora_r=4)
+    trained = adapters.policy.numbers(trained=True)
+    assert memory.saved_bytes(adapters, 1) == 12 * trained
+    grpo = {"config": GRPOConfig, "reward_funcs": ["gold"], "ref_update_steps": 2}
+    assert memory.saved_bytes(run_of(shapes, **flags, **grpo), 1) == 16 * NUMBERS
+    inside = run_of(shapes, **flags, **grpo, lora_r=4)
+    assert memory.saved_bytes(inside, 1) == 16 * inside.policy.numbers(trained=True)
+
+
+def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
+    flags = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"]}
+    flags |= {"generation_batch_size": 4096, "batch_size": 64, "micro_batch_tokens": 64}
+    found = {m.name: m for m in memory.moments(run_of(shapes, **flags, save_steps=1), 1)}
+    assert found["rollout"].total > found["loss"].total  # so that the claim says something
+    assert "cache" not in found["save"].parts
+    assert found["save"].parts["optimiser"] == 8 * NUMBERS
+
+
+def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
+    flags = {"batch_size": 2, "dry_run_device": "cuda", "save_steps": 5}
+    shard = sum(p.chunk(2)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
+
+    def host(**more: Any) -> list[float]:
+        run = run_of(shapes, **(flags | more))
+        return memory.host_bytes(run, 2)
+
+    export = 8 * NUMBERS
+    assert host() == [0, 12 * shard, export, max(12 * shard, export)]
+    assert host(save_steps=0) == [0, 0, export, export]
+    largest = 4 * 4 * WIDTH**2 // 2  # of the MLP
+    assert host(async_save=False)[1] == largest  # a tensor at a time leaves the GPU
+    held = 16 * shard  # parameters, moments and gradients
+    assert host(cpu_offload=True) == [held, 12 * shard, export, held + max(12 * shard, export)]
+    assert host(cpu_offload=True, async_save=False)[1] == 0
+    page = plan.page(run_of(shapes, **flags), [1, 2])
+    assert "GB of a rank on its host" in page
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+
+def test_operations_of_a_step(shapes: Path):
+    # One layer less 10 of 12 width^2 for the prompt's tokens but the last.
+    linear = 2 * (24 * WIDTH**2 * 50 - 10 * WIDTH**2 * 39)
+    pairs = 2 * (50 * 51 / 2) - 39 * 40 / 2
+    forward = linear + 4 * WIDTH * pairs + 2 * WIDTH * VOCABULARY * 10
+    flops = workload.step_flops(run_of(shapes, batch_size=4))
+    assert flops == {"forward": 4 * forward, "backward": 8 * forward}
+    grpo = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], num_candidates=16)
+    work = workload.step_flops(grpo)
+    assert set(work) == {"forward", "backward", "sampling", "reference"}
+    assert work["reference"] == work["forward"] < work["sampling"]
+    again = workload.step_flops(run_of(shapes, batch_size=4, gradient_checkpointing=True))
+    assert again["backward"] == 12 * forward
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def dry_run_script(arguments: list[str]) -> str:
+    return ranks.run_script(arguments, 1)
+
+
+def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
+    """A folder with no weights, rows that are not there: neither is read."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text((shapes / "llama.json").read_text())
+    output = dry_run_script(
+        ["train_sft.py", "--model_name_or_path", str(model), "--dataset_name", "nowhere.jsonl"]
+        + ["--output_dir", str(tmp_path / "run"), "--token_cache_dir", str(tmp_path / "cache")]
+        + ["--max_prompt_length", "40", "--max_completion_length", "10", "--dry_run", "true"]
+        + ["--batch_size", "8192", "--dry_run_ranks", "1", "8", "64", "4096"]
+    )
+    rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:6]] == ["1", "8", "64", "4096"]
+    assert all(float(row[-3]) > 0.05 for row in rows[2:6])  # with Python's own memory
+    assert "TFLOP: forward" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert [path.name for path in model.iterdir()] == ["config.json"]
+
+
+def test_a_plan_for_gpus_counts_no_process_and_names_its_peak(shapes: Path):
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], dry_run_device="cuda")
+    page = plan.page(run, [1, 2])
+    assert run.process_bytes == 0
+    assert "plan of GRPO" in page
+    assert "reference: GPT2LMHeadModel" in page
+    assert "on a GPU" in page
+    names = {moment.name for moment in memory.moments(run, 2)}
+    assert names == {"loss", "backward", "gradients", "rollout", "reference"}
+    largest = max(memory.moments(run, 2), key=lambda moment: moment.total)
+    assert memory.peak(run, 2).name == largest.name
+
+
+PAIRS = {"max_prompt_length": 40, "max_completion_length": 10, "batch_size": 4}
+STAGES = [
+    # Names, columns; completions of a row; tokens of a step; whether there is a head of tokens.
+    (SFTConfig, {}, "SFT", 1, 4 * 50, "GPT2LMHeadModel"),
+    (RewardConfig, {}, "reward model", 2, 4 * 60, "GPT2ForSequenceClassification"),
+    (DPOConfig, {}, "DPO", 2, 4 * 60, "GPT2LMHeadModel"),
+    (GRPOConfig, {"reward_funcs": ["gold"], "num_generations": 8}, "GRPO", 8, 4 * 120, ""),
+]
+
+
+@pytest.mark.parametrize(("config", "flags", "stage", "completions", "tokens", "model"), STAGES)
+def test_each_stage_is_planned_as_what_it_is(
+    shapes: Path,
+    config: Any,
+    flags: dict[str, Any],
+    stage: str,
+    completions: int,
+    tokens: int,
+    model: str,
+):
+    run = run_of(shapes, config=config, **PAIRS, **flags)
+    page = plan.page(run, [1, 2])
+    assert f"plan of {stage}, prompts of 40 tokens with {completions} x 10" in page
+    assert f"a step: 4 rows, {tokens} tokens" in page
+    assert f"trained model: {model or 'GPT2LMHeadModel'}" in page
+
+
+def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
+    run = run_of(shapes, config=RewardConfig, **PAIRS, num_sample_prompts=4)
+    assert run.policy.numbers() == NUMBERS + WIDTH
+    assert run.policy.vocabulary == VOCABULARY
+    assert run.policy.head_weights == 0
+    assert parts(run, 1, "loss")["logits"] == 0
+    assert {m.name for m in memory.moments(run, 1)} == {"loss", "backward", "gradients", "export"}
+    # Of several micro-batches, the embedding's gradient before it is added to the sum.
+    several = run_of(shapes, config=RewardConfig, **PAIRS, micro_batch_tokens=60)
+    more = parts(several, 1, "gradients")["gradients"] - parts(run, 1, "gradients")["gradients"]
+    assert more == 4 * VOCABULARY * WIDTH
+    adapters = run_of(shapes, config=RewardConfig, **PAIRS, lora_r=4)
+    by_hand = LAYERS * 4 * (2 + 4 + 5 + 5) * WIDTH
+    assert adapters.policy.numbers(trained=True) == by_hand + WIDTH
+
+
+def test_what_a_plan_leaves_out_is_said(shapes: Path):
+    flags = {"config": RewardConfig, **PAIRS, "layout": "padded"}
+    assert "is counted" not in plan.page(run_of(shapes, **flags), [1])
+    page = plan.page(run_of(shapes, **flags, group_comparisons=True), [1])
+    assert "a prompt is counted with one pair" in page
+
+
+def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
+    folder = tmp_path / "reward"
+    folder.mkdir()
+    fields = json.loads((shapes / "gpt2.json").read_text()) | {"num_labels": 1}
+    fields["architectures"] = ["GPT2ForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(fields))
+    flags = {"config": RewardConfig, **PAIRS}
+    again = run_of(shapes, **flags, model_name_or_path=str(folder))
+    expected = run_of(shapes, **flags)
+    assert plan.page(replace(again, process_bytes=0), [2]) == plan.page(
+        replace(expected, process_bytes=0), [2]
+    )
+    with pytest.raises(UserError, match="is a reward model"):
+        run_of(shapes, model_name_or_path=str(folder))
+
+
+def test_the_command_of_the_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    page = (Path(__file__).parents[2] / "docs" / "memory_plan.md").read_text()
+    blocks = r"```sh\npython ([^`]*--dry_run_ranks[^`]*)```\n\n```\n([^`]*)```"
+    ((command, table),) = re.findall(blocks, page)
+    output = dry_run_script(command.replace("\\\n", " ").split())
+    assert table in output
+    assert "plan of GRPO, prompts of 512 tokens with 8 x 53" in output
+    for role in ("trained model", "reference"):
+        assert f"{role}: GPT2LMHeadModel, 774.0 M parameters" in output  # as OpenAI's has
+    assert "reward model: GPT2ForSequenceClassification" in output
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: str):
+    fields = {"model_type": family, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 61}
+    fields |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    path = tmp_path / f"{family}.json"
+    path.write_text(json.dumps(fields))
+    flags = {"model_name_or_path": str(path), "layout": "padded"}
+    for bf16 in (False, True):
+        with pytest.raises(
+            UserError, match=r"has experts \(.*mlp.*whose memory depends on the data"
+        ):
+            run_of(shapes, **flags, bf16=bf16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dry_run": False}, "dry_run_ranks is .* without --dry_run"),
+        ({"dry_run_ranks": [0]}, "must be above 0"),
+        ({"batch_size": 6}, "which 4 processes cannot share"),
+        ({"num_replicas": 3, "batch_size": 4}, "must divide the 4 processes"),
+        ({"model_name_or_path": "/nowhere"}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(shapes: Path, flags: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        plan.page(run_of(shapes, **({"dry_run_ranks": [4]} | flags)), [4])
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused(
+    shapes: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(type(tiny.causal_lm("gpt2")), "_supports_sdpa", False)
+    with pytest.raises(UserError, match="GPT2LMHeadModel has an attention of its own"):
+        run_of(shapes)

@@ -1,0 +1,59 @@
+"""Claim: of a sweep first outcomes are shown, with what is left of them among those of a stage."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.records import ablations, make
+
+OWN = {  # Student's t of 2 degrees: 4.303 alone, 6.205 for one of two
+    "stage": "reward",
+    "detail": "head",
+    "flags": {},
+    "patch": "",
+    "then": [],
+    "num_processes": 1,
+    "outcome": "accuracy",
+    "base_by_seed": [1.0, 2.0, 3.0],
+    "together": {"family": 2},
+}
+LINES = [
+    OWN | {"choice": "a", "by_seed": [2.0, 3.0, 4.1]},
+    OWN | {"choice": "b", "by_seed": [2.0, 3.1, 3.6]},
+    OWN | {"choice": "c", "by_seed": [1.0, 2.0, 3.0]},
+    OWN | {"choice": "a", "by_seed": [9.0, 9.0, 9.0], "outcome": "gold", "together": {}},
+]
+
+
+@pytest.fixture(autouse=True)
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = tmp_path / "assets" / "results"
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(make, "RECORDS", records)
+    (records / "ablations").mkdir(parents=True)
+    (records / "ablations" / "sweep.json").write_text(json.dumps({"effects": LINES}))
+
+
+def test_the_primary_outcome_is_shown_with_what_is_left_of_it_among_all_lines():
+    _, _, base, *rows = (" ".join(row.split()) for row in ablations.ablations().splitlines())
+    assert base.startswith("| **reward** | base: accuracy on held-out pairs, points | 2.00")
+    assert rows == [
+        "| head | a | +1.03 [+0.89, +1.18] ** | yes | 3 |",
+        "| head | b | +0.90 [+0.24, +1.56] * | no larger than 1.85 | 3 |",
+        "| head | c | the same numbers on every seed | | 3 |",
+    ]
+
+
+def test_the_sentence_names_what_is_told_and_which_way():
+    told = ablations.what_matters()
+    assert "task 1 of 1, by 3 paired seeds" in told
+    assert "head (reward model): a (+1.0). These 1 of 3 choices" in told
+    assert ", 1 of them with all of the sweep" in told  # 7.649 standard errors of 0.033
+
+
+def test_the_picture_is_as_narrow_as_a_phone_needs():
+    from PIL import Image
+
+    with Image.open(ablations.draw()) as picture:
+        assert picture.width < 700

@@ -1,0 +1,201 @@
+"""Claim: a record is of a clean commit, is not made twice, and is never lost to one that failed."""
+
+import hashlib
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.record.jsonl import read_jsonl
+from experiments.records import make, tables
+
+ADDER = (
+    "import sys, pathlib\npathlib.Path(sys.argv[1], 'kept.txt').write_text('1\\n')\nprint('a')\n"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one command, `adder.py`, and a part that runs it."""
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(make, "RECORDS", tmp_path / "assets" / "results")
+    monkeypatch.setattr(make, "CODE", (":(glob)*.py", "common"))
+    monkeypatch.setattr(tables, "write", lambda: None)
+    part = make.Part(("adder {out}",), ("kept.txt", "printed.md"), needs=("data/rows",))
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    (tmp_path / ".gitignore").write_text("output/\ndata\n")
+    (tmp_path / "adder.py").write_text(ADDER)
+    (tmp_path / "data" / "rows").mkdir(parents=True)
+    (tmp_path / "data" / "rows" / "kept.jsonl").write_text("of no use\n")
+    commit(tmp_path)
+    return tmp_path
+
+
+def commit(folder: Path) -> str:
+    """Commit everything."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)
+    return make.git("rev-parse", "HEAD")
+
+
+def test_a_record_is_of_the_last_commit_of_code(tree: Path):
+    code = make.code_commit()
+    for page in ("README.md", "tests/test_page.py", "assets/results/one/record.json"):
+        (tree / page).parent.mkdir(parents=True, exist_ok=True)
+        (tree / page).write_text("{}\n")
+        assert make.code_commit() == code
+    commit(tree)
+    assert make.code_commit() == code
+    (tree / "common").mkdir()
+    (tree / "common" / "new.py").touch()
+    with pytest.raises(SystemExit, match=r"commit or undo first:\n\?\? common/"):
+        make.code_commit()
+    assert commit(tree) == make.code_commit() != code
+
+
+def test_only_comments_of_recipes_leave_the_code_as_it_was(tree: Path):
+    recipe = tree / "common" / "demo.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("beta: 0.1\n")
+    old = commit(tree)
+    recipe.write_text("beta: 0.1  # Rafailov\n")
+    (tree / "README.md").touch()
+    new = commit(tree)
+    assert make.code_commit() == new
+    assert make.is_same_code(old, new)
+    assert not make.is_same_code("c" * 40, new)
+    recipe.write_text("beta: 0.2  # Rafailov\n")
+    assert not make.is_same_code(new, commit(tree))
+    for path, text in (
+        (recipe, "beta: 0.20\nbf16: 1\n"),
+        (recipe, "beta: 0.20\nbf16: true\n"),
+        (recipe.with_name("new.yaml"), ""),
+        (tree / "adder.py", f"{ADDER}# the end\n"),
+    ):
+        path.write_text(text)
+        assert not make.is_same_code(make.git("rev-parse", "HEAD"), commit(tree))
+
+
+def test_what_is_recorded_is_not_made_again(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert make.main(["one"]) == 0
+    record = make.read_record("one")
+    assert record["git_commit"] == make.code_commit()
+    assert record["commands"] == ["adder output/one"]
+    rows = hashlib.sha256(b"of no use\n").hexdigest()
+    assert record["inputs"] == {"data/rows": {"kept.jsonl": rows}}
+    assert (make.RECORDS / "one" / "printed.md").read_text() == "a\n"
+    assert make.main([]) == 0
+    assert "one: recorded" in capsys.readouterr().out
+    part = replace(make.PARTS["one"], commands=("adder {out} more",))
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    assert make.main([]) == 0
+    assert make.read_record("one")["commands"] == ["adder output/one more"]
+    (tree / "adder.py").write_text(ADDER.replace("'1", "'2"))
+    commit(tree)
+    assert make.main([]) == 0
+    assert (make.RECORDS / "one" / "kept.txt").read_text() == "2\n"
+
+
+def test_the_commit_is_what_runs_whatever_is_edited_meanwhile(tree: Path):
+    clone = make.clone_of(make.code_commit())
+    (tree / "adder.py").write_text("raise SystemExit(3)\n")
+    assert make.is_made("one", "c" * 40, clone)
+    assert (clone / "data" / "rows").exists()
+    (clone / "adder.py").write_text("print('edited')\n")
+    with pytest.raises(SystemExit, match=r"is not its commit any more; remove it:\nadder\.py"):
+        make.clone_of(make.git("rev-parse", "HEAD"))
+
+
+def test_a_failed_start_leaves_the_record_and_adds_its_time(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    make.main([])
+    old = make.read_record("one")
+    (tree / "adder.py").write_text("raise SystemExit(3)\n")
+    commit(tree)
+    assert make.main([]) == 1
+    assert "failed with status 3" in capsys.readouterr().out
+    (tree / "adder.py").write_text("print('kept nothing')\n")
+    commit(tree)
+    with pytest.raises(FileNotFoundError, match=r"nothing is kept\.txt"):
+        make.main([])
+    assert make.read_record("one") == old
+    out = make.clone_of(make.code_commit()) / "output" / "one"
+    make.write_json(out / make.STARTS, [60.0, 120.0])
+    (out / "kept.txt").touch()  # of an earlier start
+    assert make.main([]) == 0
+    record = make.read_record("one")
+    assert record["starts"] == 3
+    assert 3 <= record["minutes"] < 3.5
+
+
+def test_a_status_that_tells_a_finding_is_recorded_and_a_traceback_is_not(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+):
+    part = make.Part(("adder {out}",), ("printed.md",), finds=True)
+    monkeypatch.setattr(make, "PARTS", {"one": part})
+    (tree / "adder.py").write_text("raise ValueError\n")
+    commit(tree)
+    assert make.main([]) == 1
+    assert make.read_record("one") == {}
+    (tree / "adder.py").write_text("print('**1 of 2**')\nraise SystemExit(1)\n")
+    commit(tree)
+    assert make.main([]) == 0
+    assert make.read_record("one")["status"] == 1
+
+
+def test_what_lacks_something_or_is_being_made_is_left_out(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+):
+    clone = make.clone_of(make.code_commit())
+    with make.locked(clone / "output" / "one" / ".made_by"):
+        assert make.main([]) == 0
+    assert "left out, since another call makes it" in capsys.readouterr().out
+    (tree / "data" / "rows").rename(tree / "elsewhere")
+    assert make.main([]) == 0
+    assert "left out, since data/rows is not there" in capsys.readouterr().out
+    assert make.read_record("one") == {}
+
+
+def test_the_code_of_a_record_imports_no_other_test():
+    own = {Path(path).stem for path in make.CODE if re.match(r"tests/\w+\.py$", path)}
+    files = [make.ROOT / f"tests/{name}.py" for name in own]
+    files += [f for f in make.ROOT.glob("experiments/bench/*.py") if not f.name.startswith("test_")]
+    for file in files:
+        text = file.read_text()
+        imported = re.findall(r"^\s*(?:from|import) tests\.(\w+)", text, re.MULTILINE)
+        imported += re.findall(r"^\s*from tests import (\w+)", text, re.MULTILINE)
+        assert set(imported) <= own | {"benchmarks"}, file
+
+
+def test_every_part_names_what_there_is():
+    for name, part in make.PARTS.items():
+        for command in part.commands:
+            module, *words = command.split()
+            found = make.ROOT / module.replace(".", "/")
+            assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), name
+            for word in words:
+                assert not word.startswith("assets/") or (make.ROOT / word).exists(), word
+
+
+def test_of_completions_some_texts_and_every_reward_are_kept(tmp_path: Path):
+    for seed in (0, 1):
+        own = {"completion": "a\u2028b", "rewards": {"gold": float(seed)}, "stopped": not seed}
+        file = tmp_path / "out" / f"seed_{seed}" / "evaluation" / "completions.jsonl"
+        for folder in (file.parent, tmp_path / "new" / f"seed_{seed}" / "evaluation"):
+            folder.mkdir(parents=True)
+        further = {"sft": [own | {"stopped": True}]}
+        lines = [{"id": n, "systems": {"sft": own}, "further": further} for n in range(4)]
+        make.write_jsonl(file, lines)
+    make.keep_completions(tmp_path / "out", tmp_path / "new")
+    texts = read_jsonl(tmp_path / "new" / "samples.jsonl")
+    assert [line["id"] for line in texts] == [0, 1, 2]
+    assert texts[0]["systems"]["sft"]["completion"] == "a\u2028b"
+    kept = read_jsonl(tmp_path / "new" / "seed_1" / "evaluation" / make.REWARDS)
+    own = [{"rewards": {"gold": 1.0}, "stopped": stopped} for stopped in (False, True)]
+    assert kept == [{"sft": own}] * 4

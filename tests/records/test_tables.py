@@ -1,0 +1,119 @@
+"""Claim: a table of README or `docs/` says what its record says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.evaluation.pair_scores import BASELINES
+from experiments.records import make, tables
+
+PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"
+RECORD = {
+    "git_commit": "0123456789abcdef",
+    "date": "2026-01-01",
+    "minutes": 12.3,
+    "cpu": "a processor",
+    "cores": 2,
+    "packages": {"torch": "2.13.0"},
+}
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page: Path):
+    """After a change of a record: `python -m experiments.records.tables`."""
+    text = page.read_text()
+    assert tables.filled(text, is_in_docs=page.parent != make.ROOT) == text
+    places = [name for _, name, _, _ in tables.PLACE.findall(text)]
+    assert len(places) == text.count("<!-- /")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A record of one part with two seeds, in place of those there are."""
+    for module in (make, tables):
+        monkeypatch.setattr(module, "RECORDS", tmp_path)
+    for seed, kl in enumerate((1.0, 3.0)):
+        folder = tmp_path / "demo" / f"seed_{seed}" / "evaluation"
+        folder.mkdir(parents=True)
+        policy = {"name": "sft", "kind": "policy", "kl": {"mean": kl}, "rewards": {}}
+        judge = {"name": "reward", "kind": "reward_model", "accuracy": {"accuracy": 0.75}}
+        judge["minutes"] = 1.0  # of its run; nobody here trained the other
+        results = {"systems": [judge, policy], "reference_completions": {"length": 7.0}}
+        baselines = dict(zip(BASELINES, (0.5, 0.5, 0.625, 0.5), strict=True))
+        compared = [{"name": n, "accuracy": {"accuracy": a}} for n, a in baselines.items()]
+        results["comparison"] = {"systems": compared}
+        (folder / "results.json").write_text(json.dumps(results))
+    (tmp_path / "demo" / "record.json").write_text(json.dumps(RECORD))
+    return tmp_path
+
+
+def test_a_changed_digit_of_the_page_or_of_the_record_is_found(recorded: Path):
+    text = tables.filled(PAGE)
+    lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in text.splitlines()]
+    assert ["mean of 2 seeds [95%]", "accuracy %", "KL", "length"] in lines
+    assert ["reference completion", "\N{EN DASH}", "\N{EN DASH}", "7.0"] in lines
+    assert ["ROUGE-L wins", "62.5", "\N{EN DASH}", "\N{EN DASH}"] in lines
+    first_cells = [line[0] for line in lines if len(line) == 4]
+    names = ["reference completion", "sft", "reward", "longer wins", "ROUGE-L wins"]
+    assert first_cells[2:] == names
+    assert ["reward", "75.0", "\N{EN DASH}", "\N{EN DASH}"] in lines
+    found = "2.00 [-10.71, 14.71]"  # 2 +- 12.706 * 1.4142 / sqrt(2)
+    assert ["sft", "\N{EN DASH}", found, "\N{EN DASH}"] in lines
+    assert "`make results PARTS=demo`, 12 minutes, 2026-01-01, commit 0123456789, a proc" in text
+    assert "(../assets/results/demo)" in text
+    assert "Record" not in tables.filled(PAGE, is_in_docs=False)  # README has the table alone
+    assert tables.filled(text) == text
+    assert tables.filled(text.replace("14.71", "14.72")) == text
+    assert text.startswith("# Page\n\nBefore.\n")
+    assert text.endswith("\n\nAfter.\n")
+    file = recorded / "demo" / "seed_1" / "evaluation" / "results.json"
+    file.write_text(file.read_text().replace("3.0", "3.1"))
+    assert tables.filled(text) != text
+
+
+def test_a_page_names_a_record_once_and_every_part_has_its_command(recorded: Path):
+    assert tables.filled(PAGE + PAGE).count("*[Record]") == 1
+    text = tables.filled("<!-- records -->\n<!-- /records -->\n")
+    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("| ")}
+    assert lines.keys() >= make.PARTS.keys()
+    assert "0123456789" in lines["demo"]
+    assert "tests.fault_drill --kills 50" in lines["kills"]
+
+
+def test_every_run_of_a_record_is_of_its_commit():
+    for name in make.PARTS:
+        for file in (make.RECORDS / name).glob("*.json"):
+            commits = json.loads(file.read_text()).get("git_commits")
+            assert commits in (None, [make.read_record(name)["git_commit"]]), file
+
+
+def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path):
+    text = tables.filled(PAGE.replace("demo.mean", "kills"))
+    assert "<!-- kills -->\n*Not recorded: `make results PARTS=kills`.*\n<!-- /kills -->" in text
+    assert "old" not in text
+    with pytest.raises(KeyError):
+        tables.filled(PAGE.replace("demo.mean", "demo.unknown"))
+
+
+def test_turns_are_told_seed_by_seed_and_counted_where_both_intervals_tell(recorded: Path):
+    folder = recorded / "overoptimization"
+    folder.mkdir()
+    turns = [
+        {"method": method, "seed": seed, "peak": peak, "last": 100.0}
+        | {"gold_change": {"mean": -0.25, "low": -0.5, "high": gold}}
+        | {"proxy_change": {"mean": 1.0, "low": proxy, "high": 2.0}}
+        for method, seed, peak, gold, proxy in (
+            ("best_of_n", 0, 100, -0.125, 0.5),
+            ("best_of_n", 1, 100, -0.125, 0.5),  # nothing turned
+            ("grpo", 0, 50, -0.125, 0.5),
+            ("grpo", 1, 100, 0.125, 0.5),
+            ("grpo", 2, 60, -0.125, -0.5),
+        )
+    ]
+    (folder / "results.json").write_text(json.dumps({"turns": turns}))
+    _, _, *lines, _, told = tables.turns().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[:2] for row in cells[2:]] == [["GRPO over steps", seed] for seed in "012"]
+    assert cells[2][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
+    assert told.endswith(": GRPO over steps 1 of 3.")
