@@ -113,9 +113,7 @@ class CommonConfig:
         "one row per completion",
         ["shared_prefix", "padded"],
     )
-    micro_batch_tokens: int = free_flag(
-        4096, "tokens in a forward pass on a process; not given, training on a GPU: what fits", gt=0
-    )
+    micro_batch_tokens: int = free_flag(4096, "tokens in a forward pass on a process", gt=0)
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
     generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
@@ -236,11 +234,8 @@ class TrainConfig(HubConfig):
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to it (0: no clipping)", ge=0)
 
     _speed: ClassVar = CommonConfig._speed
-    shard_gradients: str = free_flag(
-        "auto",
-        "true: reduce gradients in every micro-batch, a rank holds its shard; false: once a step, "
-        "whole until then; auto: true where whole ones do not fit the GPU by the plan",
-        ["auto", "true", "false"],
+    shard_gradients: bool = free_flag(
+        False, "reduce gradients in every micro-batch: a rank holds its shard, not whole ones"
     )
 
     _logging: ClassVar = "logging, evaluation, checkpoints"
@@ -265,11 +260,6 @@ class TrainConfig(HubConfig):
     )
     load_best_model_at_end: bool = free_flag(False, "export that checkpoint and not the last step")
 
-    _planning: ClassVar = "planning"
-    dry_run: bool = free_flag(False, "print what the run takes, from the models' configs, and end")
-    dry_run_ranks: list[int] = free_flag([], "processes to plan for (empty: those launched)", gt=0)
-    dry_run_device: str = free_flag("", "plan for such a device (empty: this)", ["", "cpu", "cuda"])
-
     _lora: ClassVar = "LoRA"
     lora_r: int = flag(0, "rank of LoRA adapters; all other weights are frozen (0: no LoRA)")
     lora_alpha: int = flag(32, "adapters are scaled by lora_alpha / lora_r", gt=0)
@@ -288,16 +278,12 @@ class TrainConfig(HubConfig):
             raise self.refused("min_lr", f"at most --learning_rate, {self.learning_rate:g}")
         if self.max_steps == self.num_train_epochs == 0:
             raise self.refused("num_train_epochs", "positive with --max_steps 0")
-        self.refuse_without("dry_run", "dry_run_ranks", "dry_run_device")
         self.refuse_without("dataset_test_split", "eval_steps", "num_eval_rows")
         self.refuse_without("num_sample_prompts", "sample_steps")
         self.refuse_without("profile", "profile_steps")
         self.refuse_without("lora_r", "lora_target_modules")
         if self.run_name and "wandb" not in self.report_to:
             raise self.refused("run_name", "empty without --report_to wandb")
-        if self.lora_r and self.model_name_or_path.endswith(".json") and not self.dry_run:
-            what = "a model's or adapter's folder, or a hub id, with --lora_r"
-            raise self.refused("model_name_or_path", f"{what}: a config has no weights to adapt")
         self.refuse_own_output()
 
     def idle(self) -> Idle:

@@ -319,24 +319,10 @@ def print_rank0(*values: object, **options: Any) -> None:
         print(*values, flush=True, **options)
 
 
-def resident_bytes() -> int:
-    """Bytes of memory that this process has now; where only its peak is known, that."""
-    statm = Path("/proc/self/statm")  # total and resident pages, and others
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return round(peak_resident_gb() * 1e9)
-
-
 def peak_resident_gb() -> float:
     """Largest memory of this process on the host so far, in GB."""
     scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
-
-
-def free_gpu_bytes(kept: float = 0.0) -> float:
-    """Bytes free on each process's GPU, the least, without a share `kept` of it. Collective."""
-    free, total = torch.cuda.mem_get_info()
-    return -float(all_reduce_max(torch.tensor(kept * total - free, dtype=torch.float64)))
 
 
 def peak_memory_gb() -> float:

@@ -31,7 +31,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     from common.exits import signals
     from common.flags.parser import parse
     from common.record import folder, terminal, tracking
-    from experiments.plan.plan import fit_to_gpu
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -39,9 +38,6 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         config = parse(config_class)
         best.refuse_impossible(config)
         if isinstance(config, TrainConfig):
-            if config.dry_run:
-                plan(config)
-                return
             signals.listen(speaks=distributed.is_rank0())
         distributed.start(config.ddp_timeout)
         distributed.refuse_without_gpu()
@@ -51,24 +47,13 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             if isinstance(config, TrainConfig):
                 push.prepare(config)
         plain.use_folders(config)
-        main(fit_to_gpu(config))
+        main(config)
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)
     except BaseException as error:  # also Ctrl-C, sys.exit, and what checkpoints raise
         fail(error)
     leave()
-
-
-def plan(config: TrainConfig) -> None:
-    """Print on rank 0 what a run takes, before any process group."""
-    from common.checkpoint import plain
-    from experiments.plan import plan as planner
-
-    if distributed.is_rank0():
-        distributed.quieten()
-        plain.use_folders(config, has_weights=False)
-        planner.dry_run(config)
 
 
 def leave() -> None:

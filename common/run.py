@@ -55,7 +55,7 @@ class Run:
 
         self.config, self.module, self.order = config, module, order
         self.total_steps = order.total_steps(config)  # earlier starts of the run included
-        self.shards_gradients = config.shard_gradients == "true"
+        self.shards_gradients = config.shard_gradients
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.tokenizer, self.stop_ids = tokenizer, stop_ids

@@ -211,11 +211,11 @@ def read_base(
     return once_each(lm, lm.state_dict())
 
 
-def use_folders(config: CommonConfig, *, has_weights: bool = True) -> None:
+def use_folders(config: CommonConfig) -> None:
     """Wherever a config names a checkpoint as a model, name its `model` in its place. Collective.
 
     That is made once, in the checkpoint's folder, with which it goes. The ranks check the shards
-    together; rank 0 writes. Where no weights are needed its settings do, and no rank is asked.
+    together; rank 0 writes.
 
     Raises:
         UserError: it is damaged, or cannot be exported.
@@ -224,10 +224,7 @@ def use_folders(config: CommonConfig, *, has_weights: bool = True) -> None:
     fields = [f for f in fields if f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in fields for name in values_of(config, f))
     found = [name for name in names if os.path.isfile(os.path.join(name, files.MANIFEST))]
-    folders = {name: str(Path(name) / files.SETTINGS) for name in found}
-    if has_weights:
-        found = distributed.from_rank0(found)
-        folders = {name: exported(Path(name), config) for name in found}
+    folders = {name: exported(Path(name), config) for name in distributed.from_rank0(found)}
     for f in fields:
         new = [folders.get(name, name) for name in values_of(config, f)]
         setattr(config, f.name, new if isinstance(getattr(config, f.name), list) else new[0])

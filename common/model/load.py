@@ -316,6 +316,9 @@ def load(
         with torch.device("meta"):
             return build(auto_class, path, model_config, config)
     if path.endswith(".json"):
+        if getattr(config, "lora_r", 0) and path == config.model_name_or_path:
+            needed = "a folder or hub id with --lora_r: a config has no weights to adapt"
+            raise config.refused("model_name_or_path", needed)
         torch.manual_seed(derive_seed(config.seed, "model initialisation"))
         model = build(auto_class, path, model_config, config)
         distributed.seed_everything(config.seed)

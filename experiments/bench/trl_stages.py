@@ -39,13 +39,16 @@ class StepTimer(TrainerCallback):
     """Wall time of every optimiser step."""
 
     def __init__(self) -> None:
+        """Nothing was measured yet."""
         self.seconds: list[float] = []
         self.started = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
         self.started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop it."""
         self.seconds.append(time.perf_counter() - self.started)
 
 

@@ -1,4 +1,5 @@
-"""What a run will take, without running it.
+"""What a run will take, without running it: `python -m experiments.plan SCRIPT ...`.
 
-Face: plan.dry_run, plan.fit_to_gpu; footprint, work, activations and memory behind it.
+Face: page.make_run, page.page. The models are counted in footprint; the formulas are in work,
+activations and memory.
 """

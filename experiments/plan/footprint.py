@@ -112,7 +112,7 @@ def of_model(
     for name, parameter in lm.named_parameters():
         if parameter.ndim > 2:  # so that none of their matrices is a linear layer
             raise UserError(
-                f"--dry_run is true, and {type(lm).__name__} has experts ({name} of "
+                f"{type(lm).__name__} has experts ({name} of "
                 f"{parameter.ndim} dimensions), whose memory depends on the data; only models of "
                 "matrices and vectors can be planned."
             )
@@ -130,7 +130,7 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
     """
     blocks = fsdp.blocks(lm)
     if not blocks:
-        raise UserError(f"--dry_run is true, and {type(lm).__name__} has no blocks to count.")
+        raise UserError(f"{type(lm).__name__} has no blocks to count.")
     inside = {id(p) for block in blocks for p in block.parameters()}
     head, embedding = lm.get_output_embeddings(), lm.get_input_embeddings()
     vocabulary, width = embedding.weight.shape
@@ -242,8 +242,7 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, cop
             hidden = shared_prefix.last_hidden_states(lm, ids, positions, count)
     except (NotImplementedError, RuntimeError) as error:
         raise UserError(
-            f"--dry_run is true, and what {type(lm).__name__} keeps depends on its data: "
-            f"{gist(error)}."
+            f"what {type(lm).__name__} keeps depends on its data: {gist(error)}."
         ) from None
     del hidden  # alive until here: a freed storage's address might be used again
     return count

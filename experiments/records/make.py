@@ -10,9 +10,8 @@ of what came from elsewhere, and minutes over all starts. A part with a record o
 one from which only comments of recipes differ, is not made again. The commit is the last one that
 changed what figures depend on (`CODE`), of which nothing may differ from it. Commands run in a
 clone of that commit, `output/results/<commit>`, so that nothing edited meanwhile is measured; a
-part's own folder there, `output/<part>`, is gone on with. Parts that measure time (`bench-*`,
-`scaling`, `saving`) want the machine for themselves. In the end the tables of README and `docs/`
-are made anew (`tables.py`).
+part's own folder there, `output/<part>`, is gone on with. Parts that measure time (`bench-*`) want
+the machine for themselves. In the end the tables of README and `docs/` are made anew (`tables.py`).
 """
 
 import argparse
@@ -83,7 +82,6 @@ TOO_FAR = (
     f"--eval_pairs_dataset_name synthetic --model_name_or_path {TRAINED[0]} "
     f"--reward_funcs {TRAINED[1]} gold --output_dir {{out}}"
 )
-FIXTURE = "experiments.bench.fixture --model tiny --folder output/bench/tiny/fixture"
 PARTS = {
     "demo": Part((f"{REPLICATE} demo",), CHAIN),
     "too-far": Part((TOO_FAR,), ("metrics.jsonl", "plots/curves.png"), needs=TRAINED),
@@ -119,12 +117,9 @@ PARTS = {
         BENCH,
         "output/bench/gpt2-small",
     ),
-    "scaling": Part((FIXTURE, "experiments.bench.scaling"), ("scaling.json",), "output/bench"),
-    "saving": Part(("experiments.bench.saving",), ("printed.md",)),
-    "plans": Part(("experiments.bench.plan_against_run",), ("printed.md",), finds=True),
+    "plans": Part(("experiments.plan.against_run",), ("printed.md",), finds=True),
     "variants": Part(("tests.variants",), ("printed.md",)),
     "kills": Part(("tests.fault_drill --kills 50",), ("printed.md",), finds=True),
-    "clusters": Part(("experiments.bench.cluster_arithmetic",), ("printed.md",)),
 }
 
 

@@ -8,7 +8,7 @@ stands the command that makes it.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from common.evaluation.intervals import interval_cell
@@ -16,7 +16,6 @@ from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
-from experiments.bench.scaling import figure
 from experiments.forest import DPI
 from experiments.overoptimization.plots import SETTINGS, TITLES, draw_method
 from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
@@ -161,24 +160,6 @@ def draw_turns() -> Path:
 # ---- speed and memory ----------------------------------------------------------------------------
 
 
-def costs(kind: str, title: str, lines: Mapping[str, str]) -> str:
-    """How cost grows along one axis; the lines are what is measured, by how it is told."""
-    found = read("scaling/scaling.json")[kind]
-    rows = [
-        [told, *(figure(at.get(name)) for at in found.values())] for told, name in lines.items()
-    ]
-    return markdown.table([title, *found], rows)
-
-
-SECONDS = {
-    "update, padded, s": "padded s",
-    "update, shared prefix, s": "update s",
-    "sampling, copied cache, s": "copied cache s",
-    "sampling, one copy of the prompt, s": "sampling s",
-}
-PEAKS = {"logits in chunks": "in chunks", "all logits kept": "all logits"}
-
-
 def plans() -> str:
     """How near the plans of memory are to what runs took."""
     found = columns("plans")
@@ -215,15 +196,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-sentence.beside": reward_curve.beside,
     "bench-tiny": lambda: speed.against_trl("bench-tiny"),
     "bench-gpt2-small": lambda: speed.against_trl("bench-gpt2-small"),
-    "scaling.group": lambda: costs("group", "completions of a prompt of 267", SECONDS),
-    "scaling.prompt": lambda: costs("prompt", "tokens of the prompt, 8 completions", SECONDS),
-    "scaling.memory": lambda: costs("memory", "peak MB by vocabulary, 64 completions", PEAKS),
-    "scaling.ranks": lambda: costs("ranks", "processes", {"step of SFT, s": "step s"}),
-    "saving": lambda: printed("saving/printed.md"),
     "plans": plans,
     "variants": variants,
     "kills": lambda: printed("kills/printed.md"),
-    "clusters": lambda: "[The tables](../assets/results/clusters/printed.md).",
 }
 
 

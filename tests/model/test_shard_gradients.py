@@ -74,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
                 | {"shard_gradients": how, "output_dir": str(folder / f"{num_ranks}/{name}/{how}")},
             }
             for name in SETUPS
-            for how in ("true", "false")
+            for how in (True, False)
         ]
         launch(run_stages, num_ranks, folder, jobs=jobs)
     return folder
@@ -83,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 @pytest.mark.parametrize("name", SETUPS)
 def test_losses_are_the_same(runs: Path, num_ranks: int, name: str) -> None:
-    both = [untimed_lines(runs / f"{num_ranks}/{name}/{how}") for how in ("true", "false")]
+    both = [untimed_lines(runs / f"{num_ranks}/{name}/{how}") for how in (True, False)]
     assert len(both[0]) == FLAGS["max_steps"]
     for sharded, whole in zip(*both, strict=True):
         assert sharded["grad_norm"] > 0.1
@@ -108,15 +108,15 @@ def held_bytes() -> int:
     return sum({x._cdata: x.nbytes() for x in storages}.values())
 
 
-def accumulate_both_ways(num_replicas: int, fake_world: int) -> dict[str, Any]:
+def accumulate_both_ways(num_replicas: int, fake_world: int) -> list[dict[str, Any]]:
     """A step's micro-batches on this rank, which may be one of a fake group."""
     if fake_world:
         dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=fake_world)
-    return {how: accumulate(how, num_replicas) for how in ("true", "false")}
+    return [accumulate(how, num_replicas) for how in (True, False)]
 
 
-def accumulate(how: str, num_replicas: int) -> dict[str, Any]:
+def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
     """Bytes held after each micro-batch, and collectives in it."""
     config = tiny.train_config(shard_gradients=how, num_replicas=num_replicas)
     policy = fsdp.shard(Policy(tiny.causal_lm("llama")), config, distributed.mesh(num_replicas))
@@ -124,7 +124,7 @@ def accumulate(how: str, num_replicas: int) -> dict[str, Any]:
     policy(batch).token_logps.sum().backward()  # makes what stays
     policy.zero_grad()
     run = Run.__new__(Run)  # without a folder
-    run.module, run.shards_gradients = policy, how == "true"
+    run.module, run.shards_gradients = policy, how
     before, held, counts = held_bytes(), [], []
     for part in run.accumulate([batch] * 3, may_stop=False):
         with CommDebugMode() as communication:
@@ -142,8 +142,7 @@ def test_a_rank_holds_its_shard(
     tmp_path: Path, num_ranks: int, fake_world: int, num_replicas: int
 ) -> None:
     group = {"num_replicas": num_replicas, "fake_world": fake_world}
-    seen = launch(accumulate_both_ways, num_ranks, tmp_path, **group)[0]
-    sharded, whole = seen["true"], seen["false"]
+    sharded, whole = launch(accumulate_both_ways, num_ranks, tmp_path, **group)[0]
     num_shards = (fake_world or num_ranks) // num_replicas
     assert whole["held"][:-1] == pytest.approx([whole["all"]] * 2, rel=0.02)
     for held in (*sharded["held"], whole["held"][-1]):

@@ -1,36 +1,31 @@
-"""`--dry_run` counts what is there: parameters, optimiser, activations, caches, per rank.
+"""The planner counts what is there: parameters, optimiser, activations, caches, per rank.
 
 The targets are worked out by hand from the sizes of a model, or counted on a real one: what its
 autograd graph keeps in a real forward pass, what a real sampler's cache holds, what peft adds.
-Whether the sum is what a run takes is measured by `experiments/bench/plan_against_run.py`.
+Whether the sum is what a run takes is measured by `experiments/plan/against_run.py`.
 """
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import ranks
 import tiny
 import torch
 
-from common import distributed
-from common.checkpoint import files
 from common.config import TrainConfig
 from common.errors import UserError
-from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.model import branches, fsdp, lora, shared_prefix
 from common.padding import MAKERS
 from common.pairs.config import DPOConfig
 from common.sampling.shared import SharedDecoder
 from common.scoring import Policy
-from experiments.plan import activations, memory, plan
+from experiments.plan import activations, memory
+from experiments.plan import page as plan
 from experiments.plan import work as workload
 from experiments.plan.footprint import numbers
 from train_reward import RewardConfig
@@ -53,18 +48,23 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(shapes: Path, family: str = "gpt2", *, config: Any = SFTConfig, **flags: Any):
+def run_of(
+    shapes: Path,
+    family: str = "gpt2",
+    *,
+    config: Any = SFTConfig,
+    on_gpu: bool = False,
+    **flags: Any,
+):
     """What is planned for a stage, on a CPU unless said otherwise."""
     needed = {
         "output_dir": "unused",
         "model_name_or_path": str(shapes / f"{family}.json"),
         "max_prompt_length": 40,
         "max_completion_length": 10,
-        "dry_run": True,
-        "dry_run_device": "cpu",
         "num_sample_prompts": 0,
     }
-    return plan.make_run(config(**(needed | flags)))
+    return plan.make_run(config(**(needed | flags)), on_gpu=on_gpu)
 
 
 def parts(run: workload.Run, num_ranks: int, name: str) -> dict[str, float]:
@@ -103,7 +103,7 @@ def test_shards_are_the_chunks_that_torch_makes(shapes: Path, family: str, num_r
 
 
 def test_thousands_of_ranks_hold_less_each_and_replicas_hold_more(shapes: Path):
-    flags = {"batch_size": 4096, "dry_run_device": "cuda"}
+    flags = {"batch_size": 4096, "on_gpu": True}
     run = run_of(shapes, **flags)
     totals = [parts(run, n, "loss")["optimiser"] for n in (1, 8, 64, 1024, 4096)]
     assert totals == sorted(totals, reverse=True)
@@ -126,7 +126,7 @@ def test_under_bfloat16_what_is_frozen_takes_two_bytes(shapes: Path):
     assert parts(run_of(shapes, **grpo), 1, "loss")["parameters"] == (4 + 2) * NUMBERS
     moving = run_of(shapes, **grpo, ref_update_steps=2)
     assert parts(moving, 1, "loss")["parameters"] == (4 + 4) * NUMBERS
-    offloaded = {"cpu_offload": True, "dry_run_device": "cuda"}
+    offloaded = {"cpu_offload": True, "on_gpu": True}
     on_host = memory.host_bytes(run_of(shapes, **grpo, **offloaded), 1)
     assert on_host[0] == (4 + 2 + 3 * 4) * NUMBERS
     pairs = {"config": DPOConfig, "pairs_from": "rollouts", "reward_funcs": ["gold"], "bf16": True}
@@ -164,7 +164,7 @@ def test_adapters_are_those_that_peft_adds(shapes: Path):
 
 def test_offloading_leaves_no_shard_on_a_gpu(shapes: Path):
     flags = {"cpu_offload": True, "batch_size": 2}
-    on_gpu = parts(run_of(shapes, **flags, dry_run_device="cuda"), 2, "loss")
+    on_gpu = parts(run_of(shapes, **flags, on_gpu=True), 2, "loss")
     assert on_gpu["parameters"] == on_gpu["optimiser"] == 0
     on_cpu = parts(run_of(shapes, **flags), 2, "loss")
     assert on_cpu["parameters"] > 0  # there it is the same memory
@@ -192,7 +192,7 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
     shapes: Path, num_ranks: int, num_replicas: int
 ):
     flags = {"batch_size": 64, "micro_batch_tokens": 100, "num_replicas": num_replicas}
-    whole, sharded = (run_of(shapes, **flags, shard_gradients=how) for how in ("auto", "true"))
+    whole, sharded = (run_of(shapes, **flags, shard_gradients=how) for how in (False, True))
     num_shards = num_ranks // num_replicas
     shard = sum(p.chunk(num_shards)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
     for name in ("loss", "backward"):
@@ -204,7 +204,7 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
     root = [p for p in sharded.policy.root if p.ndim == 2]
     of_root = sum(-(-len(p) // num_shards) * WIDTH for p in root) + 2 * -(-WIDTH // num_shards)
     assert end == 4 * shard + 8 * ROOT + 4 * of_root
-    offloaded = run_of(shapes, **flags, shard_gradients="true", cpu_offload=True)
+    offloaded = run_of(shapes, **flags, shard_gradients=True, cpu_offload=True)
     offloaded = replace(offloaded, on_gpu=True)
     assert parts(offloaded, num_ranks, "loss")["gradients"] == 4 * VOCABULARY * WIDTH
     for name in ("loss", "backward", "gradients") if num_replicas == 1 else ():
@@ -213,15 +213,15 @@ def test_gradients_that_are_reduced_in_every_micro_batch_are_shards(
 
 
 def test_a_plan_tells_both_ways_to_add_up_gradients(shapes: Path):
-    flags = {"batch_size": 64, "micro_batch_tokens": 100, "dry_run_device": "cuda"}
+    flags = {"batch_size": 64, "micro_batch_tokens": 100, "on_gpu": True}
     peaks = {}
-    for how, other in (("false", "sharded"), ("true", "whole")):
+    for how, other in ((False, "sharded"), (True, "whole")):
         page = plan.page(run_of(shapes, **flags, shard_gradients=how), [8])
         lines = [line for line in page.splitlines() if line.startswith("|")]
         header, row = ([cell.strip() for cell in line.split("|")] for line in lines[0:3:2])
         cells = dict(zip(header, row, strict=True))
         peaks[how] = (cells["peak"], cells[f"peak, {other} gradients"])
-    assert peaks["true"] == peaks["false"][::-1]
+    assert peaks[True] == peaks[False][::-1]
 
 
 # ---- activations ---------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_a_gpu_s_activations_are_those_that_its_functions_keep(
 
     monkeypatch.setattr(shared_prefix, "branch_attention", gathered)
     config = SFTConfig if num_completions == 1 else DPOConfig
-    run = run_of(shapes, family, config=config, batch_size=4, dry_run_device="cuda")
+    run = run_of(shapes, family, config=config, batch_size=4, on_gpu=True)
     batch = workload.micro_batch(run, 1)
     planned, _ = activations.activations(run, run.policy, batch)
     logits = num_completions * 4 * 10 * (VOCABULARY + WIDTH)
@@ -348,8 +348,8 @@ def test_an_exact_kl_keeps_states_of_all_updates_and_the_head(shapes: Path):
 def test_a_gpu_holds_more_logits_at_once(shapes: Path):
     """Up to 1 GiB, a CPU up to 64 MiB; fewer rows than that have theirs only."""
     found = []
-    for device in ("cpu", "cuda"):
-        run = run_of(shapes, dry_run_device=device, batch_size=2**12, micro_batch_tokens=2**16)
+    for on_gpu in (False, True):
+        run = run_of(shapes, on_gpu=on_gpu, batch_size=2**12, micro_batch_tokens=2**16)
         policy = replace(run.policy, vocabulary=2**16)
         found += [
             activations.logits_bytes(run, policy, batch, trains=True) - 4 * WIDTH * rows
@@ -384,7 +384,7 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
 
 def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     flags: dict[str, Any] = {"config": GRPOConfig, "reward_funcs": ["gold"], "bf16": True}
-    flags |= {"batch_size": 64, "dry_run_device": "cuda"}
+    flags |= {"batch_size": 64, "on_gpu": True}
     run = run_of(shapes, **flags)
     whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
     assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
@@ -401,153 +401,6 @@ def test_dpo_samples_its_pairs_before_it_trains(shapes: Path):
     assert sampling["parameters"] == 4 * NUMBERS
     names = [moment.name for moment in memory.moments(run_of(shapes, config=DPOConfig), 1)]
     assert "rollout" not in names
-
-
-# ---- sizes by free memory ------------------------------------------------------------------------
-
-
-def peak_with(run: workload.Run, num_ranks: int, sizes: dict[str, int]) -> float:
-    return memory.peak(replace(run, config=replace(run.config, **sizes)), num_ranks).total
-
-
-@pytest.mark.parametrize("layout", ["shared_prefix", "padded"])
-def test_sizes_are_the_largest_that_are_planned_to_fit(shapes: Path, layout: str):
-    flags = {"config": GRPOConfig, "reward_funcs": ["gold"], "dry_run_device": "cuda"}
-    flags |= {"batch_size": 4096, "num_candidates": 8, "num_generations": 8, "layout": layout}
-    run = run_of(shapes, **flags)
-    found = []
-    for num_bytes in (0, 2e7, 5e7, 9e7, 1e12):
-        sizes = plan.fitting(run, 2, num_bytes)
-        rows = sizes["generation_batch_size"]
-        assert sizes["generation_cache_tokens"] == rows // 8 * (40 + 8 * 10)
-        found.append((sizes["micro_batch_tokens"], rows))
-        least = {"micro_batch_tokens": 1024, "generation_batch_size": 16}
-        least |= {"generation_cache_tokens": 240}
-        if num_bytes and num_bytes < 1e12:
-            assert peak_with(run, 2, sizes) <= num_bytes
-            for name in ("micro_batch_tokens", "generation_batch_size"):
-                more = {name: 2 * sizes[name], "generation_cache_tokens": 10**9}
-                assert peak_with(run, 2, least | more) > num_bytes
-    assert found[0] == (1024, 16)
-    assert found[-1] == (65536, 4096)
-    for values in zip(*found, strict=True):
-        assert list(values) == sorted(values)
-        assert len(set(values)) > 3
-    few = plan.fitting(run_of(shapes, **flags | {"batch_size": 64}), 2, 1e12)
-    assert few["generation_batch_size"] == 32 * 8  # and no more, as a step has no more
-    odd = plan.fitting(run_of(shapes, **flags | {"num_candidates": 10}), 2, 0)
-    assert odd["generation_cache_tokens"] == 2 * 40 + 16 * 10  # 16 completions of two prompts
-    assert plan.fitting(run_of(shapes, dry_run_device="cuda", batch_size=10**5), 1, 1e12) == {
-        "micro_batch_tokens": 65536,
-        "shard_gradients": "false",
-    }
-    of_engine = run_of(shapes, **flags | {"rollout_engine": "vllm"})
-    assert plan.fitting(of_engine, 2, 1e12).keys() == {"micro_batch_tokens", "shard_gradients"}
-
-
-def test_gradients_that_do_not_fit_whole_are_sharded(shapes: Path, tmp_path: Path):
-    fields = json.loads((shapes / "gpt2.json").read_text()) | {"n_embd": 2048}
-    (tmp_path / "wide.json").write_text(json.dumps(fields))
-    flags = {"model_name_or_path": str(tmp_path / "wide.json"), "gradient_checkpointing": True}
-    run = run_of(shapes, **flags, dry_run_device="cuda", batch_size=2**16)
-    needed = peak_with(run, 64, {"micro_batch_tokens": 1024})  # with whole ones
-    least = {"micro_batch_tokens": 1024, "shard_gradients": "false"}
-    assert plan.fitting(run, 64, needed) == least
-    found = plan.fitting(run, 64, needed - 1)
-    assert (found["shard_gradients"], found["micro_batch_tokens"] > 1024) == ("true", True)
-    sharded = replace(run, shards_gradients=True)
-    assert peak_with(sharded, 64, found) <= needed - 1
-    whole = replace(run, config=replace(run.config, shard_gradients="false"))
-    assert plan.fitting(whole, 64, needed - 1) == least
-    run.config.given = {"micro_batch_tokens"}  # 4,096, beside which whole ones do not fit
-    assert plan.fitting(run, 64, needed) == {"shard_gradients": "true"}
-
-
-def sized(config: Any, monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> Any:
-    """What a launch on a GPU with so much free memory makes of a config."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(distributed, "device", lambda: torch.device("cuda"))
-    memory = (num_bytes / plan.SHARE_OF_GPU, 2e9)  # free, and in all
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: memory)
-    monkeypatch.setattr(distributed, "all_reduce_max", lambda value: value)
-    return plan.fit_to_gpu(config)
-
-
-def test_on_a_gpu_flags_that_are_not_given_follow_its_free_memory(
-    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    (tmp_path / "recipe.yaml").write_text("generation_batch_size: 48\n")
-    flags = f"--config {tmp_path}/recipe.yaml --output_dir {tmp_path} --reward_funcs gold"
-    flags += f" --model_name_or_path {shapes}/gpt2.json --batch_size 4096"
-    flags += " --max_prompt_length 40 --max_completion_length 10"
-    config = parse(GRPOConfig, flags.split())
-    assert plan.fit_to_gpu(config) is config  # on a CPU
-    found = sized(config, monkeypatch, 1e12)
-    assert (found.micro_batch_tokens, found.generation_batch_size) == (65536, 48)
-    assert found.generation_cache_tokens == 4096 // 8 * 40 + 4096 * 10
-    assert capsys.readouterr().out == (
-        f"--generation_cache_tokens {found.generation_cache_tokens}, --micro_batch_tokens 65536, "
-        "--shard_gradients false: planned for 90% of the 1111.1 GB free on each GPU\n"
-    )
-    run = plan.make_run(config)
-    least = {"generation_batch_size": 48, "generation_cache_tokens": 240}
-    needed = peak_with(run, 1, least | {"micro_batch_tokens": 65536})
-    assert sized(config, monkeypatch, needed).micro_batch_tokens == 65536
-    assert sized(config, monkeypatch, 0.95 * needed).micro_batch_tokens < 65536
-    given = parse(GRPOConfig, [*flags.split(), "--micro_batch_tokens", "100"])
-    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
-
-    # What a checkpoint was made with stays, unless it is given.
-    folder = files.folder_of(tmp_path, 3)
-    folder.mkdir(parents=True)
-    saved = {"micro_batch_tokens": 2048, "generation_batch_size": 9, "generation_cache_tokens": 7}
-    files.write_manifest(folder, {"config": saved})
-    resumed = sized(config, monkeypatch, 1e12)
-    assert (resumed.micro_batch_tokens, resumed.generation_batch_size) == (2048, 48)
-    assert sized(given, monkeypatch, 1e12).micro_batch_tokens == 100
-    anew = parse(GRPOConfig, [*flags.split(), "--resume_from_checkpoint", "none"])
-    assert sized(anew, monkeypatch, 1e12).micro_batch_tokens == 65536
-
-    capsys.readouterr()
-    unknown = parse(GRPOConfig, flags.replace("gpt2.json", "nothing").split())
-    unknown.output_dir = str(tmp_path / "other")
-    assert sized(unknown, monkeypatch, 1e12).micro_batch_tokens == 4096
-    assert capsys.readouterr().out.endswith(
-        "--micro_batch_tokens 4096, --shard_gradients true: the run cannot be planned\n"
-    )
-    # A server that the run starts keeps its share, 0.3 of 2 GB.
-    of_engine = parse(GRPOConfig, [*flags.split(), "--rollout_engine", "vllm"])
-    of_engine.output_dir = str(tmp_path / "other")
-    sized(of_engine, monkeypatch, 1e12)
-    assert "of the 1110.5 GB free" in capsys.readouterr().out
-
-
-LAUNCH = """
-import sys
-from common import launch
-from experiments.plan import plan
-from train_sft import SFTConfig
-plan.fit_to_gpu = lambda config: 7
-launch.run(print, SFTConfig)
-"""
-
-
-def test_a_launched_stage_gets_these_sizes(shapes: Path, tmp_path: Path):
-    flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(shapes / "gpt2.json")]
-    command = [sys.executable, "-c", LAUNCH, *flags]
-    found = subprocess.run(command, env=ranks.environment(), capture_output=True, text=True)
-    assert (found.stdout, found.stderr) == ("7\n", "")
-
-
-def free_bytes_of_rank() -> float:
-    """Runs on every rank, where less is free on the second."""
-    free = (2e9 - distributed.rank() * 5e8, 4e9)
-    with mock.patch("torch.cuda.mem_get_info", return_value=free):
-        return distributed.free_gpu_bytes()
-
-
-def test_the_gpu_with_least_free_memory_counts(tmp_path: Path):
-    assert ranks.launch(free_bytes_of_rank, 2, tmp_path) == [1.5e9, 1.5e9]
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -588,7 +441,7 @@ def test_dpo_saves_when_what_scored_ahead_is_gone(shapes: Path):
 
 
 def test_the_host_of_a_gpu_holds_what_is_saved_and_offloaded(shapes: Path):
-    flags = {"batch_size": 2, "dry_run_device": "cuda", "save_steps": 5}
+    flags = {"batch_size": 2, "on_gpu": True, "save_steps": 5}
     shard = sum(p.chunk(2)[0].numel() for p in tiny.causal_lm("gpt2").parameters())
 
     def host(**more: Any) -> list[float]:
@@ -628,8 +481,8 @@ def test_operations_of_a_step(shapes: Path):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def dry_run_script(arguments: list[str]) -> str:
-    return ranks.run_script(arguments, 1)
+def plan_script(arguments: list[str]) -> str:
+    return ranks.run_script(["-m", "experiments.plan", *arguments], 1)
 
 
 def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
@@ -637,11 +490,11 @@ def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text((shapes / "llama.json").read_text())
-    output = dry_run_script(
+    output = plan_script(
         ["train_sft.py", "--model_name_or_path", str(model), "--dataset_name", "nowhere.jsonl"]
         + ["--output_dir", str(tmp_path / "run"), "--token_cache_dir", str(tmp_path / "cache")]
-        + ["--max_prompt_length", "40", "--max_completion_length", "10", "--dry_run", "true"]
-        + ["--batch_size", "8192", "--dry_run_ranks", "1", "8", "64", "4096"]
+        + ["--max_prompt_length", "40", "--max_completion_length", "10", "--device", "cpu"]
+        + ["--batch_size", "8192", "--ranks", "1", "8", "64", "4096"]
     )
     rows = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
     assert [row[0].strip() for row in rows[2:6]] == ["1", "8", "64", "4096"]
@@ -652,7 +505,7 @@ def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
 
 
 def test_a_plan_for_gpus_counts_no_process_and_names_its_peak(shapes: Path):
-    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], dry_run_device="cuda")
+    run = run_of(shapes, config=GRPOConfig, reward_funcs=["gold"], on_gpu=True)
     page = plan.page(run, [1, 2])
     assert run.process_bytes == 0
     assert "plan of GRPO" in page
@@ -707,13 +560,6 @@ def test_a_reward_model_has_a_head_for_one_number(shapes: Path):
     assert adapters.policy.numbers(trained=True) == by_hand + WIDTH
 
 
-def test_what_a_plan_leaves_out_is_said(shapes: Path):
-    flags = {"config": RewardConfig, **PAIRS, "layout": "padded"}
-    assert "is counted" not in plan.page(run_of(shapes, **flags), [1])
-    page = plan.page(run_of(shapes, **flags, group_comparisons=True), [1])
-    assert "a prompt is counted with one pair" in page
-
-
 def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
     folder = tmp_path / "reward"
     folder.mkdir()
@@ -733,9 +579,9 @@ def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
 def test_the_command_of_the_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     page = (Path(__file__).parents[2] / "docs" / "memory_plan.md").read_text()
-    blocks = r"```sh\npython ([^`]*--dry_run_ranks[^`]*)```\n\n```\n([^`]*)```"
+    blocks = r"```sh\npython -m experiments.plan ([^`]*--ranks[^`]*)```\n\n```\n([^`]*)```"
     ((command, table),) = re.findall(blocks, page)
-    output = dry_run_script(command.replace("\\\n", " ").split())
+    output = plan_script(command.replace("\\\n", " ").split())
     assert table in output
     assert "plan of GRPO, prompts of 512 tokens with 8 x 53" in output
     for role in ("trained model", "reference"):
@@ -760,8 +606,6 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"dry_run": False}, "dry_run_ranks is .* without --dry_run"),
-        ({"dry_run_ranks": [0]}, "must be above 0"),
         ({"batch_size": 6}, "which 4 processes cannot share"),
         ({"num_replicas": 3, "batch_size": 4}, "must divide the 4 processes"),
         ({"model_name_or_path": "/nowhere"}, "does not exist"),
@@ -769,7 +613,7 @@ def test_a_mixture_of_experts_is_refused(shapes: Path, tmp_path: Path, family: s
 )
 def test_what_cannot_be_planned_is_refused(shapes: Path, flags: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        plan.page(run_of(shapes, **({"dry_run_ranks": [4]} | flags)), [4])
+        plan.page(run_of(shapes, **flags), [4])
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused(

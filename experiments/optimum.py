@@ -1,6 +1,6 @@
 """Which objectives end at the optimum they are meant for, and how far away the others end.
 
-    python -m experiments.bench.optimum        # prints Markdown, a minute on one core
+    python -m experiments.optimum        # prints Markdown, a minute on one core
 
 RLHF maximises E[r(y)] - beta KL(pi || ref), whose optimum is known: ref(y) exp(r(y) / beta) / Z
 (Rafailov et al. 2023, eq. 4). Here a policy has so few completions that every expectation is a sum:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from common.advantages import group_advantages
-from experiments.bench import optimum
-from experiments.bench.optimum import BETA, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
+from experiments import optimum
+from experiments.optimum import BETA, GRPO, NUM_GENERATIONS, PREFERENCE, Problem
 
 PROBLEMS = {"one token": optimum.one_token(), "two tokens": optimum.two_tokens()}
 OBJECTIVES = GRPO | PREFERENCE

@@ -1,13 +1,13 @@
 r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long a step takes.
 
-    python -m experiments.bench.ladder
-    python -m experiments.bench.ladder --into docs/ladder.md
-    python -m experiments.bench.ladder --models 8B 14B 32B 70B --ranks 8 64 --stages SFT DPO GRPO
+    python -m experiments.plan.ladder
+    python -m experiments.plan.ladder --into docs/ladder.md
+    python -m experiments.plan.ladder --models 8B 14B 32B 70B --ranks 8 64 --stages SFT DPO GRPO
 
-Nothing here was measured. Memory is what `--dry_run` plans for a GPU. A row has the first line of
-`RUNGS` with which the plan is within `plan.SHARE_OF_GPU` of `MEMORY`, else the last one tried, and
-says whether gradients are added up whole or sharded, as `--shard_gradients auto` would. Seconds are
-the plan's operations at `FLOPS` times `UTILISATION`; sampling is left out, as one token at a time
+Nothing here was measured. Memory is what `experiments.plan` plans for a GPU. A row has the first
+line of `RUNGS` with which the plan is within `SHARE` of `MEMORY`, else the last one tried.
+Gradients are added up whole where that fits, else sharded (`--shard_gradients`). Seconds are the
+plan's operations at `FLOPS` times `UTILISATION`; sampling is left out, as one token at a time
 reaches no such share, and so are communication and optimiser.
 """
 
@@ -24,12 +24,13 @@ from common.config import SFTConfig, TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.record.terminal import format_number, markdown_table
-from experiments.plan import plan
+from experiments.plan import page as plan
 from experiments.plan.memory import Moment, host_bytes, peak
-from experiments.plan.work import Run, step_flops
+from experiments.plan.work import FLOAT32, Run, micro_batch, step_flops
 from train_reward import RewardConfig
 
 MEMORY = 80e9  # bytes of a GPU
+SHARE = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
 FLOPS, UTILISATION = 989e12, 0.5  # of an H100 SXM, bfloat16, dense; assumed
 STAGES: dict[str, type[TrainConfig]] = {
     "SFT": SFTConfig,
@@ -51,7 +52,11 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
     {},
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "cpu_offload": True},
-    {"gradient_checkpointing": True, "rollout_engine": "vllm", "rollout_tensor_parallel": 8},
+    {
+        "gradient_checkpointing": True,
+        "rollout_engine": "vllm",
+        "rollout_server": "http://HOST:8000",
+    },
     {"gradient_checkpointing": True, "lora_r": 16},
 ]
 
@@ -87,7 +92,7 @@ def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
     flags = COMMON | {"output_dir": "unused", "model_name_or_path": str(model), "lora_r": lora_r}
     if stage == "GRPO":
         flags |= {"reward_funcs": [str(model)], "num_generations": 8}
-    return plan.make_run(STAGES[stage](**flags, dry_run=True, dry_run_device="cuda"))
+    return plan.make_run(STAGES[stage](**flags), on_gpu=True)
 
 
 def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
@@ -101,20 +106,30 @@ def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
 
 
 def fitting(tried: Iterable[tuple[str, Run]], ranks: int) -> tuple[str, Run, Moment]:
-    """The first that fits, whole gradients before sharded ones, with its flags and its peak.
-
-    A vLLM server of the run's own has its share of the memory apart.
-    """
+    """The first that fits, whole gradients before sharded ones, with its flags and its peak."""
     for flags, of_flags in tried:
-        if ranks % getattr(of_flags.config, "rollout_tensor_parallel", 1):
-            continue
-        memory = plan.SHARE_OF_GPU * (1 - plan.servers_share(of_flags.config)) * MEMORY
         for is_sharded in (False, True):
             run = replace(of_flags, shards_gradients=is_sharded)
             most = peak(run, ranks)
-            if most.total <= memory:
+            if most.total <= SHARE * MEMORY:
                 return flags, run, most
     return f"does not fit with {flags}", run, most
+
+
+def sent_bytes(run: Run, ranks: int) -> float:
+    """Bytes that a rank sends in a step: a ring hands on S (R - 1) / R of S bytes on R ranks.
+
+    The policy is gathered in the compute dtype for forward and backward of every micro-batch, a
+    frozen model for its forward, the rollout copy once. Gradients are reduced in float32: once, or
+    in every micro-batch if they are sharded.
+    """
+    number = micro_batch(run, ranks).number
+    passes = 2 * number + (run.config.stage == "GRPO" and run.config.rollout_engine == "own")
+    frozen = [*([run.reference] if run.reference else []), *run.reward_models]
+    gathered = passes * run.policy.numbers() + number * sum(model.numbers() for model in frozen)
+    reductions = number if run.shards_gradients else 1
+    reduced = FLOAT32 * reductions * run.policy.numbers(trained=True)
+    return (run.number_bytes * gathered + reduced) * (ranks - 1) / ranks
 
 
 def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
@@ -130,6 +145,7 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
         plan.gigabytes(most.total),
         most.name,
         plan.gigabytes(host_bytes(run, ranks)[-1]),
+        plan.gigabytes(sent_bytes(run, ranks)),
         format_number(sum(work.values()) / 1e12),
         f"{seconds:.3g}",
         "",
@@ -139,7 +155,7 @@ def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
 def table(stage: str, models: Sequence[str], all_ranks: Sequence[int], folder: Path) -> str:
     """A stage for all models on all numbers of GPUs."""
     headers = ["model", "GPUs", "flags", "gradients", "GB of a GPU", "when", "GB on its host"]
-    headers += ["TFLOP a step", "s a step by arithmetic", "s measured"]
+    headers += ["GB sent a step", "TFLOP a step", "s a step by arithmetic", "s measured"]
     rows = []
     for name in models:
         path = folder / f"{name}.json"

@@ -1,7 +1,7 @@
-r"""What `--dry_run` says of memory beside what the same run takes.
+r"""What `experiments.plan` says of memory beside what the same run takes.
 
-    python -m experiments.bench.plan_against_run
-    python -m experiments.bench.plan_against_run --device cuda --cases sft dpo
+    python -m experiments.plan.against_run
+    python -m experiments.plan.against_run --device cuda --cases sft dpo
 
 Each case is planned and then run for two steps, in processes of their own, on the fixture of the
 speed benchmark (built on first use; GPT-2 small takes minutes). On a CPU the run is measured by the
@@ -100,9 +100,8 @@ def flag(name: str, value: Any) -> list[str]:
 
 def planned(case: Case, arguments: Sequence[str], log: Path, device: str) -> dict[str, str]:
     """The row of the plan's table, by column; of what is measured in steps only, their peak."""
-    more = [*flag("dry_run", "true"), *flag("dry_run_ranks", case.ranks)]
-    more += flag("dry_run_device", device)
-    processes.run([*arguments, *more], log, threads=1)
+    more = [*flag("ranks", case.ranks), *flag("device", device)]
+    processes.run(["-m", "experiments.plan", *arguments, *more], log, threads=1)
     lines = [line for line in log.read_text().splitlines() if line.startswith("|")]
     tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     plan = dict(zip(tables[0], tables[2], strict=True))

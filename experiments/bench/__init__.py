@@ -1,0 +1,1 @@
+"""Speed and memory of every stage beside TRL: `make bench`, which runs `__main__`."""

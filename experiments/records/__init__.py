@@ -1,0 +1,1 @@
+"""Recorded figures: `make` makes them anew, the others turn them into tables and pictures."""

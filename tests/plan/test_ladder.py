@@ -1,0 +1,36 @@
+"""The tables of docs/ladder.md are what the planner says; only measured values are filled in."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from experiments.plan import ladder
+from experiments.plan.work import Run
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ladder.md"
+
+
+def rows(text: str) -> list[list[str]]:
+    """Tables without the column that is filled in by hand."""
+    lines = [line for line in text.splitlines() if line.startswith(("## ", "| "))]
+    return [[cell.strip(" -:") for cell in line.split("|")[:-2] or [line]] for line in lines]
+
+
+def test_the_page_is_what_the_planner_says():
+    told = PAGE.read_text()
+    # `python -m experiments.plan.ladder --into docs/ladder.md` writes them anew.
+    assert rows(ladder.page(list(ladder.STAGES), ladder.ON_PAGE, ladder.RANKS)) == rows(told)
+    assert all(f"--{name}" in told for name in ladder.COMMON)
+
+
+def test_bytes_sent_are_worked_out_by_hand():
+    model = SimpleNamespace(numbers=lambda ranks=1, trained=False: 10)
+    config = SimpleNamespace(stage="GRPO", rollout_engine="own", bf16=True)
+    run = Run(config, model, model, (), on_gpu=True, process_bytes=0)
+    with mock.patch.object(ladder, "micro_batch", return_value=SimpleNamespace(number=3)):
+        # Of each 20 bytes of bfloat16 half is missing on each of two ranks: the policy's 7 times,
+        # the reference's 3 times; and half of 40 bytes of float32 gradients, once or 3 times.
+        assert ladder.sent_bytes(run, 2) == 7 * 10 + 3 * 10 + 20
+        assert ladder.sent_bytes(replace(run, shards_gradients=True), 2) == 100 + 3 * 20
+        assert ladder.sent_bytes(run, 1) == 0
