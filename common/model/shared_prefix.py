@@ -48,8 +48,8 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
     is_hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     if lm.base_model is lm or is_hybrid or not replace_attention(lm):
         raise UserError(
-            f"{type(lm).__name__} has an attention of its own, which cannot be planned (experiments.plan) "
-            "and cannot share a prompt; to train it use --layout padded."
+            f"{type(lm).__name__} has an attention of its own, which cannot be planned and cannot "
+            "share a prompt; to train it use --layout padded."
         )
     if any(hasattr(last_block, n) and hasattr(last_block, a) for n, a in PRE_ATTENTION):
         kind: Any = type(last_block)
