@@ -8,8 +8,8 @@
 Each row runs TRL, ours, then ours, TRL (`--rounds`), every run a process of its own; the first
 steps are warm-up. A round's figure is the median of its steps; a row's is the median of its rounds,
 its ratio's range that of the rounds. The matmul ceiling of the machine is measured before, between
-and after. Writes `results.json`, `table.md` and `bench.png` to `output/bench/<model>`. First of
-all both sides must compute the same losses (`experiments/bench/same_loss.py`).
+and after. Writes `results.json` and `table.md` to `output/bench/<model>`. First of all both sides
+must compute the same losses (`experiments/bench/same_loss.py`).
 """
 
 import argparse
@@ -54,9 +54,7 @@ def main() -> None:
     table = render(results)
     (folder / "table.md").write_text(table + "\n")
     print(f"\n{table}")
-    if arguments.only is None:
-        draw(results, folder / "bench.png")
-    print(f"\nresults, table and chart are in {folder.relative_to(processes.REPOSITORY)}")
+    print(f"\nresults and table are in {folder.relative_to(processes.REPOSITORY)}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -270,39 +268,6 @@ def cells(line: Result) -> list[str]:
     both = [" / ".join(shares), " / ".join(peaks)]
     drawn = " / ".join(lengths) if line["unit"] == "rollouts/s" else ""
     return [line["row"], line["unit"], *speeds, ratio, reach, *both, memory, drawn]
-
-
-def draw(results: Result, path: Path) -> None:
-    """Bars: how many times TRL's speed, with the range of the rounds and the figure to reach."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = results["rows"]
-    places = list(range(len(lines)))
-    ratios = [line["ratio"] for line in lines]
-    below = [max(0.0, line["ratio"] - min(line["ratio_by_round"])) for line in lines]
-    above = [max(0.0, max(line["ratio_by_round"]) - line["ratio"]) for line in lines]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.bar(places, ratios, yerr=[below, above], capsize=3, color="tab:blue", label="ours")
-    for place, ratio in zip(places, ratios, strict=True):  # at the foot: goals are at the top
-        axes.text(place, 0.2, f"{ratio:.1f}x", ha="center", color="white", weight="bold")
-    axes.axhline(1, color="black", linewidth=1, label="TRL")
-    marked = [i for i, line in enumerate(lines) if line["reach"]]
-    heights = [lines[i]["reach"] for i in marked]
-    axes.scatter(marked, heights, marker="_", s=500, color="tab:orange", label="goal")
-    axes.set_xticks(places, [line["row"] for line in lines], rotation=25, ha="right")
-    axes.set_ylabel("speed, TRL = 1")
-    here = results["machine"]
-    axes.set_title(
-        f"Speed against TRL {here['versions']['trl']}, {results['model']} model, "
-        f"{here['threads']} thread(s), {here['cpu']}",
-        fontsize=10,
-    )
-    axes.legend(loc="upper left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":
