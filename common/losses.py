@@ -71,32 +71,58 @@ def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tenso
 
 
 # --- the DPO family -------------------------------------------------------------------------------
-# The loss (N,) by D, beta, e (the chance that a label is wrong) and gamma, per loss_type.
-# D (N,) = (log pi_w - log pi_l) - (log ref_w - log ref_l), of log-probs summed over the tokens.
+# One function per loss, (N,) -> (N,). `logits` are D = (log pi_w - log pi_l) - (log ref_w - log
+# ref_l), of log-probs summed over the tokens; e is the chance that a label is wrong.
+
+
+def _logistic(logits: Tensor, e: float) -> Tensor:
+    """-(1 - e) log sigma(logits) - e log sigma(-logits)."""
+    return -(1 - e) * F.logsigmoid(logits) - e * F.logsigmoid(-logits)
+
+
+def _sigmoid(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
+    """-(1 - e) log sigma(beta D) - e log sigma(-beta D).
+
+    DPO (Rafailov et al. 2023, eq. 7); with e > 0 conservative DPO (Mitchell 2023).
+    """
+    return _logistic(beta * logits, e)
+
+
+def _robust(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
+    """[-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e) (Chowdhury et al. 2024).
+
+    Its mean over labels that are flipped with chance e is the loss on the true labels.
+    """
+    return _logistic(beta * logits, -e / (1 - 2 * e))
+
+
+def _ipo(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
+    """(D - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17)."""
+    return (logits - 1 / (2 * beta)) ** 2
+
+
+def _hinge(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
+    """max(0, 1 - beta D): RSO's hinge-norm (Liu et al. 2023, eq. 10)."""
+    return torch.relu(1 - beta * logits)
+
+
+def _simpo(logits: Tensor, beta: float, e: float, gamma: float) -> Tensor:
+    """-log sigma(beta D - gamma), D = log pi_w / |y_w| - log pi_l / |y_l| (Meng et al. 2024, 6)."""
+    return _logistic(beta * logits - gamma, e)
+
+
 _PREFERENCE: dict[str, Callable[[Tensor, float, float, float], Tensor]] = {
-    # -(1 - e) log sigma(beta D) - e log sigma(-beta D): with e = 0 DPO (Rafailov et al. 2023, eq.
-    # 7), else conservative DPO (Mitchell 2023).
-    "sigmoid": lambda d, beta, e, gamma: _logistic(beta * d, e),
-    # [-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e): its mean over labels flipped
-    # with chance e is the loss on clean labels (Chowdhury et al. 2024).
-    "robust": lambda d, beta, e, gamma: _logistic(beta * d, -e / (1 - 2 * e)),
-    # (D - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17), the second time D of log-probs per token
-    "ipo": lambda d, beta, e, gamma: (d - 1 / (2 * beta)) ** 2,
-    "ipo_mean": lambda d, beta, e, gamma: (d - 1 / (2 * beta)) ** 2,
-    # max(0, 1 - beta D), RSO's hinge-norm (Liu et al. 2023, eq. 10)
-    "hinge": lambda d, beta, e, gamma: torch.relu(1 - beta * d),
-    # -log sigma(beta D - gamma), D = log pi_w / |y_w| - log pi_l / |y_l| (Meng et al. 2024, eq. 6)
-    "simpo": lambda d, beta, e, gamma: _logistic(beta * d - gamma, e),
+    "sigmoid": _sigmoid,
+    "robust": _robust,
+    "ipo": _ipo,
+    "ipo_mean": _ipo,
+    "hinge": _hinge,
+    "simpo": _simpo,
 }
 PREFERENCE_LOSSES = tuple(_PREFERENCE)
-SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo")  # those that a label smoothing has a meaning for
-PER_TOKEN_LOSSES = ("ipo_mean", "simpo")  # those of log-probs divided by the completion's length
-REFERENCE_FREE_LOSSES = ("simpo",)
-
-
-def _logistic(z: Tensor, e: float) -> Tensor:
-    """Logistic loss with a share e of flipped labels: -(1 - e) log sigma(z) - e log sigma(-z)."""
-    return -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
+SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo")  # those that use label_smoothing
+PER_TOKEN_LOSSES = ("ipo_mean", "simpo")  # log-probs are divided by the completion's length
+REFERENCE_FREE_LOSSES = ("simpo",)  # D without log ref
 
 
 def preference_loss(
@@ -112,27 +138,34 @@ def preference_loss(
     rejected_lengths: Tensor | None = None,
     gamma: float = 0.0,
 ) -> Tensor:
-    """Loss (N,) of the DPO family on pairs of completions: `_PREFERENCE` holds the formulas.
+    """Loss (N,) of the DPO family on pairs of completions; the functions above hold the formulas.
 
-    `label_smoothing`, in [0, 0.5), is e there and only for `SMOOTHED_LOSSES`; `gamma` only for
-    `simpo`, to which `beta` is the scale of the reward, to all others the strength of the tie to
-    the reference. Log-probs are sums over the completion's tokens; `PER_TOKEN_LOSSES` divide them
-    by the lengths (N,).
+    Args:
+        chosen_logps: (N,) summed over the completion's tokens, under the policy.
+        rejected_logps: (N,) of the other completion.
+        ref_chosen_logps: (N,) under the reference.
+        ref_rejected_logps: (N,) of the other completion.
+        beta: how strongly the policy is tied to the reference; in `simpo` the reward's scale.
+        loss_type: one of `PREFERENCE_LOSSES`.
+        label_smoothing: e, in [0, 0.5); only for `SMOOTHED_LOSSES`.
+        chosen_lengths: (N,) tokens, by which `PER_TOKEN_LOSSES` divide.
+        rejected_lengths: (N,) of the other completion.
+        gamma: margin, only for `simpo`.
     """
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type not in SMOOTHED_LOSSES):
         needed = f"lie in [0, 0.5), and be 0 but with {', '.join(SMOOTHED_LOSSES)}"
         raise ValueError(f"label_smoothing is {label_smoothing} but must {needed}, not {loss_type}")
-    logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
+    all_logps = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
     if loss_type in PER_TOKEN_LOSSES:
         lengths: list[Any] = [chosen_lengths, rejected_lengths] * 2
         assert None not in lengths, f"{loss_type} averages over tokens: pass the lengths"
-        logps = [_precise(own) / number for own, number in zip(logps, lengths, strict=True)]
-    chosen, rejected, ref_chosen, ref_rejected = map(_precise, logps)
-    d = chosen - rejected  # (N,)
+        all_logps = [_precise(logps) / n for logps, n in zip(all_logps, lengths, strict=True)]
+    chosen, rejected, ref_chosen, ref_rejected = map(_precise, all_logps)
+    logits = chosen - rejected  # (N,)
     if loss_type not in REFERENCE_FREE_LOSSES:
-        d = d - (ref_chosen - ref_rejected)
-    return _PREFERENCE[loss_type](d, beta, label_smoothing, gamma)
+        logits = logits - (ref_chosen - ref_rejected)
+    return _PREFERENCE[loss_type](logits, beta, label_smoothing, gamma)
 
 
 def sequence_logps(
