@@ -1,12 +1,12 @@
 """Attention in which the completions of a prompt share the prompt's keys and values.
 
-A softmax over two sets of keys is the mean of the softmaxes over each, weighted by the sums of
-exponentials (Milakov and Gimelshein 2018). So a completion attends to the prompt and to itself
-apart, and on a CPU and in sampling nobody copies the prompt's keys: all the completions' tokens are
-queries of one product. In training on other devices they are copied within a layer.
+A row holds prompts with all their completions. A prompt's tokens see what stands before them in it,
+a completion's tokens the prompt and what stands before them in the completion: one call of fused
+attention for the prompts, one for the completions, for which the prompt's keys and values are
+copied within a layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,22 @@ def branch_attention(
     is_tail: bool,
     scaling: float,  # of the scores
 ) -> Tensor:
-    """Every token attends to what its layout shows it; as `query`."""
-    if query.device.type == "cpu":
-        queries = Queries.of(layout, is_tail)
-        output: Tensor = FusedBranches.apply(query, key, value, layout, queries, scaling)
-        return output
+    """Every token attends to what its layout shows it; as `query`.
+
+    Whole trunks are causal, and no mask keeps them from FlashAttention: tokens do not look at what
+    fills up their row behind them, and what that puts out is left out.
+    """
     gathers = Gathers.of(layout, is_tail, query.dtype)
-    return gathered_branches(query, key, value, gathers, scaling)
+    outputs = []
+    keys, values = (Copies.apply(x, *gathers.keys) for x in (key, value))
+    for index, seen, read, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
+        is_causal = mask is None and index.shape[1] == seen.shape[2]
+        output = nn.functional.scaled_dot_product_attention(
+            to_branches(query, index), seen, read, mask, is_causal=is_causal, scale=scaling
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # (R * L', H, d)
+    output = torch.cat(outputs).index_select(0, gathers.order)
+    return output.transpose(0, 1)[None]
 
 
 class Queries(NamedTuple):
@@ -56,101 +65,8 @@ class Queries(NamedTuple):
         return cls(ranges, index, True)
 
 
-class FusedBranches(torch.autograd.Function):
-    """Shared-prefix attention from the CPU's fused kernel, which also gives log-sum-exps.
-
-    Its backward kernel recomputes the probabilities from a log-sum-exp. Given the one over *all*
-    keys, and the final output, it yields the gradients of its own share of the keys.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layout: Layout,
-        queries: Queries,
-        scaling: float,
-    ) -> Tensor:
-        """See `branch_attention`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        _, num_heads, length, width = query.shape
-        output = query.new_empty(1, length, num_heads, width).transpose(1, 2)
-        lse = torch.empty(1, length, num_heads, dtype=torch.float32).transpose(1, 2)
-        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
-            inputs = [query[:, :, queried], *_at(keyed, key, value)]
-            output[:, :, queried], lse[:, :, queried] = flash(
-                *inputs, 0.0, is_causal, attn_mask=mask, scale=scaling
-            )
-        if layout.branch_index.numel():
-            index, mask = queries.branch_index, layout.branch_mask
-            own = [to_branches(query, index)]
-            own += [to_branches(x, layout.branch_index) for x in (key, value)]
-            own_output, own_lse = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d), (R, H, L)
-            columns = index[mask]  # (S,)
-            own_output = own_output.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S, d)
-            own_lse = own_lse.transpose(1, 2)[mask].transpose(0, 1)[None]  # (1, H, S)
-            output[:, :, columns], lse[:, :, columns] = merge(
-                output[:, :, columns], lse[:, :, columns], own_output, own_lse
-            )
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.layout, ctx.queries, ctx.scaling = layout, queries, scaling
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of query, key and value."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        query, key, value, output, lse = ctx.saved_tensors
-        layout, queries, scaling = ctx.layout, ctx.queries, ctx.scaling
-        # In the layout in which the projection before the attention stores them.
-        grads = [torch.zeros_like(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        for queried, keyed, is_causal, mask in _runs(layout, queries, query.dtype):
-            inputs = [*_at(queried, grad, query), *_at(keyed, key, value)]
-            inputs += _at(queried, output, lse)
-            parts = flash(*inputs, 0.0, is_causal, attn_mask=mask, scale=scaling)
-            for total, part, at in zip(grads, parts, (queried, keyed, keyed), strict=True):
-                total[:, :, at] += part
-        if layout.branch_index.numel():
-            mask, indices = layout.branch_mask, (queries.branch_index, layout.branch_index)
-            own_grad = to_branches(grad, indices[0])
-            own_grad = own_grad * mask[:, None, :, None]  # what fills a branch up has no gradient
-            own = [own_grad, to_branches(query, indices[0])]
-            own += [to_branches(x, indices[1]) for x in (key, value)]
-            own.append(to_branches(output, indices[0]))
-            own_lse = to_branches(lse.unsqueeze(-1), indices[0]).squeeze(-1)
-            own_lse = own_lse.masked_fill(~mask[:, None], float("inf"))  # their probability: 0
-            own.append(own_lse.contiguous())
-            parts = flash(*own, 0.0, True, scale=scaling)  # (R, H, L, d) each
-            columns = (indices[0][mask], indices[1][mask], indices[1][mask])
-            for total, part, at in zip(grads, parts, columns, strict=True):
-                total[:, :, at] += part.transpose(1, 2)[mask].transpose(0, 1)
-        return *grads, None, None, None
-
-
-def _runs(
-    layout: Layout, queries: Queries, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, bool, Tensor | None]]:
-    """The calls for trunks, and for branches that look at their prompt.
-
-    Each is the columns of its queries, those of its keys, whether it is causal, and its mask.
-    """
-    for (start, prompt_end, trunk_end, _), (q_start, q_trunk_end, q_end) in zip(
-        layout.trunks, queries.ranges, strict=True
-    ):
-        mask = None
-        shape = (q_trunk_end - q_start, trunk_end - start)
-        if queries.is_tail and shape[0] > 1:  # the last of the queries is the last of the keys
-            hidden = torch.ones(shape, dtype=torch.bool).triu(1 + shape[1] - shape[0])
-            mask = torch.zeros(shape, dtype=dtype).masked_fill(hidden, float("-inf"))
-        yield slice(q_start, q_trunk_end), slice(start, trunk_end), not queries.is_tail, mask
-        if q_end > q_trunk_end:
-            yield slice(q_trunk_end, q_end), slice(start, prompt_end), False, None
-
-
 class Gathers(NamedTuple):
-    """What `gathered_branches` picks out of a row: rectangles of columns, filled up on the right.
+    """What `branch_attention` picks out of a row: rectangles of columns, filled up on the right.
 
     The first is of the N trunks, L' columns of L; a second of the R branches, if there are any, C
     columns of P + C: those of their prompts and theirs.
@@ -232,45 +148,6 @@ class Copies(torch.autograd.Function):
         for index, grad in zip(ctx.rectangles, grads, strict=True):
             total.index_add_(0, index.flatten(), grad.transpose(1, 2).flatten(0, 1).float())
         return total.to(grads[0].dtype).transpose(0, 1)[None], *(None for _ in grads)
-
-
-def gathered_branches(
-    query: Tensor, key: Tensor, value: Tensor, gathers: Gathers, scaling: float
-) -> Tensor:
-    """Shared-prefix attention from public functions, with as many calls for one prompt as for many.
-
-    The keys and values of a prompt are copied for each of its branches, within one layer. Whole
-    trunks are causal, and no mask keeps them from FlashAttention: tokens do not look at what fills
-    up their row behind them, and what that puts out is left out. See `branch_attention`.
-    """
-    outputs = []
-    keys, values = (Copies.apply(x, *gathers.keys) for x in (key, value))
-    for index, seen, read, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
-        is_causal = mask is None and index.shape[1] == seen.shape[2]
-        output = nn.functional.scaled_dot_product_attention(
-            to_branches(query, index), seen, read, mask, is_causal=is_causal, scale=scaling
-        )
-        outputs.append(output.transpose(1, 2).flatten(0, 1))  # (R * L', H, d)
-    output = torch.cat(outputs).index_select(0, gathers.order)
-    return output.transpose(0, 1)[None]
-
-
-def merge(
-    output: Tensor, lse: Tensor, other_output: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each: (..., d), and its log-sum-exp (...).
-
-    The latter is the log of the sum of exponentiated scores, float32.
-    """
-    total = torch.logaddexp(lse, other_lse)
-    share = (lse - total).exp().unsqueeze(-1)
-    merged = output * share + other_output * (other_lse - total).exp().unsqueeze(-1)
-    return merged.to(output.dtype), total
-
-
-def _at(columns: slice, *tensors: Tensor) -> list[Tensor]:
-    """The tokens of a range, of tensors (1, H, T, ...)."""
-    return [tensor[:, :, columns] for tensor in tensors]
 
 
 def to_branches(tensor: Tensor, index: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2LMHeadModel
 
 from common.model import shared_prefix
 from common.model.branches import ranges, to_branches
@@ -40,11 +39,8 @@ class SharedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next."""
         self.cache.length += 1
-        if type(self.lm) is GPT2LMHeadModel:
-            hidden = gpt2_hidden_states(self.lm, tokens, self.positions, self.cache)  # (B', D)
-        else:
-            inputs = (tokens[:, None], self.positions[:, None], self.cache)
-            hidden = shared_prefix.last_hidden_states(self.lm, *inputs)[:, 0]
+        inputs = (tokens[:, None], self.positions[:, None], self.cache)
+        hidden = shared_prefix.last_hidden_states(self.lm, *inputs)[:, 0]  # (B', D)
         self.positions += 1
         logits: Tensor = self.lm.get_output_embeddings()(hidden)
         return logits
@@ -54,28 +50,6 @@ class SharedDecoder:
         kept = self.cache.keep(kept)
         self.positions = self.positions[kept]
         return kept
-
-
-def gpt2_hidden_states(
-    lm: GPT2LMHeadModel, tokens: Tensor, positions: Tensor, cache: "DecodingCache"
-) -> Tensor:
-    """Last hidden states (B', D) of one token per sample, as transformers' GPT-2 computes them.
-
-    Written out because its modules take as long as the arithmetic of a few samples: on a CPU with 4
-    layers and 8 samples a token takes 3.5 ms through this and 4.6 ms through them.
-    """
-    gpt2: Any = lm.transformer
-    hidden = gpt2.wte(tokens) + gpt2.wpe(positions)
-    for layer, block in enumerate(gpt2.h):
-        attn, mlp = block.attn, block.mlp
-        projected = attn.c_attn(block.ln_1(hidden))  # (B', 3 D)
-        shape = (len(hidden), 3, attn.num_heads, 1, attn.head_dim)
-        query, key, value = projected.view(shape).unbind(1)  # (B', H, 1, d) each
-        attended = cache.attend(layer, query, key, value, attn.scaling)
-        hidden = hidden + attn.c_proj(attended.flatten(1))
-        hidden = hidden + mlp.c_proj(mlp.act(mlp.c_fc(block.ln_2(hidden))))
-    last: Tensor = gpt2.ln_f(hidden)
-    return last
 
 
 class DecodingCache:
@@ -152,38 +126,17 @@ class DecodingCache:
         """
         keys, values = (stored[:, :, : self.length] for stored in self.own_keys[layer])
         keys[:, :, -1:], values[:, :, -1:] = key, value
-        grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', H / H', d)
-        attend = self._attend_apart if query.device.type == "cpu" else self._attend_at_once
-        output = attend(layer, grouped, keys, values, scaling)  # (B', H', H / H', d)
-        return output.to(query.dtype).reshape(query.shape)
-
-    def _attend_apart(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        """By the CPU's kernel, to a row's own tokens and to its prompt; see `merge`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = flash(query, key, value, scale=scaling)
-        inputs = (self._by_prompt(query), *self.prompt_keys[layer])
-        answers = flash(*inputs, attn_mask=self.bias, scale=scaling)
-        prompt_output, prompt_lse = map(self._by_row, answers)
-        share = (lse - prompt_lse).sigmoid().unsqueeze(-1)  # of its own tokens
-        merged: Tensor = prompt_output.float().lerp(output.float(), share)
-        return merged
-
-    def _attend_at_once(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        """By products that read the keys where they lie, with scores and sums in float32."""
-        query = query.contiguous()  # once for both products
-        prompt_key, prompt_value = self.prompt_keys[layer]  # (N, H', P, d)
-        prompt_scores = product(self._by_prompt(query), prompt_key.mT)  # (N, H', G r, P)
+        grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', r, d)
+        prompt_keys, prompt_values = self.prompt_keys[layer]  # (N, H', P, d)
+        prompt_scores = product(self._by_prompt(grouped), prompt_keys.mT)  # (N, H', G r, P)
         if self.bias is not None:
             prompt_scores = prompt_scores + self.bias
-        scores = torch.cat([self._by_row(prompt_scores), product(query, key.mT)], -1)
+        scores = torch.cat([self._by_row(prompt_scores), product(grouped, keys.mT)], -1)
         shares = (scores * scaling).softmax(-1).to(value.dtype)  # (B', H', r, P + L)
-        prompt_shares, own_shares = shares.split([prompt_key.shape[2], key.shape[2]], -1)
-        output = self._by_row(product(self._by_prompt(prompt_shares), prompt_value))
-        return output.add_(product(own_shares, value))
+        prompt_shares, own_shares = shares.split([prompt_keys.shape[2], keys.shape[2]], -1)
+        output = self._by_row(product(self._by_prompt(prompt_shares), prompt_values))
+        output.add_(product(own_shares, values))
+        return output.to(query.dtype).reshape(query.shape)
 
     def _by_prompt(self, values: Tensor) -> Tensor:
         """What rows (B', H', r, n) ask of their prompts, side by side: (N, H', G r, n)."""
@@ -198,6 +151,8 @@ class DecodingCache:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Matrix products of (B, H, T, m) and (B, H, m, n) on a GPU, in float32 under bfloat16 too."""
+    """Matrix products of (B, H, T, m) and (B, H, m, n), in float32 under bfloat16 too."""
+    if a.device.type == "cpu":
+        return a.float() @ b.float()
     flat = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
     return flat.view(*a.shape[:3], -1)

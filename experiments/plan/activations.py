@@ -28,9 +28,8 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
     tail = tokens
     if run.is_shared:
         tail = min(tokens, batch.prompts + batch.completions * config.max_completion_length)
-        read = 3 * tokens if not run.on_gpu else 2 * (tail - tokens)  # there copies, of the tail's
-        last = tokens * model.keys_bytes + read * model.attention_width * size
-        last += tail * model.block_bytes + more
+        read = 2 * (tail - tokens) * model.attention_width * size  # copies, of the tail's queries
+        last = tokens * model.keys_bytes + read + tail * model.block_bytes + more
     made = (2 * model.width + model.num_gates * model.mlp_width) * size  # of a token
     layers, outer = model.num_layers, tokens * model.outer_bytes + mask_bytes(run, batch)
     if config.gradient_checkpointing:
@@ -43,16 +42,14 @@ def activations(run: Run, model: Footprint, batch: MicroBatch) -> tuple[float, f
 def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     """What attention keeps in one layer besides queries, keys, values and output of each token.
 
-    Padded: the mask of each row, made a number of the compute dtype in each layer. Shared on a GPU
-    (`branches.gathered_branches`): copies of queries, keys and values of the trunks and their
+    Padded: the mask of each row, made a number of the compute dtype in each layer. Shared
+    (`branches.branch_attention`): copies of queries, keys and values of the trunks and their
     output; and per completion copies of the prompt's keys and values.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
     size, width, seen = run.number_bytes, model.attention_width, prompt + own
     if not run.is_shared:
         return batch.completions * seen**2 * size
-    if not run.on_gpu:
-        return 0.0
     if run.num_completions == 1:  # no branches
         return batch.prompts * 4 * seen * width * size
     trunks = batch.prompts * 4 * prompt
@@ -61,7 +58,7 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
 
 def mask_bytes(run: Run, batch: MicroBatch) -> float:
     """What the layers share (`branches.Gathers`): masks of completions, and of the last's tails."""
-    if not run.is_shared or not run.on_gpu:
+    if not run.is_shared:
         return 0.0
     own, masks = run.config.max_completion_length, min(2, run.num_completions)
     seen = run.config.max_prompt_length + own

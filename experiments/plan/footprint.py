@@ -88,7 +88,6 @@ def of_model(
     kind: Kind,
     config: TrainConfig,
     *,
-    copies: bool,  # whether attention copies what it reads, as on a GPU in the shared layout
     trains: bool,  # False of a frozen model, which has no adapters of its own
 ) -> Footprint:
     """The footprint of the model at a path, from its configuration only.
@@ -120,10 +119,10 @@ def of_model(
         lm.requires_grad_(False)
     elif config.lora_r:
         lora.add_adapters(lm, path, config)
-    return replace(measure(lm, config, copies=copies), is_bfloat16=is_bfloat16)
+    return replace(measure(lm, config), is_bfloat16=is_bfloat16)
 
 
-def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
+def measure(lm: Any, config: TrainConfig) -> Footprint:
     """The footprint of a meta model, which is changed: prepared as for training, and cast.
 
     What a block keeps for backward is what comes between the attentions of the first and the last.
@@ -137,7 +136,7 @@ def measure(lm: Any, config: TrainConfig, *, copies: bool) -> Footprint:
     linear = [shape for block in blocks for shape in linear_shapes(block)]
     mlp_width = max(inputs for inputs, _ in linear)
     num_makers = sum(outputs == mlp_width for _, outputs in linear) // len(blocks)
-    count = count_pass(lm, blocks, config, copies=copies)
+    count = count_pass(lm, blocks, config)
     (query_width, key_width), steps = count.widths, len(count.before) - 1
     kept = count.num_bytes / NUM_TOKENS
     block = (count.before[-1] - count.before[0]) / NUM_TOKENS / steps if steps else kept
@@ -224,7 +223,7 @@ class Count:
         return output
 
 
-def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, copies: bool) -> Count:
+def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig) -> Count:
     """What the graph of one forward pass keeps, in the compute dtype.
 
     Raises:
@@ -235,6 +234,7 @@ def count_pass(lm: Any, blocks: Sequence[nn.Module], config: TrainConfig, *, cop
     fsdp.fuse_gelu(lm)
     shared_prefix.use_shared_prefix(lm, blocks[-1])
     lm.eval()
+    copies = config.layout == "shared_prefix"  # attention copies what it reads
     count = Count({p.untyped_storage()._cdata for p in lm.parameters()}, copies)
     ids, positions = torch.zeros(2, 1, NUM_TOKENS, dtype=torch.long, device="meta")
     try:

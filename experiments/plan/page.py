@@ -23,17 +23,16 @@ def make_run(config: TrainConfig, *, on_gpu: bool) -> Run:
     Raises:
         UserError: a model is not there, or cannot be counted.
     """
-    copies = on_gpu and config.layout == "shared_prefix"
     path, names = config.model_name_or_path, getattr(config, "reward_funcs", [])
     kind: Kind = "trunk" if config.stage == "reward model" else "policy"
-    policy = footprint.of_model(path, kind, config, copies=copies, trains=True)
+    policy = footprint.of_model(path, kind, config, trains=True)
     reference = None
     if isinstance(config, DPOConfig | GRPOConfig) and has_reference(config):
         other = config.ref_model_name_or_path
         if not (config.lora_r and other == path):  # else it is inside the policy
-            reference = footprint.of_model(other, "policy", config, copies=copies, trains=False)
+            reference = footprint.of_model(other, "policy", config, trains=False)
     reward_models = tuple(
-        footprint.of_model(name, "reward_model", config, copies=copies, trains=False)
+        footprint.of_model(name, "reward_model", config, trains=False)
         for name in names
         if is_reward_model(name)
     )

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common import distributed, padding, self_checks
 from common.errors import UserError
 from common.model import branches, fsdp, load, shared_prefix
+from common.model.branches import branch_attention
 from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
@@ -42,27 +43,9 @@ CASES: dict[str, Groups] = {
 }
 
 
-def public_functions(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, is_tail: bool, scaling: float
-) -> Tensor:
-    """`branches.branch_attention` as on devices other than a CPU."""
-    gathers = branches.Gathers.of(layout, is_tail, query.dtype)
-    return branches.gathered_branches(query, key, value, gathers, scaling)
-
-
-PATHS = {"fused": shared_prefix.branch_attention, "public": public_functions}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _process_group():
     distributed.start()
-
-
-@pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How attention is computed: by the CPU's kernel, or as on other devices."""
-    monkeypatch.setattr(shared_prefix, "branch_attention", PATHS[request.param])
-    return request.param
 
 
 def both_batches(
@@ -151,19 +134,19 @@ def compare_policies(
 
 @pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_scores_and_gradients_are_those_of_the_padded_layout(family, groups, path):
+def test_scores_and_gradients_are_those_of_the_padded_layout(family, groups):
     compare_policies(family, groups, 1.0, False)
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_also_at_another_temperature_recomputed_and_with_fillers(family, path):
+def test_also_at_another_temperature_recomputed_and_with_fillers(family):
     real = [True, False, True, True]
     compare_policies(family, CASES["mixed"], 0.7, True, is_real=real, seed=3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(("num_heads", "num_key_value_heads"), [(4, 1), (6, 3), (4, 4)])
-def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads, path):
+def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads):
     shape = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
     shape |= {"width": 8 * num_heads}
     compare_policies(family, CASES["mixed"], 1.0, False, shape)
@@ -171,13 +154,13 @@ def test_also_with_other_groups_of_heads(family, num_heads, num_key_value_heads,
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 @pytest.mark.parametrize("num_layers", [1, 3])
-def test_also_with_one_block_or_three(family, num_layers, path):
+def test_also_with_one_block_or_three(family, num_layers):
     """The last block is shortened, be it the first."""
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     compare_policies(family, CASES["mixed"], 1.0, False, {name: num_layers})
 
 
-def test_also_with_another_scale_of_the_scores(path):
+def test_also_with_another_scale_of_the_scores():
     shape = {"scale_attn_by_inverse_layer_idx": True}  # the second layer's are half as large
     compare_policies("gpt2", CASES["mixed"], 1.0, False, shape)
 
@@ -197,7 +180,7 @@ def test_any_shape_scores_alike(groups, family, seed):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_rewards_and_their_gradients_are_those_of_the_padded_layout(family, path):
+def test_rewards_and_their_gradients_are_those_of_the_padded_layout(family):
     padded, shared = both_batches(CASES["mixed"])
     reference = RewardModel(eager(tiny.classifier(family, is_plain=True)))
     model = RewardModel(tiny.classifier(family))
@@ -244,7 +227,7 @@ def test_a_filler_moves_nothing(family):
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family, path):
+def test_bfloat16_is_as_near_to_float32_as_in_the_padded_layout(family):
     """The layouts round apart; neither error is much the larger."""
     padded, shared = both_batches(CASES["mixed"])
     with torch.no_grad():
@@ -285,7 +268,7 @@ def test_the_last_block_computes_what_is_read_only(family):
     assert (outputs[1][0].cpu()[is_read] != 0).any(-1).all()
 
 
-def test_a_last_block_that_cannot_be_shortened_is_computed_whole(path):
+def test_a_last_block_that_cannot_be_shortened_is_computed_whole():
     """OLMo 2 has no norm before its attention."""
     compare_policies("olmo2", CASES["mixed"], 1.0, False)
 
@@ -378,25 +361,25 @@ def test_attention_is_that_of_a_dense_mask(groups, seed):
     exact = [x.double().requires_grad_() for x in tensors[:3]]
     layout = layout_of(groups)
     tail = tail_by_hand(groups).to(distributed.device())
-    for is_tail, (name, function) in itertools.product((False, True), PATHS.items()):
+    for is_tail in (False, True):
         picked = tail if is_tail else torch.arange(len(visible), device=tail.device)
         for x in exact:
             x.grad = None
         expected = dense_attention(*exact, visible)[:, :, picked]
         expected.backward(tensors[3, :, :, picked].double())
         inputs = [x.clone().requires_grad_() for x in tensors[:3]]
-        output = function(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
+        output = branch_attention(inputs[0][:, :, picked], *inputs[1:], layout, is_tail, 0.4)
         output.backward(tensors[3, :, :, picked])
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-5)
         for x, target in zip(inputs, exact, strict=True):
             error = float((x.grad - target.grad).norm())
-            assert error <= 1e-5 * max(1.0, float(target.grad.norm())), (name, is_tail)
+            assert error <= 1e-5 * max(1.0, float(target.grad.norm())), is_tail
 
 
 @pytest.mark.parametrize(
     "groups", [[(4, [0, 0]), (3, [0, 0])], [(4, [2, 0, 1]), (3, [1, 0])], [(4, [0]), (3, [2])]]
 )
-def test_a_completion_may_be_empty(groups, path):
+def test_a_completion_may_be_empty(groups):
     """A text that is no token of the reward model, cut off before its stop token."""
     padded, shared = both_batches(groups)
     with torch.no_grad():
@@ -420,7 +403,7 @@ def test_whole_trunks_are_causal_without_a_mask(name, monkeypatch):
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", noted)
     layout = layout_of(CASES[name])
     inputs = torch.randn(3, 1, 2, layout.trunks[-1][-1], 8, dtype=torch.bfloat16)
-    public_functions(*inputs.to(distributed.device()), layout, False, 0.4)
+    branch_attention(*inputs.to(distributed.device()), layout, False, 0.4)
     longest = max(end - start for start, _, end, _ in layout.trunks)
     assert calls[0] == (longest, longest, None, True)
     assert len(calls) == 1 + any(len(lengths) > 1 for _, lengths in CASES[name])
@@ -452,7 +435,7 @@ def test_gradients_of_a_prompt_s_keys_are_summed_in_float32(monkeypatch):
         prompt, branch = torch.randn(3, 1, 2, 5, 8), torch.randn(3, 1, 2, 3, 8)
         row = torch.cat([prompt, branch.repeat(1, 1, 1, num_branches, 1)], 3).bfloat16()
         query, key, value = (x.requires_grad_() for x in row.to(distributed.device()).unbind())
-        output = public_functions(query, key, value, layout, False, 0.4)
+        output = branch_attention(query, key, value, layout, False, 0.4)
         output[:, :, 5:].float().square().sum().backward()
         grads[num_branches] = key.grad[:, :, :5], value.grad[:, :, :5]
     for few, many in zip(grads[2], grads[512], strict=True):
@@ -470,12 +453,11 @@ def test_large_scores_neither_overflow_nor_vanish():
     inputs = [(60 * query).requires_grad_(), key.requires_grad_(), value.requires_grad_()]
     expected = dense_attention(*(x.double() for x in inputs), visible)
     expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
-    for function in PATHS.values():
-        output = function(*inputs, layout_of(groups), False, 0.4)
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-4)
-        grads = torch.autograd.grad((output.double() * weights).sum(), inputs)
-        for found, target in zip(grads, expected_grads, strict=True):
-            torch.testing.assert_close(found, target, rtol=1e-4, atol=2e-3)
+    output = branch_attention(*inputs, layout_of(groups), False, 0.4)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-4)
+    grads = torch.autograd.grad((output.double() * weights).sum(), inputs)
+    for found, target in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(found, target, rtol=1e-4, atol=2e-3)
 
 
 def test_a_shared_row_by_hand():
@@ -827,9 +809,8 @@ def test_memory_is_really_saved(runs):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_what_a_gpu_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
+def test_what_attention_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    monkeypatch.setattr(shared_prefix, "branch_attention", public_functions)
     built, of = [], branches.Queries.of
 
     def noted(layout: Layout, is_tail: bool) -> branches.Queries:

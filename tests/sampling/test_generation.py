@@ -586,7 +586,8 @@ def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def bmm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         with _disable_current_modes():
-            return plain(a.as_subclass(Tensor).to(out_dtype), b.to(out_dtype))
+            plain_product = plain(a.as_subclass(Tensor).to(out_dtype), b.to(out_dtype))
+        return tiny.on_gpu(plain_product)
 
     monkeypatch.setattr(torch, "bmm", bmm)
 
