@@ -109,7 +109,7 @@ def main(config: DPOConfig) -> None:
     for step in run.steps():
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
-        for batch in run.accumulate(batches):
+        for batch in run.micro_batches(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
             shared = shared_lengths[batch.places // 2]  # (B,)
@@ -126,7 +126,7 @@ def main(config: DPOConfig) -> None:
             run.metrics.add("rejected_logp", (sums[:, 1] * real).sum(), real.sum())
             rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
             score.add_pair_metrics(run.metrics, rewards, real)
-        run.update(batches, (data.row_numbers(train_set, batch.places // 2) for batch in batches))
+        run.update()
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation

@@ -144,11 +144,10 @@ def main(config: GRPOConfig) -> None:
         with run.metrics.timed("update_seconds"):
             for iteration, parts in product(range(config.num_iterations), collated):
                 is_new = iteration == 0  # the completions are trained on for the first time
-                for part in run.accumulate(parts, may_stop=is_new and parts is collated[0]):
+                for part in run.micro_batches(parts, may_stop=is_new and parts is collated[0]):
                     loss = grpo_loss(policy, part, config, run.metrics, weights, is_new=is_new)
                     loss.backward()
-                batches = [part.batch for part in parts]
-                run.update(batches, (kept.rows_at(batch.places) for batch in batches))
+                run.update()
         if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
             lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
         if config.sampler_correction != "none":

@@ -92,7 +92,7 @@ def main(config: RewardConfig) -> None:
         own = [grouped[i] for i in order.rows(step) if i is not None]
         parts = groups.micro_batches(train_set, own, config, pad_id)
         num_groups = distributed.count_all([torch.tensor(len(own))])
-        for part in run.accumulate(parts):
+        for part in run.micro_batches(parts):
             rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
             margin, weight = margins[part.rows], weights[part.rows]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
@@ -104,8 +104,7 @@ def main(config: RewardConfig) -> None:
             score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
             lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
             run.metrics.add("chosen_longer", wins(*lengths.unbind(-1)).sum(), len(lengths))
-        rows = (data.row_numbers(train_set, part.batch.places // 2) for part in parts)
-        run.update([part.batch for part in parts], rows)
+        run.update()
         run.end_step(evaluate)
 
     def shift() -> float:

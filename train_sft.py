@@ -67,12 +67,12 @@ def main(config: SFTConfig) -> None:
     for step in run.steps():
         batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
-        for batch in run.accumulate(batches):
+        for batch in run.micro_batches(batches):
             token_logps = policy(batch).token_logps  # (B, C)
             loss = sft_loss(token_logps, batch.completion_mask, num_tokens=num_tokens)
             loss.backward()
             run.metrics.add("loss", loss * num_tokens, batch.num_tokens)
-        run.update(batches, (data.row_numbers(train_set, batch.places) for batch in batches))
+        run.update()
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation

@@ -159,12 +159,14 @@ class Piece:
         completions: K lists of ids.
         places: Where the caller keeps what belongs to each, K numbers; empty in a filler.
         weight: What it counts as in `micro_batch_size`: a row, or each of its completions.
+        row: Of the data set, which the prompt came from; -1 if unknown.
     """
 
     prompt_ids: list[int]
     completions: list[list[int]]
     places: list[int]
     weight: int = 1
+    row: int = -1
 
 
 def cut_group(
@@ -172,12 +174,13 @@ def cut_group(
     completions: list[list[int]],
     places: list[int],
     config: CommonConfig,
+    row: int = -1,
 ) -> list[Piece]:
     """A prompt with its completions in as few pieces of about equal size as the limits allow."""
     for num_pieces in range(1, len(places) + 1):
         size = -(-len(places) // num_pieces)
         own = [slice(start, start + size) for start in range(0, len(places), size)]
-        pieces = [Piece(prompt_ids, completions[i], places[i], len(places[i])) for i in own]
+        pieces = [Piece(prompt_ids, completions[i], places[i], len(places[i]), row) for i in own]
         if all(fits([piece], config) for piece in pieces):
             break
     return pieces
@@ -225,6 +228,7 @@ def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
         pad_id,
         is_real=[bool(piece.places) for piece in pieces],
         places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
+        rows=[piece.row for piece in pieces],
     )
 
 
@@ -254,7 +258,7 @@ def micro_batches(
         if row is not None:
             example, first = examples[row], row * num_completions
             places = list(range(first, first + num_completions))
-            pieces.append(Piece(example.prompt_ids, example.completions, places))
+            pieces.append(Piece(example.prompt_ids, example.completions, places, row=example.row))
     return batches(pieces, config, pad_id, num_completions)
 
 
@@ -268,10 +272,9 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
     return list(firsts.values())
 
 
-def row_numbers(examples: Sequence[Example], places: torch.Tensor | None = None) -> torch.Tensor:
-    """(rows,) int64, where examples, all or those at the places, were before rows were dropped."""
-    chosen = examples if places is None else (examples[i] for i in places.tolist())
-    return torch.tensor([example.row for example in chosen])
+def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
+    """(rows,) int64, where examples were before rows were dropped."""
+    return torch.tensor([example.row for example in examples])
 
 
 def prompts(

@@ -88,11 +88,13 @@ class _EitherBatch:
             that is not real.
         is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
         places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
+        rows: (B,) int64, the row of the data set that each completion's prompt came from, or -1.
     """
 
     completion_mask: Tensor
     is_real: Tensor
     places: Tensor
+    rows: Tensor
 
     @property
     def num_tokens(self) -> Tensor:
@@ -137,6 +139,7 @@ def padded_batch(
     *,
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion.
 
@@ -148,11 +151,14 @@ def padded_batch(
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
         places: For each of the B completions, default 0, 1, ...
+        rows: For each of the N prompts, its row in the data set, default -1.
 
     Returns:
         PaddedBatch of B rows on the CPU, those of a prompt next to each other.
     """
-    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
+    completion_ids, token_mask, shared = _completions(
+        prompts, completions, pad_id, is_real, places, rows
+    )
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
     ]
@@ -242,9 +248,12 @@ def shared_prefix_batch(
     *,
     is_real: Sequence[bool] | None = None,
     places: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
-    completion_ids, token_mask, shared = _completions(prompts, completions, pad_id, is_real, places)
+    completion_ids, token_mask, shared = _completions(
+        prompts, completions, pad_id, is_real, places, rows
+    )
     ids: list[int] = []
     positions: list[int] = []
     trunks: list[tuple[int, int, int, int]] = []
@@ -294,6 +303,7 @@ def _completions(
     pad_id: int,
     is_real: Sequence[bool] | None,
     places: Sequence[int] | None,
+    rows: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
 
@@ -301,6 +311,7 @@ def _completions(
         ids (B, C); mask (B, C), True = a token; the fields that both layouts have alike.
     """
     is_real = [True] * len(prompts) if is_real is None else is_real
+    rows = [-1] * len(prompts) if rows is None else rows
     assert len(prompts) == len(completions) == len(is_real), (
         "one list of completions and one flag per prompt"
     )
@@ -308,10 +319,12 @@ def _completions(
     ids, token_mask = right_pad([row for group in completions for row in group], pad_id)  # (B, C)
     real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
     is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
+    row_of_each = [row for row, group in zip(rows, completions, strict=True) for _ in group]
     shared = {
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
         "places": torch.arange(len(ids)) if places is None else torch.tensor(places),
+        "rows": torch.tensor(row_of_each),
     }
     return ids, token_mask, shared
 

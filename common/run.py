@@ -3,24 +3,25 @@
 It is no Trainer: the loop, the loss and the counts of a stage are in its script.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from common import distributed
 from common.config import TrainConfig
 from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp
-from common.padding import AnyBatch
 from common.record.metrics import Accumulator
 
-Batch = TypeVar("Batch", bound=Any)  # with `to(device)`
+Batch = TypeVar("Batch", bound=Any)  # with `to(device)`; or what holds one as its `batch`
 Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
+MAX_NAMED = 8  # rows in a message
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -59,6 +60,7 @@ class Run:
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        self.batches: Sequence[Any] = []  # of the update that is being made
         has_settings = tokenizer is not None and distributed.is_rank0()
         settings = plain.settings_of(module.lm, tokenizer, stop_ids) if has_settings else {}
         self.saver = Checkpointer(
@@ -93,7 +95,7 @@ class Run:
             how_to_go_on = self.saver.keep(self.step)
             raise UserError(f"{str(error).removesuffix('.')}; {how_to_go_on}.") from None
 
-    def accumulate(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
+    def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
         """An update's micro-batches, on the device one by one: attention keeps masks with them.
 
         Gradients are reduced in the last one's backward, or in every one. Collective.
@@ -101,6 +103,7 @@ class Run:
         Raises Stopped where the run was asked to, and is saved: if it `may_stop`, because no update
         of this step was made yet.
         """
+        self.batches = batches
         for i, batch in enumerate(batches):
             if may_stop:
                 self.saver.stop_if_asked(self.step)
@@ -108,24 +111,22 @@ class Run:
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             yield batch.to(distributed.device())
 
-    def update(self, batches: Sequence[AnyBatch], rows: Iterable[Tensor]) -> None:
-        """Clip and take an optimiser step. Collective.
-
-        Args:
-            batches: all that the gradients were computed from.
-            rows: (B,) int64 for each batch, the numbers of the rows that its completions came from.
+    def update(self) -> None:
+        """Clip and take an optimiser step, on the gradients of `micro_batches`. Collective.
 
         Raises:
             RuntimeError: a loss or gradient is not finite; nothing was changed, the rows are named.
         """
-        from common.checkpoint import bad_step
         from common.model import optim
 
-        with bad_step.guarded(self.saver, batches, rows, self.step):
-            loss = self.metrics.total("loss")
+        loss = self.metrics.total("loss")
+        try:
             values = optim.clip_and_step(
                 self.module, self.optimizer, self.config, self.step, self.total_steps, loss
             )
+        except optim.NonFiniteError as error:
+            rows = non_finite_rows(self.module, self.batches)
+            raise RuntimeError(f"{error} {rows}") from None
         self.metrics.add_values(**values)
 
     def end_step(
@@ -206,6 +207,25 @@ class Run:
             mark_finished(saver.output_dir)
         curves = saver.output_dir / "plots" / "curves.png"
         distributed.print_rank0(f"model: {folder}  curves: {curves}")
+
+
+def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:
+    """The rows that a policy or reward model scores with NaN or infinity, named. Collective."""
+    module.zero_grad(set_to_none=True)
+    bad: set[int] = set()
+    for part in batches:
+        batch = getattr(part, "batch", part).to(distributed.device())
+        with torch.no_grad():
+            scores = module(batch)
+        scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)
+        is_finite = scores.isfinite().view(len(batch.rows), -1).all(1)  # (B,)
+        bad |= {*batch.rows[batch.is_real & ~is_finite].tolist()}
+    found = distributed.from_all_ranks([(row + 1, distributed.rank()) for row in sorted(bad)])
+    if not found:
+        return "Every score of the batch is finite: look at rewards, reference and backward pass."
+    named = [f"{row} (rank {rank})" for row, rank in found[:MAX_NAMED]]
+    named += ["..."] * (len(found) > MAX_NAMED)
+    return f"Scores that are not finite: those of {len(found)} rows, {', '.join(named)}."
 
 
 def is_due(step: int, interval: int) -> bool:

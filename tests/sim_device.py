@@ -275,7 +275,7 @@ def on_sim() -> Iterator[None]:
         for patch in (
             mock.patch.object(distributed, "device", return_value=device),
             mock.patch.object(Run, "steps", a_round("step", Run.steps)),
-            mock.patch.object(Run, "accumulate", a_round("micro-batch", Run.accumulate)),
+            mock.patch.object(Run, "micro_batches", a_round("micro-batch", Run.micro_batches)),
             mock.patch.object(Run, "update", a_call("update", Run.update)),
             mock.patch.object(score, "score_examples", a_call("scoring", score.score_examples)),
             mock.patch.object(sampler, "decode", a_call("decode", decode.decode)),

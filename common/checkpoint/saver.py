@@ -96,20 +96,20 @@ class Checkpointer:
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def keep(self, step: int, folder: Path | None = None) -> str:
+    def keep(self, step: int) -> str:
         """Save the state before the unfinished step `step`; how to go on from it. Collective.
 
-        Nothing is done if it is a checkpoint already, but for a folder of its own.
+        Nothing is done if it is a checkpoint already.
 
         Raises:
             UserError: the disk refuses.
         """
-        if folder or self._saved_step != step:
-            self._save(step, folder)
+        if self._saved_step != step:
+            self._save(step)
         self.wait()
         return self.how_to_go_on(step)
 
-    def _save(self, step: int, folder: Path | None = None) -> None:
+    def _save(self, step: int) -> None:
         self.wait()
         fsdp.reshard(self.model)
         state = trained_state(self.model, self.optimizer)
@@ -134,7 +134,7 @@ class Checkpointer:
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
-        folder = folder or files.folder_of(self.output_dir, step)
+        folder = files.folder_of(self.output_dir, step)
         self._writing = self._thread.submit(self._write, state, contents, folder)
         if not self.config.async_save:
             self.wait()

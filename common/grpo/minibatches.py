@@ -120,7 +120,7 @@ def pieces(kept: Kept, share: Tensor, config: GRPOConfig) -> list[data.Piece]:
         places = (n * share.shape[1] + share[n].nonzero().flatten()).tolist()
         completions = [kept.rollouts.completion_ids[place] for place in places]
         if places:
-            found += data.cut_group(example.prompt_ids, completions, places, config)
+            found += data.cut_group(example.prompt_ids, completions, places, config, example.row)
     return found
 
 

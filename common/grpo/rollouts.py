@@ -68,10 +68,6 @@ class Kept:
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
     counted: Tensor  # (N, G) bool, True = in the loss and in its denominators
 
-    def rows_at(self, places: Tensor) -> Tensor:
-        """The rows (B,) of the prompts of the completions at these places."""
-        return self.groups.rows[places.cpu() // self.indices.shape[1]]
-
 
 # ---- rewards -------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def cut(
         if longer and data.fits([longer], config):
             pieces[-1] = longer
         else:
-            alone = ComparedPiece(example.prompt_ids, [], [], weight=0)
+            alone = ComparedPiece(example.prompt_ids, [], [], weight=0, row=example.row)
             pieces.append(with_pair(alone, example, row))
     return pieces
 
@@ -137,7 +137,7 @@ def with_pair(piece: ComparedPiece, example: Example, row: int) -> ComparedPiece
             places.append(2 * row + k)
     chosen, rejected = (completions.index(ids) for ids in example.completions)
     pairs = [*piece.pairs, (row, chosen, rejected)]
-    return ComparedPiece(piece.prompt_ids, completions, places, len(pairs), pairs=pairs)
+    return ComparedPiece(piece.prompt_ids, completions, places, len(pairs), piece.row, pairs)
 
 
 def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> PairBatch:

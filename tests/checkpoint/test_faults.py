@@ -1,7 +1,7 @@
-"""Numbers that go bad stop a run before they change a parameter, and can be looked at.
+"""Numbers that go bad stop a run before they change a parameter, and are named.
 
-A loss or gradient that is not finite ends the run with the step and the rows, and leaves a folder
-with the completions and the state before the step.
+A loss or gradient that is not finite ends the run with the step, the ranks and the rows. What fails
+behind the last step leaves the model.
 """
 
 import json
@@ -82,7 +82,7 @@ def config_of(stage: str, inputs: Path, tokenizer: Path, output_dir: Path, **fie
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
-def test_the_rows_are_named_and_kept(
+def test_the_rows_are_named(
     stage: str,
     inputs: Path,
     tokenizer_folder: Path,
@@ -93,20 +93,10 @@ def test_the_rows_are_named_and_kept(
     config = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", **more)
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
         main(config)
-    assert f"those of 1 rows, {BAD_ROW}." in str(caught.value)
-    folder = tmp_path / "run" / "failed" / "step_00000001"
-    assert str(caught.value).endswith(f"the state before the step are in {folder}.")
-    kept = read_jsonl(folder / "batch_rank_0.jsonl")
-    assert {one["row"] for one in kept if not one["is_finite"]} == {BAD_ROW}
-    assert {one["row"] for one in kept} == set(range(8))
-
-    (shard,) = (folder / "checkpoint").glob("*.safetensors")
-    name = "transformer.wpe.weight"
-    of_before = load_file(inputs / "model" / "model.safetensors")[name]
-    assert torch.equal(load_file(shard)[f"model.lm.{name}"], of_before)
+    assert f"those of 1 rows, {BAD_ROW + 1} (rank 0)." in str(caught.value)
 
 
-def test_the_completions_of_a_bad_step_of_grpo_are_kept(
+def test_an_infinite_loss_of_finite_scores_stops_grpo(
     inputs: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of the second step is made infinite, as a reference that underflows would."""
@@ -121,8 +111,6 @@ def test_the_completions_of_a_bad_step_of_grpo_are_kept(
     args = ("grpo", inputs, tokenizer_folder, tmp_path / "run")
     with pytest.raises(RuntimeError, match="at step 2 .* loss of 1 ranks .* look at rewards"):
         train_grpo.main(config_of(*args, **more))
-    folder = tmp_path / "run" / "failed" / "step_00000002"
-    assert len(read_jsonl(folder / "batch_rank_0.jsonl")) == 16
 
 
 JUDGE = """

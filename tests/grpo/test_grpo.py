@@ -249,15 +249,6 @@ def test_a_step_in_which_nothing_counts_has_no_update():
     assert prepared(new_groups([[1.0] * 3] * 2), new_config(zero_variance="drop"))[0] == []
 
 
-def test_the_rows_of_a_bad_step_are_found_from_a_batch_on_a_gpu():
-    """Places on the device must not index what is kept on the host."""
-    groups = new_groups([[0.0, 1.0], [1.0, 0.0]])
-    config = new_config(num_generations=2)
-    kept = rollouts.keep(groups, torch.tensor([[0, 1], [1, 0]]), config)
-    places = torch.arange(4)
-    assert torch.equal(kept.rows_at(tiny.on_gpu(places)), groups.rows[[0, 0, 1, 1]])
-
-
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
     config = new_config(num_generations=2, num_minibatches=3)

@@ -44,7 +44,7 @@ def take_a_step(world_size: int, num_replicas: int) -> dict[str, Any]:
     run.module, run.shards_gradients = policy, False
     gathers = []
     batch = padded_batch([[3, 4, 5]], [[[6, 7]]], 0)
-    for part in run.accumulate([batch] * MICRO_BATCHES, may_stop=False):
+    for part in run.micro_batches([batch] * MICRO_BATCHES, may_stop=False):
         with CommDebugMode() as seen:
             policy(part).token_logps.sum().backward()
         gathers.append(calls(seen).get("allgatherbase"))

@@ -126,7 +126,7 @@ def accumulate(how: bool, num_replicas: int) -> dict[str, Any]:
     run = Run.__new__(Run)  # without a folder
     run.module, run.shards_gradients = policy, how
     before, held, counts = held_bytes(), [], []
-    for part in run.accumulate([batch] * 3, may_stop=False):
+    for part in run.micro_batches([batch] * 3, may_stop=False):
         with CommDebugMode() as communication:
             policy(part).token_logps.sum().backward()
         held.append(held_bytes() - before)

@@ -111,7 +111,7 @@ def runs(
 @pytest.mark.parametrize("number", range(len(MOVES)))
 def test_a_bad_step_names_its_rows(runs: Any, number: int) -> None:
     on_cpu, there = (
-        re.search(r"the loss of 1 ranks .* those of \d+ rows, [\d, ]+\.", said[number])
+        re.search(r"the loss of 1 ranks .* those of \d+ rows, [^.]+\.", said[number])
         for said in runs[1].values()
     )
     assert on_cpu
