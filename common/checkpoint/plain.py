@@ -6,7 +6,6 @@ nothing else of its run is left, and is the run's own to the bit. Only adapters 
 
 import copy
 import dataclasses
-import fcntl
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -239,8 +239,7 @@ def exported(checkpoint: Path, config: CommonConfig) -> str:
         raise UserError(f"the checkpoint {checkpoint} cannot be read: {reason}.")
     if distributed.is_rank0():
         try:
-            with (checkpoint / files.MANIFEST).open("a") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX)  # of two commands one waits
+            with FileLock(checkpoint / ".lock"):  # of two commands one waits
                 if not model.is_dir():
                     export(checkpoint, checkpoint, config)
                     print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)

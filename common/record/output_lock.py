@@ -1,60 +1,45 @@
 """One live run per `output_dir`: two would mix their records and remove each other's checkpoints.
 
-The lock is the operating system's (`fcntl.lockf`), on a file in the folder: it goes with the
-process however that ends, SIGKILL included, and reaches other hosts on NFS. The file stays; that it
-is there means nothing.
+The lock is the operating system's, so that it goes with the process however that ends, SIGKILL
+included.
 """
 
-import fcntl
-import os
-import platform
 from pathlib import Path
-from typing import IO
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from common.errors import UserError
 
 NAME = ".lock"
 
-_held: dict[Path, IO[str]] = {}  # closing any handle of the file would release the lock
+_held: dict[Path, BaseFileLock] = {}  # by their folder
 
 
 def take(output_dir: Path) -> None:
     """Make the folder, hold it until `release` or the end of this process; idempotent. Rank 0 only.
 
-    A file system without locks is not guarded.
-
     Raises:
         UserError: another process holds it, or nothing can be made there.
     """
-    path = (output_dir / NAME).absolute()
-    if path in _held:
+    folder = output_dir.absolute()
+    if folder in _held:
         return
+    lock = FileLock(folder / NAME)
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(
+            f"--output_dir {output_dir} is being written by another run; wait for it, end it, or "
+            "name another folder."
+        ) from None
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-        file.close()
-        advice = "wait for it, end it, or name another folder"
-        what = f"--output_dir {output_dir} is being written by {holder}"
-        raise UserError(f"{what}; {advice}.") from None
-    except OSError:
-        file.close()
-        return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-    _held[path] = file
+    _held[folder] = lock
 
 
 def release(output_dir: Path) -> None:
     """Let another run write there; nothing happens if this process does not hold it."""
-    file = _held.pop((output_dir / NAME).absolute(), None)
-    if file is not None:
-        file.close()
+    if lock := _held.pop(output_dir.absolute(), None):
+        lock.release()

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]  # exists, is not re-exported
 
 from common.config import TrainConfig
 from common.record.jsonl import replacing
-from common.record.metrics import PHASES
-from common.record.terminal import format_number, markdown_table
 
 WARMUP_STEPS = 2  # allocators fill, kernels are chosen; in the second the profiler gets ready
-NUM_OPERATORS = 15  # rows of a table of operators
+NUM_ROWS = 25  # of a table
 
 
 def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
@@ -39,7 +36,7 @@ def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
         with replacing(folder / "trace.json") as file:
             profile.export_chrome_trace(str(file))
         with replacing(folder / "summary.md") as file:
-            file.write_text(f"# Profile of {steps}\n\n{summary(profile)}", encoding="utf-8")
+            file.write_text(f"# Profile of {steps}\n\n{tables(profile)}", encoding="utf-8")
         print(f"profile: {steps} are in {folder}", flush=True)
 
     warm = min(1, skip)
@@ -49,27 +46,13 @@ def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
     return profile
 
 
-def summary(profile: torch.profiler.profile) -> str:
-    """The phases of a step, and torch's tables of the operators that take longest."""
+def tables(profile: torch.profiler.profile) -> str:
+    """Torch's tables: the step, its phases and what takes longest in them; on a GPU its kernels."""
     events = profile.key_averages()
-    of_host = {event.key: event for event in events if event.device_type == DeviceType.CPU}
-    whole = of_host["ProfilerStep*"]
-    rows = [
-        [
-            "the step" if event is whole else event.key.removesuffix("_seconds"),
-            format_number(event.count / whole.count),
-            format_number(event.cpu_time_total / whole.count / 1e6),
-            f"{100 * event.cpu_time_total / whole.cpu_time_total:.1f}%",
-        ]
-        for event in (whole, *(of_host[name] for name in PHASES if name in of_host))
-    ]
-    parts = [
+    orders = ["cpu_time_total"] + ["self_cuda_time_total"] * torch.cuda.is_available()
+    found = [events.table(sort_by=order, row_limit=NUM_ROWS) for order in orders]
+    return (
         "The profiler itself slows a step: compare shares, and take seconds from metrics.jsonl. On "
-        "a GPU the host runs ahead, so that a phase may end before its kernels do.",
-        markdown_table(["phase", "entries per step", "seconds per step", "share"], rows),
-    ]
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    for device in devices:
-        table = events.table(sort_by=f"self_{device}_time_total", row_limit=NUM_OPERATORS)
-        parts.append(f"Operators by their own time, {device}:\n\n```\n{table.strip()}\n```")
-    return "\n\n".join(parts) + "\n"
+        "a GPU the host runs ahead, so that a phase may end before its kernels do.\n\n"
+        + "\n".join(f"```\n{table.strip()}\n```\n" for table in found)
+    )
