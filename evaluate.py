@@ -58,7 +58,7 @@ def main(config: EvaluateConfig) -> None:
     from common.evaluation.comparison import compare
     from common.evaluation.win_rates import all_win_rates
     from common.rewards.functions import load_from_file
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
 
     distributed.seed_everything(config.seed)
     output_dir = Path(config.output_dir)
@@ -79,7 +79,7 @@ def main(config: EvaluateConfig) -> None:
     if policies:
         distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
-    scorer = RewardScorer(judging, [], tokenizer, config, beside=[*policies, *comparing])
+    scorer = RewardFunctions.find(judging, [], tokenizer, config, beside=[*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     scorer.check_messages(pairs)
     scorer.check_rows(prompts)

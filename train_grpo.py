@@ -63,14 +63,14 @@ from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
 
 
 def main(config: GRPOConfig) -> None:
     """Train, export, evaluate."""
     from common.grpo.held_out import HeldOut
     from common.model import lora
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
     from common.sampling.engine import new_sampler
 
     distributed.seed_everything(config.seed)
@@ -81,7 +81,7 @@ def main(config: GRPOConfig) -> None:
     stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
     configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
-    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
     resume_from = find_checkpoint(config)
     train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
     of_pairs = (config.eval_pairs_dataset_name, config.dataset_test_split, "preference")
@@ -182,7 +182,7 @@ def load_reference(
 def sample_and_reward(
     run: Run,
     sampler: Sampler,
-    scorer: "RewardScorer",
+    scorer: "RewardFunctions",
     config: GRPOConfig,
     examples: list[data.Example],
     real: Tensor,
@@ -202,7 +202,7 @@ def sample_and_reward(
         )
     with run.metrics.timed("score_seconds"):
         scored = rollouts.reward(scorer, examples, drawn, config, run.step, run.total_steps)
-    for name, values in scored.notes.metrics.items():
+    for name, values in scored.log.metrics.items():
         run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
     return Groups(examples, real, drawn, scored.total, scored.by_function, scored.steps)
 

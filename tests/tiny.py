@@ -24,6 +24,7 @@ from common.data import Example
 from common.model import fsdp, shared_prefix
 from common.padding import PaddedBatch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
+from common.rewards.score import RewardFunctions
 from common.text import synthetic
 
 CHATML = (
@@ -160,8 +161,9 @@ def batch_of(
     marks = [[0] * len(p) + [1] * len(c) for p, c in zip(prompts, completions, strict=True)]
     is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
     real = torch.ones(len(rows), dtype=torch.bool)
-    places = torch.arange(len(rows))
-    batch = PaddedBatch(is_completion[:, 1:], real, places, ids, mask, position_ids(mask))
+    numbers = torch.arange(len(rows))  # their places and rows
+    shared = (is_completion[:, 1:], real, numbers, numbers)
+    batch = PaddedBatch(*shared, ids, mask, position_ids(mask))
     return batch.to(distributed.device())
 
 
@@ -183,6 +185,11 @@ class OnGpu(Tensor):
 def on_gpu(tensor: Tensor) -> Tensor:
     """As if it had been copied there."""
     return tensor.as_subclass(OnGpu)
+
+
+def reward_functions(names: Sequence[str], weights: Sequence[float] = ()) -> RewardFunctions:
+    """The functions of these names, for a policy with `tokenizer`."""
+    return RewardFunctions.find(names, weights, tokenizer(), train_config())
 
 
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:

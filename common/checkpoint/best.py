@@ -12,7 +12,7 @@ from common.record.glossary import METRICS, is_defined
 
 def refuse_impossible(config: CommonConfig) -> None:
     """Raise a UserError for a typed flag without effect, and for a metric of no checkpoint."""
-    from common.rewards.scorer import short_names
+    from common.rewards.functions import short_names
 
     if not isinstance(config, TrainConfig):
         return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
     from common.padding import AnyBatch
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
     from common.scoring import Policy
 
@@ -145,7 +145,7 @@ def read(output_dir: Path) -> list[Answers]:
 def measure(
     policy: "Policy",
     reference: "Policy | None",
-    judges: "RewardScorer",
+    judges: "RewardFunctions",
     prompts: Sequence["Example"],
     rollouts: "Rollouts",
     config: "CommonConfig",
@@ -182,7 +182,7 @@ def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
 
 
 def reference_completions(
-    judges: "RewardScorer",
+    judges: "RewardFunctions",
     prompts: Sequence["Example"],
     stop_ids: Sequence[int],
     max_completion_length: int,
@@ -227,7 +227,7 @@ def reference_text(example: "Example") -> str:
 
 
 def judged(
-    judges: "RewardScorer",
+    judges: "RewardFunctions",
     prompts: Sequence["Example"],
     rollouts: "Rollouts",
     texts: Sequence[str],
@@ -241,12 +241,12 @@ def judged(
     from common.text.chat import as_answers
 
     by_judge: dict[str, Tensor] = {}
-    if judges.functions.functions:
+    if judges.functions:
         by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
     k = len(texts) // max(1, len(prompts))
     messages = [example.messages for example in prompts for _ in range(k)]
     given = as_answers(rollouts.texts(judges.tokenizer), messages, judges.tokenizer)
-    found = judges.answers(given)  # what the rewards are of
+    found = judges.extracted_answers(given)  # what the rewards are of
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(

@@ -59,22 +59,18 @@ def ask(
     """The verdicts of one judge on two systems, N lists of one or none.
 
     Raises:
-        UserError: the judge raised, or returned what are no N verdicts.
+        UserError: the judge returned what are no N verdicts.
     """
-    from common.rewards.call import as_number, call
+    from common.rewards.functions import as_number, call
 
     swapped = [is_swapped(seed, a, b, row.id) for row in answers]
     orders = [(b, a) if swap else (a, b) for swap in swapped]
-
-    def inputs(rows: Sequence[int]) -> dict[str, Any]:
-        given = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
-        given["prompts"] = [answers[i].prompt for i in rows]
-        for side, key in enumerate(("completions_a", "completions_b")):
-            given[key] = [text_of(answers[i], orders[i][side]) for i in rows]
-        return given
-
     rows = [i for i, row in enumerate(answers) if row.pair(a, b)]
-    values = call(judge, inputs, rows, f"judge function {name!r}", "verdicts")
+    given = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
+    given["prompts"] = [answers[i].prompt for i in rows]
+    for side, key in enumerate(("completions_a", "completions_b")):
+        given[key] = [text_of(answers[i], orders[i][side]) for i in rows]
+    values = call(judge, given, len(rows), f"judge function {name!r}", "verdicts")
     verdicts: list[list[Verdict]] = [[] for _ in answers]
     for i, value in zip(rows, values, strict=True):
         if value is None:

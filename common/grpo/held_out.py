@@ -23,7 +23,7 @@ from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
 
 
 @dataclass
@@ -35,7 +35,7 @@ class HeldOut:
     """
 
     sampler: Sampler
-    scorer: "RewardScorer"
+    scorer: "RewardFunctions"
     reference: "Policy | AdapterReference | None"
     prompts: Sequence[Example]
     pairs: Sequence[Example]

@@ -25,7 +25,7 @@ from common.scoring import Policy
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
     from common.record.logger import RunLogger
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions
 
 MOST_FLAT = 0.9  # share of flat groups that is worth a word
 
@@ -33,7 +33,7 @@ MOST_FLAT = 0.9  # share of flat groups that is worth a word
 def show_samples(
     logger: "RunLogger",
     sampler: Sampler,
-    scorer: "RewardScorer",
+    scorer: "RewardFunctions",
     reference: "Policy | AdapterReference | None",
     examples: Sequence[Example],
     config: GRPOConfig,
@@ -71,7 +71,7 @@ def show_samples(
             for name, rewards in by_function.items()
         },
         "advantage": advantages.flatten().tolist(),
-        **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.notes.columns.items()},
+        **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.log.columns.items()},
     }
     if reference is not None:
         sampled, pad_id = rollouts.completed(examples), sampler.tokenizer.pad_token_id

@@ -29,8 +29,7 @@ from common.noise import derive_seed, hash_counters, permutation
 from common.sampling.sampler import Rollouts
 
 if TYPE_CHECKING:
-    from common.rewards.call import Rewards
-    from common.rewards.scorer import RewardScorer
+    from common.rewards.score import RewardFunctions, Rewards
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Kept:
 
 
 def reward(
-    scorer: "RewardScorer",
+    scorer: "RewardFunctions",
     examples: Sequence[Example],
     rollouts: Rollouts,
     config: GRPOConfig,
@@ -84,7 +83,7 @@ def reward(
 
     `step` is the number of finished steps of the run's `total_steps`.
     """
-    scored = scorer.score_or_save(examples, rollouts, config, step, total_steps)
+    scored = scorer.score(examples, rollouts, step, total_steps)
     rewards, steps = scored.total, scored.steps
     ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:

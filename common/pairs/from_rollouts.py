@@ -27,7 +27,7 @@ from common.noise import derive_seed, hash_counters, uniform
 from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, write_atomically
 from common.record.terminal import progress_bar, show_status
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy
@@ -70,7 +70,7 @@ def pairs_from_rollouts(
     """
     rows = (config.dataset_name, config.dataset_train_split, "prompts")
     prompts = data.load_examples(config, *rows, tokenizer, stop_ids, config.num_train_rows)
-    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
     scorer.check_rows(prompts)
     order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
     lm = load.load_policy(config.model_name_or_path, model_config, config)

@@ -1,5 +1,5 @@
 """What a completion is worth to functions and models.
 
-Face: scorer.RewardScorer (with what a completion costs that did not stop); functions (built in, or
-found by name); call (checked and weighted); models (reward models and encoders).
+Face: score.RewardFunctions (weighted, applied to rollouts); functions (built in, or found by name);
+models (reward models and encoders).
 """

@@ -1,21 +1,27 @@
-"""The built-in reward functions, and reward functions found by name.
+"""The built-in reward functions; functions found by name, and called.
 
-Their signature is in `call`. The rewards here are computed from the text of the completion and,
+Their signature is in `score`. The rewards here are computed from the text of the completion and,
 some, from a column of its row. A built-in raises a ValueError for a column that it cannot use,
 whatever the completion is.
 """
 
+import asyncio
 import importlib.util
+import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
-from common.errors import UserError, gist, refuse_forbidden, why_missing
+import numpy as np
+from torch import Tensor
+
+from common.errors import LARGEST, UserError, gist, refuse_forbidden, why_missing
 
 Step = tuple[int, float]  # index in the completion of the step's last token, reward
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
@@ -228,3 +234,93 @@ def load_from_file(name: str, flag: str = "reward_funcs") -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{flag} has {name!r}, and {file!r} has no function of that name.")
     return cast(Callable[..., Any], function)
+
+
+# ---- calling one ---------------------------------------------------------------------------------
+
+
+def is_collective(function: RewardFunction) -> bool:
+    """Whether ranks have to call it equally often, as a sharded model."""
+    return bool(getattr(function, "is_collective", False))
+
+
+def needed_columns(function: RewardFunction) -> list[str]:
+    """The columns of a row that a function cannot be called without."""
+    from common.text.rows import ARGUMENTS
+
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]
+    return [*getattr(function, "columns", ()), *(n for n in needed if n not in ARGUMENTS)]
+
+
+def call(
+    function: Callable[..., Any], given: Mapping[str, Any], num_rows: int, who: str, what: str
+) -> list[Any]:
+    """What a user's function returns for some rows, a value for each; a coroutine is waited for.
+
+    It gets the arguments that it takes. Errors name it `who`, and its values `what`.
+
+    Raises:
+        UserError: it returned no value for each row.
+    """
+    if not num_rows:
+        return []
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    values = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+    values = asyncio.run(values) if inspect.iscoroutine(values) else values
+    # A dict or a set has no order that a list of completions could follow.
+    is_list = isinstance(values, Iterable) and not isinstance(values, Mapping | Set | str | bytes)
+    values = list(values) if is_list else None
+    if values is None or len(values) != num_rows:
+        number = "no list of" if values is None else len(values)
+        raise UserError(
+            f"{who} returned {number} {what} for {num_rows} rows; it must return a list with one "
+            "for each."
+        )
+    return values
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, also one of numpy or in a tensor, as float; None for anything else."""
+    value = scalar(value)
+    is_number = isinstance(value, Real)
+    if not is_number or not abs(value) <= LARGEST:  # False for NaN; 10^400 does not fit a float
+        return None
+    return float(value)
+
+
+def scalar(value: Any) -> Any:
+    """The Python number in a scalar of numpy or torch; anything else as it is."""
+    is_scalar = isinstance(value, Tensor | np.generic | np.ndarray) and value.ndim == 0
+    return value.item() if is_scalar else value
+
+
+# ---- names in tables -----------------------------------------------------------------------------
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Names in a table: as many of a path's last folders as make all of them differ."""
+    paths = list(dict.fromkeys(paths))
+    for depth in range(1, 1 + max((len(Path(path).parts) for path in paths), default=0)):
+        names = {path: short_name(path, depth) for path in paths}
+        if len(set(names.values())) == len(paths):
+            return names
+    return {path: path for path in paths}
+
+
+def short_name(path: str, depth: int = 1) -> str:
+    """The last `depth` parts of the path of a function or model.
+
+    `run` for `run/model`, and `run step 5` for the model of that checkpoint.
+    """
+    if is_built_in(path):
+        return path
+    if ".py:" in path:
+        return path.rpartition(":")[2] if depth == 1 else path
+    parts = Path(path).parts
+    parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
+    if len(parts) > 2 and parts[-2] == "checkpoints":
+        parts = (*parts[:-3], f"{parts[-3]} step {parts[-1].removeprefix('step_').lstrip('0')}")
+    return "/".join(parts[-depth:])

@@ -24,7 +24,7 @@ from common.evaluation import pair_scores, score
 from common.evaluation.intervals import PreferenceAccuracy, preference_accuracy
 from common.model import fsdp
 from common.model import load as models
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from experiments.overoptimization.config import OveroptimizationConfig
@@ -61,8 +61,8 @@ class Measurer:
         path = config.model_name_or_path
         self.stop_ids = models.stop_token_ids(self.tokenizer, config, [path])
         self.mesh = distributed.mesh(config.num_replicas)
-        self.proxy = RewardScorer([proxy], [], self.tokenizer, config)
-        self.gold = RewardScorer([config.gold], [], self.tokenizer, config)
+        self.proxy = RewardFunctions.find([proxy], [], self.tokenizer, config)
+        self.gold = RewardFunctions.find([config.gold], [], self.tokenizer, config)
         for scorer in (self.proxy, self.gold):
             scorer.load(self.mesh)
         self.reference = self.load(config.model_name_or_path)

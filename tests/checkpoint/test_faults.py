@@ -113,47 +113,6 @@ def test_an_infinite_loss_of_finite_scores_stops_grpo(
         train_grpo.main(config_of(*args, **more))
 
 
-JUDGE = """
-def judge(completions, trainer_state, colour, **columns):
-    if trainer_state.global_step == 1 and "red" in colour:
-        return [{number} if c == "red" else 1.0 for c in colour]
-    return [float(len(completion)) for completion in completions]
-"""
-
-
-@pytest.mark.parametrize(
-    ("number", "sentence"),
-    [("1 / 0", "raised ZeroDivisionError on"), ("float('nan')", "returned nan for row")],
-)
-def test_what_could_not_be_rewarded_is_kept(
-    number: str,
-    sentence: str,
-    inputs: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rewards.py").write_text(JUDGE.replace("{number}", number))
-    colours = ["blue", "red", "green", "red"]
-    rows = [{"prompt": f"the cat {n}", "colour": c} for n, c in enumerate(colours)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    more: dict[str, Any] = {"dataset_name": "rows.jsonl", "reward_funcs": ["rewards.py:judge"]}
-    more |= {"num_generations": 2, "batch_size": 4, "max_prompt_length": 80}
-    args = ("grpo", inputs, tokenizer_folder, Path("run"))
-    with pytest.raises(UserError, match=sentence) as caught:
-        train_grpo.main(config_of(*args, **more))
-    folder = Path("run/failed/step_00000002/rewards_rank_0")
-    assert str(caught.value).endswith(f"its completions are in {folder}.")
-    kept = read_jsonl(folder / "rollouts.jsonl")
-    assert sorted(line["row"] for line in kept) == [0, 1, 2, 3]
-    assert all(line["columns"]["colour"] == colours[line["row"]] for line in kept)
-    assert all(len(line["completions"]) == 2 for line in kept)
-    if "/" in number:  # it raised: the user's own lines are there
-        assert 'return [1 / 0 if c == "red"' in (folder / "traceback.txt").read_text()
-    assert not (Path("run") / "model").exists()
-
-
 def test_an_exploding_run_stops_before_the_update(
     inputs: Path, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
@@ -195,8 +154,6 @@ def test_what_fails_behind_the_export_leaves_the_model(
         main(config)
     assert f"the same command goes on from {run}/checkpoints/step_00000004" in str(caught.value)
     exported = (run / "model" / "model.safetensors").read_bytes()
-    kept = [path.name for path in run.glob("failed/*")]
-    assert kept == (["step_00000004"] if stage == "grpo" else [])
 
     monkeypatch.undo()
     (tmp_path / "rewards.py").write_text(AT_THE_END.replace("1 - share", "2 - share"))

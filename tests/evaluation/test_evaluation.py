@@ -27,7 +27,7 @@ from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
 from common.rewards.models import RewardModelFunction
-from common.rewards.scorer import RewardScorer, short_names
+from common.rewards.score import RewardFunctions, short_names
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
@@ -364,7 +364,7 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     judge = f"{tmp_path / 'judge.py'}:judge"
     config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
     names = [str(reward_folder), judge]
-    scorer = RewardScorer(names, [2.0, -0.5], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find(names, [2.0, -0.5], tiny.tokenizer(), config)
     assert list(scorer.reward_models) == [str(reward_folder)]
     scorer.load(distributed.mesh())
     examples = [
@@ -396,7 +396,7 @@ def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path
     (tmp_path / "model.safetensors").unlink()
     config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
     with pytest.raises(UserError, match="is not a reward model"):
-        RewardScorer([str(tmp_path)], [], tiny.tokenizer(), config)
+        RewardFunctions.find([str(tmp_path)], [], tiny.tokenizer(), config)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from common.evaluation.pair_scores import BASELINES, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.flags.parser import parse
 from common.model import fsdp, load
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy, RewardModel
 from common.text import synthetic
@@ -145,7 +145,7 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
     with tiny.process_group():
         policies = [Policy(tiny.causal_lm("gpt2", seed=seed, vocab_size=300)) for seed in (3, 4)]
         config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-        judges = RewardScorer(["length"], [], tiny.tokenizer(), config)
+        judges = RewardFunctions.find(["length"], [], tiny.tokenizer(), config)
         prompts = [tiny.ragged_examples([(5 + i, 1)], vocab_size=300)[0] for i in range(6)]
         sampler = Sampler(policies[0], tiny.tokenizer(), [STOP], config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
@@ -173,7 +173,7 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
 
 def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardScorer(["length"], [], tiny.tokenizer(), config)
+    judges = RewardFunctions.find(["length"], [], tiny.tokenizer(), config)
     texts = [" a key", " a key" * 20, None, "  ", [{"role": "assistant", "content": " a key"}], 3]
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
@@ -196,7 +196,7 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardScorer(["length", "count:e"], [], tokenizer, config)
+    judges = RewardFunctions.find(["length", "count:e"], [], tokenizer, config)
     asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
     examples = [
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
@@ -417,7 +417,7 @@ def same(found: Any, expected: Any) -> bool:
 
 def test_a_completion_of_no_words_has_no_shares():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardScorer([], [], tiny.tokenizer(), config)
+    judges = RewardFunctions.find([], [], tiny.tokenizer(), config)
     example = tiny.ragged_examples([(4,)])[0]
     rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
     (own,) = completions.judged(judges, [example], rollouts, [""], ["a reference"])

@@ -1,7 +1,7 @@
 """Claims: a failing rank ends all of them, in time, and torchrun names it as the first.
 
-On two processes under torchrun: a reward function that raises on one of them is named with its row,
-rank and step; any other exception is its traceback; a process that is killed leaves no other
+On two processes under torchrun: an exception in a reward function or elsewhere is its traceback
+with rank and step; a process that is killed leaves no other
 behind, and is started again by torchrun to finish the run; one that hangs ends the run after
 `ddp_timeout`. Ranks with unequal rows, or with none at all, make the steps that one process makes.
 """
@@ -42,19 +42,16 @@ import torch
 
 RANK = os.environ["RANK"]
 FOLDER = Path(__file__).parent
-bad_prompts = []
 
 
 def lengths(completions):
     return [float(len(text)) for text in completions]
 
 
-def raises(prompts, completions, trainer_state, **columns):
+def raises(completions, trainer_state, **columns):
     if RANK == "1" and trainer_state.global_step == 2:
         (FOLDER / "when").touch()
-        bad_prompts[:] = bad_prompts or prompts[-1:]
-        if bad_prompts[0] in prompts:
-            raise ValueError("no such answer")
+        raise ValueError("no such answer")
     return lengths(completions)
 
 
@@ -179,35 +176,24 @@ needs_proc = pytest.mark.skipif(
 
 
 @needs_proc
-def test_a_reward_function_that_raises_on_one_rank_is_named_once(folder: Path) -> None:
-    run = run_grpo(folder, "raises")
-    assert run.status != 0
-    assert run.seconds < 15
-    ((where, line),) = re.findall(r"^(.*)\n(error: .*)", run.output, re.MULTILINE)
-    assert where == "rank 1 at step 3 of train_grpo:"
-    assert line.startswith("error: reward function ")
-    assert "rewards.py:raises' raised ValueError on row 2 of the batch: no such answer" in line
-    assert "rank 0" not in run.output  # whose connection broke
-    assert "Connection closed" not in run.output
-    assert run.output.count("in raises\n") == 0  # no traceback: the line is in the sentence
-    kept = folder / "raises" / "failed" / "step_00000003" / "rewards_rank_1"
-    assert line.endswith(f"its completions are in {kept}.")
-    assert "ValueError: no such answer" in (kept / "traceback.txt").read_text()
-    assert len((kept / "rollouts.jsonl").read_text().splitlines()) == 2  # this rank's prompts
-    assert not kept.with_name("rewards_rank_0").exists()
-    assert run.root_cause == ("1", "2", line)
-
-
-@needs_proc
-def test_a_failure_of_one_rank_is_its_traceback(folder: Path) -> None:
-    run = run_grpo(folder, "breaks")
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        ("raises", "ValueError: no such answer"),
+        ("breaks", "AttributeError: 'NoneType' object has no attribute 'rank_1'"),
+    ],
+)
+def test_a_failure_of_one_rank_is_its_traceback(folder: Path, function: str, error: str) -> None:
+    """In a reward function, and after one."""
+    run = run_grpo(folder, function)
     assert run.status != 0
     assert run.seconds < 15
     rank, status, text = run.root_cause
     assert (rank, status) == ("1", "1")
     assert text.startswith("Traceback")
-    assert run.output.count("AttributeError: 'NoneType' object has no attribute 'rank_1'") == 2
+    assert run.output.count(error) == 2
     assert run.output.count("rank 1 at step 3 of train_grpo:\nTraceback") == 1
+    assert "rank 0" not in run.output  # whose connection broke
     assert "Connection closed" not in run.output
 
 

@@ -32,7 +32,6 @@ from transformers import (
 from common.flags.parser import parse
 from common.record.jsonl import read_jsonl
 from common.report import plots
-from common.rewards.scorer import load_reward_functions
 from common.text import synthetic
 from common.text.rows import load_rows
 
@@ -275,7 +274,7 @@ def test_one_sentence_passes_if_it_is_short_and_about_the_text(working_directory
     assert row["text"] == "T\n\n" + " ".join(["We train it. It is fast.", *[long] * 4])
     assert row["prompt"][-1]["content"].endswith(f" 8 to 16 words:\n\n{row['text']}")
     (name,) = yaml.safe_load((RECIPES / "one-sentence" / "grpo.yaml").read_text())["reward_funcs"]
-    judge = load_reward_functions([name], [1.0])
+    judge = tiny.reward_functions([name], [1.0])
     text = "Faster training\n\nWe propose networks which learn to train other networks quickly."
     for completion, passes in (
         ("Networks that propose other networks are trained very quickly here.", 1),
@@ -323,7 +322,7 @@ def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, m
         pairs = load_rows(str(folder / "pairs"), split, kind="preference")
         assert 0 < len(pairs) <= 4 * 6, "of four samples of four prompts, but for equal rewards"
         assert all(row["chosen_reward"] > row["rejected_reward"] for row in pairs)
-        gold = load_reward_functions([f"{GOLD}:{CLASSIFIER}"], [1.0])
+        gold = tiny.reward_functions([f"{GOLD}:{CLASSIFIER}"], [1.0])
         texts = [[row[name] for row in pairs] for name in ("chosen", "rejected")]
         for completions, name in zip(texts, ("chosen_reward", "rejected_reward"), strict=True):
             prompts = [row["prompt"] for row in pairs]
@@ -385,7 +384,7 @@ def test_rows_of_gsm8k_are_conversations_with_a_final_answer(working_directory):
     (answer,) = rows[2]["completion"]
     assert answer == {"role": "assistant", "content": "There are 3 + 3 = 6 apples.\n#### 6"}
     recipe = yaml.safe_load((RECIPES / "gsm8k" / "grpo.yaml").read_text())
-    rewards = load_reward_functions(recipe["reward_funcs"], recipe["reward_weights"])
+    rewards = tiny.reward_functions(recipe["reward_funcs"], recipe["reward_weights"])
     completions = [row["completion"] for row in rows]
     columns = {"answer": [row["answer"] for row in rows[:-1]] + ["#### 0"]}
     found = rewards([row["prompt"] for row in rows], completions, [[1]] * len(rows), columns)

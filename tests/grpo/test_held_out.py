@@ -20,7 +20,7 @@ from common.grpo.config import GRPOConfig
 from common.grpo.held_out import HeldOut
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
 
@@ -66,7 +66,7 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
         prompts[place] = Example(example.row, "p" * min(place, 7), example.prompt_ids, [], {})
     pairs = tiny.ragged_examples([(5, 4, 2), (3, 2, 6), (7, 1, 3), (4, 5, 5)])
     tokenizer = tiny.tokenizer()
-    scorer = RewardScorer(config.reward_funcs, config.reward_weights, tokenizer, config)
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
     sampler = Sampler(policy, tokenizer, STOPS, config)
     return HeldOut(sampler, scorer, reference, prompts, pairs, config)
 
@@ -126,7 +126,7 @@ def test_a_reward_of_checks_alone_is_a_share(tmp_path: Path, number: int) -> Non
     found = held_out(tmp_path, models()[0], None, reward_weights=[0.0, 0.0, 1.0])
     if number == 1:
         names = [f"{tmp_path}/functions.py:check"]
-        found.scorer = RewardScorer(names, [1.0], tiny.tokenizer(), found.config)
+        found.scorer = RewardFunctions.find(names, [1.0], tiny.tokenizer(), found.config)
     keys = [example.prompt for example in found.prompts]
     over = share_over_prompts if number == 1 else mean_over_prompts
     own = over([float(key == "pp") for key in keys], keys)

@@ -25,7 +25,7 @@ from common.data import Example
 from common.errors import UserError
 from common.model import load
 from common.rewards.models import EncoderFunction, model_function
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "slept", "all", "day"]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
@@ -121,8 +121,8 @@ def test_a_text_that_is_too_long_is_refused(folder: Path):
         loaded(str(folder))(["the cat " * 10], ["sat"])
 
 
-def scorer_of(folder: Path, **fields: Any) -> RewardScorer:
-    return RewardScorer([str(folder)], [], tiny.tokenizer(), tiny.train_config(**fields))
+def scorer_of(folder: Path, **fields: Any) -> RewardFunctions:
+    return RewardFunctions.find([str(folder)], [], tiny.tokenizer(), tiny.train_config(**fields))
 
 
 def test_rows_of_messages_are_refused(folder: Path):

@@ -13,16 +13,15 @@ import pytest
 import torch
 from ranks import launch, run_stages
 
-from common.errors import UserError
 from common.record.jsonl import read_jsonl
-from common.rewards.call import Notes, RewardSet
+from common.rewards.score import RewardFunctions, RewardLog
 
 
-def scored(functions: dict[str, Any], **columns: Any) -> Notes:
+def scored(functions: dict[str, Any], **columns: Any) -> RewardLog:
     """What functions note about three completions."""
     ids = [[1], [2], [3]]
-    rewards = RewardSet(functions, [1.0] * len(functions))
-    return rewards(["p"] * 3, ["a", "bb", "ccc"], ids, columns).notes
+    rewards = RewardFunctions(functions, [1.0] * len(functions))
+    return rewards(["p"] * 3, ["a", "bb", "ccc"], ids, columns).log
 
 
 def noting(*calls: tuple[str, Any]) -> Any:
@@ -56,9 +55,6 @@ def test_a_column_has_a_place_for_every_completion():
 
 
 REFUSED = [
-    (("", 1.0), "log_metric got the name ''; it must be a text of one line"),
-    (("two\nlines", 1.0), r"log_metric got the name 'two\\nlines'"),
-    ((7, 1.0), "log_metric got the name 7"),
     (("x", math.nan), r"log_metric\('x'\) got nan; it must be a finite number"),
     (("x", "1"), r"log_metric\('x'\) got '1'; it must be a finite number"),
     (("x", [1.0]), r"log_metric\('x'\) got \[1.0\]; it must be a finite number"),
@@ -66,8 +62,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=str)
-def test_what_cannot_be_logged_is_refused_with_the_function_s_name(call: Any, message: str):
-    with pytest.raises(UserError, match=f"'judge' raised ValueError on row 0 .*{message}"):
+def test_what_cannot_be_logged_is_refused(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         scored({"judge": noting(call)})
 
 
@@ -76,7 +72,7 @@ def test_a_column_of_another_length_is_refused():
         log_extra("length", [0, 0])
         return [0.0] * len(completions)
 
-    with pytest.raises(UserError, match=r"log_extra\('length'\) got 2 values for 3 completions"):
+    with pytest.raises(ValueError, match=r"log_extra\('length'\) got 2 values for 3 completions"):
         scored({"judge": judge})
 
 

@@ -9,8 +9,6 @@ import asyncio
 import copy
 import itertools
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,9 @@ from common import distributed
 from common.advantages import apply_missing_eos_penalty
 from common.data import Example
 from common.errors import UserError
-from common.rewards.call import RewardSet
+from common.rewards import models
 from common.rewards.functions import is_reward_model, rouge_l_f1
-from common.rewards.scorer import (
-    RewardScorer,
-    load_reward_functions,
-)
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 
@@ -68,8 +63,13 @@ def call(functions: dict[str, Any], weights: list[float], num: int = 2, **column
     prompts = [f"p{i}" for i in range(num)]
     completions = [f"c{i}" for i in range(num)]
     ids = [[i] for i in range(num)]
-    rewards = RewardSet(functions, weights)(prompts, completions, ids, columns)
+    rewards = RewardFunctions(functions, weights)(prompts, completions, ids, columns)
     return rewards.total, rewards.by_function
+
+
+def rows(*columns: dict[str, Any], first: int = 1) -> list[Example]:
+    """Rows with these columns, numbered from `first`."""
+    return [Example(n, "", [], [], own) for n, own in enumerate(columns, first - 1)]
 
 
 def as_list(tensor: torch.Tensor) -> list[float | None]:
@@ -102,45 +102,22 @@ def test_a_function_gets_texts_ids_and_columns_by_name():
     }
 
 
-def test_a_function_changes_nothing_that_is_trained_on(tmp_path, monkeypatch):
-    """Neither what it is given, nor what is global: it works on copies, and that is put back."""
+def test_a_function_changes_nothing_that_is_trained_on():
+    """It gets copies, and the next one gets what it got."""
 
     def wild(prompts: list, completion_ids: list, prompt_ids: list, facts: list) -> list[float]:
         for rows in (completion_ids, prompt_ids, prompts):
             rows[0].clear()
             rows.clear()
         facts[0]["k"].append(2)
-        torch.set_default_dtype(torch.float64)
-        torch.set_default_device("meta")
-        torch.set_grad_enabled(False)
-        torch.set_num_threads(threads + 1)
-        os.chdir(tmp_path)
         return [0.0] if facts[0]["k"] == [1, 2] else [1.0]
 
-    monkeypatch.chdir("/")
-    threads = torch.get_num_threads()
     given = {"prompts": [[{"role": "user"}]], "completions": ["c"], "completion_ids": [[5, 6]]}
     columns = {"prompt_ids": [[3, 4]], "facts": [{"k": [1]}]}
     before = copy.deepcopy((given, columns))
-    functions = {"wild": wild, "again": wild}  # the second one gets what the first did
-    assert RewardSet(functions, [1, 1])(**given, columns=columns).total.tolist() == [0]
+    functions = RewardFunctions({"wild": wild, "again": wild}, [1, 1])
+    assert functions(**given, columns=columns).total.tolist() == [0]
     assert (given, columns) == before
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.get_default_device().type == "cpu"
-    assert torch.is_grad_enabled()
-    assert torch.get_num_threads() == threads
-    assert os.getcwd() == "/"
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", iter([True, False]).__next__)
-    with pytest.raises(UserError, match="reward function 'wild' ended the process group"):
-        RewardSet({"wild": wild}, [1])(**given, columns=columns)
-
-
-def test_a_function_is_called_also_where_the_working_directory_was_removed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tmp_path.rmdir()
-    functions = RewardSet({"length": lambda completions: [len(c) for c in completions]}, [1])
-    assert functions(["p"], ["four"], [[1]], {}).total.tolist() == [4]
 
 
 def test_a_row_may_name_its_own_functions():
@@ -183,15 +160,6 @@ def test_a_collective_function_is_called_on_every_row_and_once():
     call(functions, [1, 1], num=2, reward_funcs=["b", "b"])
     assert sizes == [3, 2]
 
-    def broken(completions: list[str], **columns: Any) -> list[float]:
-        sizes.append(len(completions))
-        raise KeyError("x")
-
-    broken.is_collective = True  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="'broken' raised KeyError on a batch of 2 rows: there"):
-        call({"broken": broken}, [1])
-    assert sizes == [3, 2, 2]  # not called again to find the row
-
 
 def test_numbers_of_other_libraries_are_numbers():
     total, _ = call({"a": constant(np.float32(0.5), np.bool_(True))}, [1.0])
@@ -208,14 +176,12 @@ def test_a_function_without_columns_gets_what_it_names():
     assert total.tolist() == [3, 4]
 
 
-def test_a_coroutine_is_waited_for_and_its_error_is_named():
+def test_a_coroutine_is_waited_for():
     async def slow(completions: list[str], **columns: Any) -> list[float]:
         await asyncio.sleep(0)
-        return [1 / (text != "c1") for text in completions]
+        return [1.0 for _ in completions]
 
     assert call({"slow": slow}, [2.0], num=1)[0].tolist() == [2.0]
-    with pytest.raises(UserError, match="'slow' raised ZeroDivisionError on row 1 of the batch"):
-        call({"slow": slow}, [2.0])
 
 
 def test_a_function_sees_the_state_of_the_run_and_may_log():
@@ -225,12 +191,12 @@ def test_a_function_sees_the_state_of_the_run_and_may_log():
         return [trainer_state.global_step] * len(completions)
 
     state = TrainerState(global_step=3, max_steps=12)
-    rewards = RewardSet({"late": late}, [1.0])
-    rewards.check_rows([(1, {})])
+    rewards = RewardFunctions({"late": late}, [1.0])
+    rewards.check_rows(rows({}))
     found = rewards(["p", "q"], ["a", "b"], [[1], [2]], {}, state)
     assert found.total.tolist() == [3, 3]
-    assert found.notes.metrics == {"progress": [0.25]}
-    assert found.notes.columns == {"texts": ["a", "b"]}
+    assert found.log.metrics == {"progress": [0.25]}
+    assert found.log.columns == {"texts": ["a", "b"]}
 
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
@@ -248,10 +214,8 @@ def test_a_function_written_for_trl_s_conversations_works():
 
     answers = [[{"role": "assistant", "content": text}] for text in ("It is 4", "5")]
     functions = {"ends_in_four": ends_in_four, "asks": asks}
-    found = RewardSet(functions, [1, 10])([CHAT, CHAT], answers, [[1], [2]], {})
+    found = RewardFunctions(functions, [1, 10])([CHAT, CHAT], answers, [[1], [2]], {})
     assert found.total.tolist() == [11, 10]
-    with pytest.raises(UserError, match="'ends_in_four' raised TypeError on row 0 of the batch"):
-        call({"ends_in_four": ends_in_four}, [1])  # not conversations
 
 
 @pytest.mark.parametrize(
@@ -281,29 +245,12 @@ def test_the_row_number_is_that_of_the_batch_also_for_a_part_of_it():
         call({"a": constant(0), "b": constant(0, math.nan)}, [1, 1], num=3, **columns)
 
 
-def test_an_exception_names_function_row_and_cause():
+def test_an_exception_is_the_function_s_own():
     def picky(completions: list[str], **columns: Any) -> list[float]:
         return [1 / (text != "c1") for text in completions]
 
-    with pytest.raises(UserError, match="'picky' raised ZeroDivisionError on row 1 of") as caught:
+    with pytest.raises(ZeroDivisionError):
         call({"picky": picky}, [1.0], num=3)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert re.search(r"division by zero \(test_rewards\.py, line \d+\)\.\Z", str(caught.value))
-
-    functions = RewardSet({"strips": lambda completions: [c.strip() for c in completions]}, [1])
-    chat = [{"role": "user", "content": "Why?"}]
-    with pytest.raises(
-        UserError, match="'strips', given lists of messages, raised .* no attribute 'strip' "
-    ):
-        functions([chat], [chat], [[1]], {})
-
-    def moody(completions: list[str], **columns: Any) -> list[float]:
-        if len(completions) > 1:
-            raise KeyError("many")
-        return [0.0]
-
-    with pytest.raises(UserError, match="'moody' raised KeyError on a batch of 2 rows"):
-        call({"moody": moody}, [1.0])
     with pytest.raises(UserError, match="'none' returned no list of rewards for 2 rows"):
         call({"none": lambda **_: None}, [1.0])
 
@@ -325,8 +272,8 @@ def test_a_weight_of_zero_still_applies():
 def test_gold_scores_the_embedded_task():
     facts = synthetic.make_rows("sft", "train", 1)[0]["facts"]
     whole = " my {who} {event} my {thing} at the {place} and I want {wish}.".format(**facts)
-    rewards = load_reward_functions(["gold"])
-    rewards.check_rows([(1, {"facts": facts})])
+    rewards = tiny.reward_functions(["gold"])
+    rewards.check_rows(rows({"facts": facts}))
     completions = [whole, " nothing", whole]
     found = rewards(["p"] * 3, completions, [[1]] * 3, {"facts": [facts] * 3})
     assert found.total.tolist() == [1.0, 0.0, 1.0]
@@ -342,7 +289,7 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
     texts = ["my key is lost", " the key", " a dog is lost too"]
     prompt, *ids = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
     config = tiny.train_config(max_prompt_length=20, max_completion_length=20)
-    scorer = RewardScorer([str(tmp_path / "judge")], [], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find([str(tmp_path / "judge")], [], tiny.tokenizer(), config)
     scorer.load(distributed.mesh())
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, True])
     found = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]
@@ -357,7 +304,7 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
 
 def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | None]:
     """What the function of that name says of completions, as texts and as messages."""
-    rewards = load_reward_functions([name])
+    rewards = tiny.reward_functions([name])
     rest = ([[1]] * len(completions), columns)
     found = rewards(["p"] * len(completions), completions, *rest)
     messages = [[{"role": "assistant", "content": text}] for text in completions]
@@ -367,7 +314,7 @@ def judged(name: str, *completions: str, **columns: list[Any]) -> list[float | N
 
 
 def test_length_is_minus_the_number_of_tokens():
-    found = load_reward_functions(["length"], [0.5])(["p"] * 2, ["a", "b"], [[5, 6, 0], [0]], {})
+    found = tiny.reward_functions(["length"], [0.5])(["p"] * 2, ["a", "b"], [[5, 6, 0], [0]], {})
     assert found.by_function["length"].tolist() == [-3, -1]
     assert found.total.tolist() == [-1.5, -0.5]
 
@@ -437,25 +384,25 @@ def test_a_pattern_is_found_anywhere_and_a_format_is_that_of_the_whole_text():
 )
 def test_final_answers_are_compared_as_numbers(completion, answer, expected):
     columns = {"answer": [answer, "#### 7"]}
-    rewards = load_reward_functions(["gsm8k"])
-    rewards.check_rows([(1, {"answer": answer})])
+    rewards = tiny.reward_functions(["gsm8k"])
+    rewards.check_rows(rows({"answer": answer}))
     found = rewards.functions["gsm8k"](completions=[completion, "#### 7"], **columns)
     assert list(found) == [expected, 1.0]
 
 
 def test_an_answer_that_is_no_number_is_named():
-    with pytest.raises(UserError, match="'gsm8k' raised ValueError on row 1 .* holds 'a half'"):
+    with pytest.raises(ValueError, match="holds 'a half'"):
         judged("gsm8k", "#### 1", "#### 2", answer=["1", "a half"])
-    rewards = load_reward_functions(["gsm8k", "length"])
+    rewards = tiny.reward_functions(["gsm8k", "length"])
     for answer in ("#### 18", 18, 1.5, None):
-        rewards.check_rows([(1, {"answer": answer})])
+        rewards.check_rows(rows({"answer": answer}))
     for answer in ("a half", "#### 3 1/2", math.nan, True, "x" * 1000):
         with pytest.raises(
             UserError, match="row 7 of the prompts: .* names no number .* 'gsm8k'"
         ) as caught:
-            rewards.check_rows([(7, {"answer": answer})])
+            rewards.check_rows(rows({"answer": answer}, first=7))
         assert len(str(caught.value)) < 200
-    rewards.check_rows([(7, {"answer": "a half", "reward_funcs": ["length"]})])  # not asked for
+    rewards.check_rows(rows({"answer": "a half", "reward_funcs": ["length"]}))  # not asked for
 
 
 @pytest.mark.parametrize(
@@ -493,50 +440,52 @@ def test_rouge_l_is_the_longest_of_all_common_subsequences():
 def test_the_reference_of_rouge_l_is_a_column_of_text_or_messages():
     references = ["the cat", [{"role": "assistant", "content": "a dog"}]]
     assert judged("rouge_l:summary", "the cat", "a cat", summary=references) == [1, 0.5]
-    rewards = load_reward_functions(["rouge_l:summary"])
+    rewards = tiny.reward_functions(["rouge_l:summary"])
     assert rewards.functions["rouge_l:summary"](completions=["a"], summary=[None]) == [None]
     with pytest.raises(UserError, match="'rouge_l:summary' needs the column 'summary'"):
-        rewards.check_rows([(1, {"answer": "x"})])
+        rewards.check_rows(rows({"answer": "x"}))
 
 
 def test_functions_of_a_file_are_found(file):
     names = [f"{file}:length", f"{file}:scaled", f"{file}:no_columns"]
     columns = {"n": [1, 2], "other": ["x", "y"]}
-    found = load_reward_functions(names, [1, 0.5, 1])(
+    found = tiny.reward_functions(names, [1, 0.5, 1])(
         ["p", "q"], ["a", "b"], [[1, 2], [3]], columns
     )
     assert found.total.tolist() == [2 + 0.5 * 10 + 4, 1 + 0.5 * 20 + 4]
-    assert list(found.by_function) == names
+    assert list(found.by_function) == ["length", "scaled", "no_columns"]
 
 
-def test_models_are_loaded_by_the_callable_that_is_given_and_last(tmp_path, file):
+def test_models_are_read_last(tmp_path, file, monkeypatch):
     folder = tmp_path / "reward" / "model"
     folder.mkdir(parents=True)
     loaded = []
 
-    def load(name: str) -> Any:
+    def load(name: str, *_: Any) -> Any:
         loaded.append(name)
         return constant(7.0)
 
+    monkeypatch.setattr(models, "model_function", load)
     names = [str(folder), f"{file}:length", "hub/model"]
-    found = load_reward_functions(names, load_reward_model=load)(["p"], ["c"], [[1, 2]], {})
+    found = tiny.reward_functions(names)(["p"], ["c"], [[1, 2]], {})
     assert loaded == [str(folder), "hub/model"]
     assert found.total.tolist() == [7 + 2 + 7]
     assert [is_reward_model(name) for name in names] == [True, False, True]
     assert not any(map(is_reward_model, ["gold", "gsm8k", "count:e", "regex:a/b", "format:.py:f"]))
     with pytest.raises(UserError, match="no function of that name"):
-        load_reward_functions([*names, f"{file}:nope"], load_reward_model=load)
+        tiny.reward_functions([*names, f"{file}:nope"])
     assert len(loaded) == 2
 
 
 def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monkeypatch):
     gold = Path(__file__).parents[2] / "assets/recipes/sentiment/gold.py"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "model_function", lambda *_: constant(7.0))
     Path("judge").mkdir()
     names = [f"{gold}:{name}" for name in ("positive", "judge", "./judge", "hub/judge")]
-    assert list(load_reward_functions(names).functions) == names
+    assert list(tiny.reward_functions(names).functions) == names
     with pytest.raises(UserError, match="no function of that name"):
-        load_reward_functions([f"{gold}:positve"])
+        tiny.reward_functions([f"{gold}:positve"])
 
 
 @pytest.mark.parametrize(
@@ -563,7 +512,7 @@ def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monk
 def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, words):
     names = [name.replace("{file}", file) for name in names]
     with pytest.raises(UserError) as caught:
-        load_reward_functions(names, weights)
+        tiny.reward_functions(names, weights)
     message = str(caught.value)
     assert words in message
     assert "\n" not in message
@@ -575,22 +524,22 @@ def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, w
 def test_a_file_that_fails_is_named_with_its_cause(tmp_path):
     (tmp_path / "bad.py").write_text("1 / 0\n")
     with pytest.raises(UserError, match=r"bad\.py' raised ZeroDivisionError: division by zero"):
-        load_reward_functions([f"{tmp_path / 'bad.py'}:f"])
+        tiny.reward_functions([f"{tmp_path / 'bad.py'}:f"])
     (tmp_path / "worse.py").write_text("def f(:\n")
     with pytest.raises(UserError, match="SyntaxError"):
-        load_reward_functions([f"{tmp_path / 'worse.py'}:f"])
+        tiny.reward_functions([f"{tmp_path / 'worse.py'}:f"])
     (tmp_path / "lines.py").write_text("raise ValueError('two\\nlines')\n")
     with pytest.raises(UserError, match="ValueError: two lines"):
-        load_reward_functions([f"{tmp_path / 'lines.py'}:f"])
+        tiny.reward_functions([f"{tmp_path / 'lines.py'}:f"])
 
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):
-    rewards = load_reward_functions([f"{file}:length", f"{file}:scaled"])
-    rewards.check_rows([(1, {"n": 1, "other": 2})])
+    rewards = tiny.reward_functions([f"{file}:length", f"{file}:scaled"])
+    rewards.check_rows(rows({"n": 1, "other": 2}))
     with pytest.raises(UserError, match="scaled' needs the column 'n', .* rows have 'other';"):
-        rewards.check_rows([(1, {"other": 2})])
+        rewards.check_rows(rows({"other": 2}))
     with pytest.raises(UserError, match="needs the column 'facts'.* have no further columns"):
-        load_reward_functions(["gold"]).check_rows([(1, {})])
+        tiny.reward_functions(["gold"]).check_rows(rows({}))
 
 
 # --- missing stop token ---------------------------------------------------------------------------

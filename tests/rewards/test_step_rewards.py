@@ -17,8 +17,7 @@ from common.advantages import EPSILON, penalise_steps, step_advantages
 from common.data import Example
 from common.errors import UserError
 from common.padding import right_pad
-from common.rewards.call import RewardSet
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 
 FILE = """
@@ -41,7 +40,7 @@ def returned(*values: Any) -> Any:
 def call(functions: dict[str, Any], weights: list[float], lengths: list[int]) -> Any:
     ids = [[7] * length for length in lengths]
     texts = [f"c{i}" for i in range(len(lengths))]
-    return RewardSet(functions, weights)(texts, texts, ids, {})
+    return RewardFunctions(functions, weights)(texts, texts, ids, {})
 
 
 def test_the_reward_of_a_completion_is_the_sum_of_its_steps():
@@ -121,7 +120,7 @@ def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Pat
     (tmp_path / "judge.py").write_text(FILE)
     names = [f"{tmp_path / 'judge.py'}:steps", f"{tmp_path / 'judge.py'}:stops"]
     config = tiny.train_config(max_prompt_length=8, max_completion_length=8)
-    scorer = RewardScorer(names, [1.0, 2.0], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find(names, [1.0, 2.0], tiny.tokenizer(), config)
     examples = [Example(row, "p", [9], [], {}) for row in range(2)]
     ids = [[9, 5, 9, 6, 0], [6, 9, 5], [5, 5, 0], [6, 6, 0]]
     has_stop = [True, False, True, True]

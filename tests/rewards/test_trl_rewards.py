@@ -22,7 +22,7 @@ from common import distributed
 from common.data import Example, load_examples
 from common.evaluation import pair_scores
 from common.record.jsonl import read_jsonl
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 
@@ -89,7 +89,7 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     names = ["judge", "always"] if is_text else ["judge", "always", "thinks"]
     paths = [f"{tmp_path / 'judge.py'}:{name}" for name in names]
     config = tiny.train_config(max_prompt_length=40, max_completion_length=40)
-    scorer = RewardScorer(paths, [], tokenizer, config)
+    scorer = RewardFunctions.find(paths, [], tokenizer, config)
 
     ids = [row + [0] for row in tokenizer(TEXTS, add_special_tokens=False)["input_ids"]]
     prompts = [messages[0]["content"] if is_text else messages for messages in ASKED]
@@ -107,7 +107,7 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True] * 4)
     scorer.check_rows(examples)
     found = scorer.score(examples, rollouts, step=3, total_steps=9)
-    functions = list(scorer.functions.functions.values())
+    functions = list(scorer.functions.values())
     inputs = [
         {"prompt": prompts[i // 2], **{name: values[i // 2] for name, values in COLUMNS.items()}}
         for i in range(4)
@@ -130,8 +130,8 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     assert [(s.global_step, s.max_steps) for s in states] == [(3, 9)] * 2
     here["log_extra"]("column", ["value"] * 4)
     here["log_metric"]("metric", 0.5)
-    assert found.notes.columns == {"column": ["value"] * 4}
-    assert found.notes.metrics == {"metric": [0.5]}
+    assert found.log.columns == {"column": ["value"] * 4}
+    assert found.log.metrics == {"metric": [0.5]}
 
 
 # ---- reward models of conversations --------------------------------------------------------------
@@ -202,10 +202,10 @@ def pair_scores_by_trl(trainer: RewardTrainer) -> torch.Tensor:
         return trainer.model.eval()(**batch).logits.view(2, -1).T
 
 
-def judge_of(folder: Path, tokenizer: Any) -> tuple[RewardScorer, Any]:
+def judge_of(folder: Path, tokenizer: Any) -> tuple[RewardFunctions, Any]:
     """A loaded scorer of one reward model for a policy with that tokenizer, and a config."""
     config = tiny.train_config(max_prompt_length=300, max_completion_length=120)
-    scorer = RewardScorer([str(folder)], [], tokenizer, config)
+    scorer = RewardFunctions.find([str(folder)], [], tokenizer, config)
     distributed.start()
     scorer.load(distributed.mesh())
     return scorer, config

@@ -17,7 +17,7 @@ from common.data import Piece, collate, load_examples
 from common.errors import UserError
 from common.evaluation.completions import judged
 from common.rewards.models import RewardModelFunction
-from common.rewards.scorer import RewardScorer
+from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render
@@ -176,7 +176,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
         "judge.answer = lambda completions: [m['content'] for (m,) in completions]\n"
     )
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
+    scorer = RewardFunctions.find([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
     ids = [chatml(text, add_special_tokens=False)["input_ids"] for text in ("Yes.<|im_end|>", "Oh")]
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
@@ -186,7 +186,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
 
     other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos
     other.eos_token = "<|endoftext|>"
-    scorer = RewardScorer([f"{tmp_path / 'judge.py'}:judge"], [], other, config)
+    scorer = RewardFunctions.find([f"{tmp_path / 'judge.py'}:judge"], [], other, config)
     ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
     rollouts = Rollouts.of([ended, ids[1]], [], [True, False])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
@@ -283,7 +283,7 @@ def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_pa
     tiny.classifier("llama", vocab_size=300).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardScorer([str(tmp_path / "model")], [], chatml, config)
+    scorer = RewardFunctions.find([str(tmp_path / "model")], [], chatml, config)
     with pytest.raises(UserError, match="cannot render them"):
         scorer.check_rows([example])
 
@@ -299,7 +299,7 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
         sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
         tiny.classifier("llama", **sizes).save_pretrained(folder)
         chatml.save_pretrained(folder)
-        scorer = RewardScorer([str(folder)], [], chatml, config)
+        scorer = RewardFunctions.find([str(folder)], [], chatml, config)
         scorer.check_rows([replace(example, messages=[])])
         if positions == 82:
             scorer.check_rows([example])

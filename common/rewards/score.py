@@ -1,0 +1,369 @@
+"""Reward functions of a run: found by name, applied to rollouts, checked, weighted, summed.
+
+A reward function has TRL's signature
+
+    f(prompts, completions, completion_ids, **columns) -> list of rewards
+
+with one entry per completion: texts (or lists of messages, if the rows are conversations), token
+ids, and the columns of the data set row that each completion belongs to; all are passed by name. As
+in TRL it also gets `trainer_state`, `log_extra` and `log_metric` (see `RewardLog`), and it may be a
+coroutine. One without `**columns` gets what it names. A reward is
+
+- a number;
+- None: the function does not apply to the row;
+- a list of pairs (end, reward), one per step of the completion (process supervision, DeepSeekMath
+  section 4.1.3): `end` is the index in the completion of the step's last token, counted from 0.
+
+A function that raises ends the run with its traceback.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import TrainerState
+
+from common.advantages import Steps
+from common.config import CommonConfig
+from common.data import Example
+from common.errors import UserError, gist, shown
+from common.rewards.functions import (
+    RewardFunction,
+    as_number,
+    call,
+    find_function,
+    is_built_in,
+    is_collective,
+    needed_columns,
+    scalar,
+    short_names,
+)
+from common.sampling.sampler import Rollouts
+
+CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
+
+
+@dataclass
+class RewardLog:
+    """What functions log about B completions: TRL's (1.16) logging functions.
+
+    Metrics reach `metrics.jsonl` and wandb as `logged/<name>`, columns the table of samples; where
+    a run has neither (pairs from rollouts, evaluation) both are dropped. Both functions raise a
+    ValueError for what cannot be logged.
+    """
+
+    num_rows: int  # B
+    metrics: dict[str, list[float]] = field(default_factory=dict)  # a value for each call
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # B values, None where none is
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number."""
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"log_metric({name!r}) got {value!r}; it must be a finite number")
+        self.metrics.setdefault(name, []).append(number)
+
+    def log_extra(self, rows: Sequence[int], column: str, values: Sequence[Any]) -> None:
+        """Log a value for each of the rows that the function was called on."""
+        if len(values) != len(rows):
+            raise ValueError(
+                f"log_extra({column!r}) got {len(values)} values for {len(rows)} completions"
+            )
+        logged = self.columns.setdefault(column, [None] * self.num_rows)
+        for row, value in zip(rows, map(scalar, values), strict=True):
+            is_plain = value is None or isinstance(value, str | int | float)
+            logged[row] = value if is_plain else str(value)
+
+
+@dataclass
+class Rewards:
+    """Rewards of B completions.
+
+    Attributes:
+        total: Weighted sum over the functions that apply; (B,) float32, or (N, K) of rollouts.
+        by_function: Each function's rewards by its short name, unweighted: of that shape, nan where
+            it does not apply. Of a function that rewards steps, their sum.
+        steps: The weighted rewards of each completion's steps, B entries, of which the total is the
+            sum; empty if no function rewards steps. The rewards of other functions are one more
+            step, which ends with the completion; those of weight 0 are none.
+        log: What the functions gave to `log_extra` and `log_metric`.
+    """
+
+    total: Tensor
+    by_function: dict[str, Tensor]
+    steps: list[Steps]
+    log: RewardLog
+
+
+class RewardFunctions:
+    """Named reward functions with weights.
+
+    Args:
+        functions: By name.
+        weights: One for each.
+        tokenizer: The policy's; unused on texts.
+        beside: Further paths in the same tables, from which short names must differ too.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, RewardFunction],
+        weights: Sequence[float],
+        tokenizer: Any = None,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """Take the functions."""
+        assert len(functions) == len(weights)
+        self.functions = dict(functions)
+        self.weights = list(weights)
+        self.tokenizer = tokenizer
+        self.short = short_names([*functions, *beside])  # by name
+
+    @classmethod
+    def find(
+        cls,
+        names: Sequence[str],
+        weights: Sequence[float],
+        tokenizer: Any,
+        config: CommonConfig,
+        beside: Sequence[str] = (),
+    ) -> "RewardFunctions":
+        """Find and check every function; `load` reads the reward models' weights.
+
+        Args:
+            names: Built-ins with what stands behind their colon, file.py:function, which is run as
+                code, and folders or hub ids of reward models.
+            weights: One per name; empty for 1 each.
+            tokenizer: The policy's.
+            config: Of the run.
+            beside: As for the class.
+
+        Raises:
+            UserError: a name twice or that is no function, a folder without a reward model, or
+                weights that do not fit.
+        """
+        from common.rewards.models import model_function
+
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
+        weights = list(weights) or [1.0] * len(names)
+        if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+            raise UserError(
+                f"reward_weights is {weights}; it must hold one finite number for each of "
+                f"reward_funcs ({', '.join(names)})."
+            )
+        found = [(name, find_function(name)) for name in names]  # all, before a model is read
+        functions = {name: f or model_function(name, tokenizer, config) for name, f in found}
+        return cls(functions, weights, tokenizer, beside)
+
+    @property
+    def reward_models(self) -> dict[str, Any]:
+        """The functions that are reward models, by folder."""
+        return {name: f for name, f in self.functions.items() if is_collective(f)}
+
+    def load(self, mesh: DeviceMesh) -> None:
+        """Load the reward models. Collective."""
+        for function in self.reward_models.values():
+            function.load(mesh)
+
+    # ---- before training -------------------------------------------------------------------------
+
+    def check_rows(self, *splits: Sequence[Example]) -> None:
+        """Refuse rows whose columns the functions cannot judge by, before a model is loaded.
+
+        A built-in that raises on an empty completion could not judge any other.
+
+        Raises:
+            UserError: rows differ in their columns, a row names an unknown function or lacks a
+                column that its functions need, or a reward model cannot read messages.
+        """
+        first = next(chain(*splits), None)
+        needed = {name: needed_columns(f) for name, f in self.functions.items()}
+        for example in chain(*splits):
+            columns, where = example.columns, f"row {example.row + 1} of the prompts"
+            if first and columns.keys() != first.columns.keys():
+                raise UserError(
+                    f"{where} has the columns {sorted(columns)} and row {first.row + 1} has "
+                    f"{sorted(first.columns)}; give all rows the same, null where empty."
+                )
+            arguments: dict[str, Any] = {name: [value] for name, value in columns.items()}
+            arguments |= {"completions": [""], "completion_ids": [[]]}
+            for name in self.choice(columns.get(CHOICE_COLUMN), where):
+                missing = [column for column in needed[name] if column not in columns]
+                if missing:
+                    raise UserError(
+                        f"reward function {name!r} needs the column {missing[0]!r}, and the rows "
+                        f"have {', '.join(map(repr, columns)) or 'no further columns'}; "
+                        "change reward_funcs or dataset_name."
+                    )
+                try:
+                    if is_built_in(name):
+                        self.functions[name](**arguments)
+                except Exception as error:  # of many kinds: a column holds anything
+                    reason = error if isinstance(error, ValueError) else gist(error)
+                    raise UserError(f"{where}: {reason}, for {name!r}.") from None
+        self.check_messages([first] if first else [])
+
+    def check_messages(self, examples: Sequence[Example]) -> None:
+        """Raise a UserError for rows of messages if a reward model cannot read them."""
+        for function in self.reward_models.values():
+            if examples and examples[0].messages:
+                function.check_conversation(examples[0].messages)
+
+    def choice(self, value: Any, where: str) -> list[str]:
+        """The functions that a row asks for in its column `reward_funcs`: all if it has none."""
+        known = list(self.functions)
+        names = [value] if isinstance(value, str) else value or known
+        if not isinstance(names, list) or any(name not in known for name in names):
+            raise UserError(
+                f"{where} has {shown(value)} in its column {CHOICE_COLUMN!r}; it must be a name or "
+                f"a list of names that --reward_funcs has: {', '.join(known)}."
+            )
+        return names
+
+    # ---- rewards ---------------------------------------------------------------------------------
+
+    def score(
+        self, examples: Sequence[Example], rollouts: Rollouts, step: int = 0, total_steps: int = 0
+    ) -> Rewards:
+        """Rewards of K completions of each of N prompts. Collective if a reward model takes part.
+
+        The `trainer_state` of the functions says that `step` of `total_steps` steps are done.
+
+        Returns:
+            Rewards with `total` and `by_function` (N, K), float32 on the host; N*K `steps`.
+        """
+        from common.text.chat import as_answers
+
+        shape = (len(examples), len(rollouts.has_stop) // len(examples))
+        repeated = [example for example in examples for _ in range(shape[1])]  # (N*K,)
+        columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
+        columns["prompt_ids"] = [e.prompt_ids for e in repeated]
+        columns["has_stop"] = rollouts.has_stop.tolist()
+        texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
+        rewards = self(
+            [e.messages or e.prompt for e in repeated],
+            as_answers(texts, messages, self.tokenizer),
+            rollouts.completion_ids,
+            columns,
+            TrainerState(global_step=step, max_steps=total_steps),
+        )
+        by_function = {name: values.view(shape) for name, values in rewards.by_function.items()}
+        return replace(rewards, total=rewards.total.view(shape), by_function=by_function)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        trainer_state: Any = None,
+    ) -> Rewards:
+        """Score B completions of this rank: texts, or lists of one message of the assistant.
+
+        Their ids go up to the first stop token and include it; `columns` has B values for each. In
+        a row that names functions in the column `reward_funcs` only those apply.
+
+        Raises:
+            UserError: A function returned the wrong number of values or one that is no reward, or
+                none applies to a row; names the function and the row of the batch (counted from 0).
+        """
+        texts = {"prompts": prompts, "completions": completions}
+        arguments = {**columns, **texts, "completion_ids": completion_ids}
+        assert all(len(values) == len(prompts) for values in arguments.values())
+        values = columns.get(CHOICE_COLUMN, [None] * len(prompts))
+        choices = [self.choice(value, f"row {i} of the batch") for i, value in enumerate(values)]
+        log = RewardLog(len(prompts))
+        total, applies = torch.zeros(len(prompts)), torch.zeros(len(prompts), dtype=torch.bool)
+        by_function, has_steps = {}, False
+        steps: list[Steps] = [{} for _ in prompts]
+        for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
+            asked = [name in names for names in choices]
+            # Ranks have to call a sharded model equally often, whatever their rows ask for.
+            rows = [i for i, is_asked in enumerate(asked) if is_asked or is_collective(function)]
+            who = f"reward function {name!r}"
+            given = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
+            rewards = call(function, given, len(rows), who, "rewards")
+            own = torch.full((len(prompts),), math.nan)  # (B,)
+            for row, reward in zip(rows, rewards, strict=True):
+                if asked[row] and reward is not None:
+                    of_steps = as_steps(reward, len(completion_ids[row]) - 1, who, row)
+                    own[row] = sum(of_steps.values())
+                    for end, value in of_steps.items() if weight != 0 else ():
+                        steps[row][end] = steps[row].get(end, 0.0) + weight * value
+                    has_steps |= weight != 0 and isinstance(reward, list | tuple)
+            total += weight * own.nan_to_num(0.0)
+            applies |= ~own.isnan()
+            by_function[self.short[name]] = own
+        if not applies.all():
+            row = int((~applies).nonzero()[0])
+            raise UserError(
+                f"no reward function applies to row {row} of the batch: "
+                f"{', '.join(choices[row])} returned None; one must give each row a number."
+            )
+        return Rewards(total, by_function, steps if has_steps else [], log)
+
+    def extracted_answers(self, completions: Sequence[Any]) -> dict[str, list[str | None]]:
+        """What B completions answer, by each function with an `answer(completions)`; None: nothing.
+
+        Raises:
+            UserError: it returned no list of B.
+        """
+        found = {}
+        for name, function in self.functions.items():
+            if answer := getattr(function, "answer", None):
+                who = f"`answer` of reward function {name!r}"
+                given = {"completions": completions}
+                values = call(answer, given, len(completions), who, "answers")
+                found[self.short[name]] = [None if v is None else str(v) for v in values]
+        return found
+
+
+# ---- what goes into a function and comes out of it -----------------------------------------------
+
+
+def inputs(
+    arguments: Mapping[str, Sequence[Any]], rows: Sequence[int], log: RewardLog
+) -> dict[str, Any]:
+    """What a function gets of these rows: copies, which it may change."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(inner) for key, inner in value.items()}
+        return [copied(inner) for inner in value] if isinstance(value, list) else value
+
+    of_rows = {key: [copied(values[row]) for row in rows] for key, values in arguments.items()}
+    return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
+
+
+def as_steps(reward: Any, last: int, who: str, row: int) -> Steps:
+    """A returned reward by steps, a number as that of the last token.
+
+    Raises:
+        UserError: it is no reward; names the function and the row.
+    """
+    is_list = isinstance(reward, list | tuple)
+
+    def refused(reason: str) -> UserError:
+        returned = f"{who} returned {shown(reward)} for row {row} of the batch"
+        return UserError(f"{returned}; {reason}.")
+
+    steps: Steps = {}
+    for step in reward if is_list else [(last, reward)]:
+        if not isinstance(step, list | tuple) or len(step) != 2:
+            raise refused("the reward of a step must be a pair (index of its last token, reward)")
+        end, number = step[0], as_number(step[1])
+        if is_list and not (isinstance(end, Integral) and 0 <= int(end) <= last):
+            raise refused(f"a step must end at 0 to {last}, a token of the completion")
+        if number is None:
+            raise refused("a reward must be a finite number, None, or a list of steps")
+        steps[int(end)] = steps.get(int(end), 0.0) + number
+    return steps
