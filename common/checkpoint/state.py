@@ -84,28 +84,6 @@ def restore_state(
     return manifest
 
 
-def restore_parameters(folder: Path, model: nn.Module) -> None:
-    """Load what a checkpoint has of the model only, in place, to look at a run's past. Collective.
-
-    Args:
-        folder: of a whole checkpoint.
-        model: of the run's architecture, sharded over any number of ranks.
-
-    Raises:
-        UserError: the checkpoint is damaged, has adapters, or does not fit the model.
-    """
-    if reason := files.damage(folder):
-        raise UserError(f"the checkpoint {folder} cannot be read: {reason}.")
-    if files.read_manifest(folder)["adapters"]:
-        raise UserError(
-            f"the checkpoint {folder} holds adapters alone; only one of a run with --lora_r 0 can "
-            "be measured by itself."
-        )
-    state = {"model": once_each(model, get_model_state_dict(model))}
-    read_shards(folder, state)
-    set_model_state_dict(model, state["model"], options=PARTLY)
-
-
 def read_shards(folder: Path, state: State) -> None:
     """Read a checkpoint into the tensors of a state; a UserError where they differ. Collective."""
     try:

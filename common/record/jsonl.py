@@ -42,16 +42,13 @@ def num_lines(path: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
-def keep_lines(path: Path, number: int) -> bool:
-    """Cut a file after so many lines; whether it had them."""
-    if not path.exists():
-        return number == 0
-    with path.open("rb+") as file:
-        for _ in range(number):
-            if not file.readline().endswith(b"\n"):
-                return False
-        file.truncate()
-    return True
+def keep_lines(path: Path, number: int) -> None:
+    """Cut a file after so many lines; one with fewer stays as it is."""
+    if path.exists():
+        with path.open("rb+") as file:
+            for _ in range(number):
+                file.readline()
+            file.truncate()
 
 
 def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common import data, distributed, self_checks
 from common.advantages import apply_missing_eos_penalty
-from common.checkpoint import state
+from common.checkpoint import plain
 from common.checkpoint.files import MANIFEST
 from common.data import Example
 from common.errors import UserError
@@ -68,15 +68,13 @@ class Measurer:
         self.reference = self.load(config.model_name_or_path)
 
     def load(self, path: str) -> Policy:
-        """The frozen policy of a model's folder, or of a checkpoint of a run begun with one."""
-        is_checkpoint = Path(path, MANIFEST).is_file()
-        base = self.config.model_name_or_path if is_checkpoint else path
-        model_config = models.read_model_config(base, "policy", self.tokenizer, self.config)
-        lm = models.load_policy(base, model_config, self.config)
+        """The frozen policy of a model's folder, or of a checkpoint, which is exported once."""
+        if Path(path, MANIFEST).is_file():
+            path = plain.exported(Path(path), self.config)
+        model_config = models.read_model_config(path, "policy", self.tokenizer, self.config)
+        lm = models.load_policy(path, model_config, self.config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), self.config, self.mesh)
         self_checks.only_tokens_matter(policy, self.config)
-        if is_checkpoint:
-            state.restore_parameters(Path(path), policy)
         return policy
 
     def examples(self, split: str, kind: str, num_rows: int = 0) -> Sequence[Example]:

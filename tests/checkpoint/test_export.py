@@ -92,9 +92,8 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
 
 def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
     newest = files.newest_first(run)[0]
-    code = "import fcntl, os, sys, time; file = open('manifest.json', 'a'); "
-    code += "fcntl.lockf(file, fcntl.LOCK_EX); print('mine', flush=True); time.sleep(1); "
-    code += "os.mkdir('model')"
+    code = "import filelock, os, time; lock = filelock.FileLock('.lock'); lock.acquire(); "
+    code += "print('mine', flush=True); time.sleep(1); os.mkdir('model')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=newest, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
