@@ -23,7 +23,6 @@ import evaluate
 from common import distributed
 from common.checkpoint import export
 from common.data import Example
-from common.errors import UserError
 from common.evaluation import completions
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import mean_over_prompts
@@ -285,7 +284,7 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
     of_before = [folder / "broken" / name for name in ("results.json", "report.html", "report.md")]
     for path in of_before:
         path.write_text("{}")
-    with tiny.process_group(), pytest.raises(UserError, match="away"):
+    with tiny.process_group(), pytest.raises(OSError, match="away"):
         evaluate_here(argv)
     assert not any(path.exists() for path in of_before)
     measured = completions.read(folder / "broken")
