@@ -88,13 +88,13 @@ class _EitherBatch:
             that is not real.
         is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
         places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
-        rows: (B,) int64, the row of the data set that each completion's prompt came from, or -1.
+        rows: B numbers, the row of the data set that each completion's prompt came from, or -1.
     """
 
     completion_mask: Tensor
     is_real: Tensor
     places: Tensor
-    rows: Tensor
+    rows: list[int]
 
     @property
     def num_tokens(self) -> Tensor:
@@ -103,9 +103,8 @@ class _EitherBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """Copy to a device."""
-        return type(self)(
-            **{f.name: on_device(getattr(self, f.name), device) for f in fields(self)}
-        )
+        names = (f.name for f in fields(self) if f.name != "rows")
+        return replace(self, **{name: on_device(getattr(self, name), device) for name in names})
 
 
 @dataclass
@@ -319,12 +318,11 @@ def _completions(
     ids, token_mask = right_pad([row for group in completions for row in group], pad_id)  # (B, C)
     real_rows = [flag for flag, group in zip(is_real, completions, strict=True) for _ in group]
     is_real_row = torch.tensor(real_rows, dtype=torch.bool)  # (B,)
-    row_of_each = [row for row, group in zip(rows, completions, strict=True) for _ in group]
     shared = {
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
         "places": torch.arange(len(ids)) if places is None else torch.tensor(places),
-        "rows": torch.tensor(row_of_each),
+        "rows": [row for row, group in zip(rows, completions, strict=True) for _ in group],
     }
     return ids, token_mask, shared
 

@@ -219,7 +219,8 @@ def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:
             scores = module(batch)
         scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)
         is_finite = scores.isfinite().view(len(batch.rows), -1).all(1)  # (B,)
-        bad |= {*batch.rows[batch.is_real & ~is_finite].tolist()}
+        is_bad = (batch.is_real & ~is_finite).tolist()
+        bad |= {row for row, this_is_bad in zip(batch.rows, is_bad, strict=True) if this_is_bad}
     found = distributed.from_all_ranks([(row + 1, distributed.rank()) for row in sorted(bad)])
     if not found:
         return "Every score of the batch is finite: look at rewards, reference and backward pass."

@@ -161,8 +161,7 @@ def batch_of(
     marks = [[0] * len(p) + [1] * len(c) for p, c in zip(prompts, completions, strict=True)]
     is_completion = pad([*marks, [0] * widest], 0)[0][:-1].bool()  # (B, T)
     real = torch.ones(len(rows), dtype=torch.bool)
-    numbers = torch.arange(len(rows))  # their places and rows
-    shared = (is_completion[:, 1:], real, numbers, numbers)
+    shared = (is_completion[:, 1:], real, torch.arange(len(rows)), list(range(len(rows))))
     batch = PaddedBatch(*shared, ids, mask, position_ids(mask))
     return batch.to(distributed.device())
 
