@@ -140,17 +140,9 @@ def preference_loss(
 ) -> Tensor:
     """Loss (N,) of the DPO family on pairs of completions; the functions above hold the formulas.
 
-    Args:
-        chosen_logps: (N,) summed over the completion's tokens, under the policy.
-        rejected_logps: (N,) of the other completion.
-        ref_chosen_logps: (N,) under the reference.
-        ref_rejected_logps: (N,) of the other completion.
-        beta: how strongly the policy is tied to the reference; in `simpo` the reward's scale.
-        loss_type: one of `PREFERENCE_LOSSES`.
-        label_smoothing: e, in [0, 0.5); only for `SMOOTHED_LOSSES`.
-        chosen_lengths: (N,) tokens, by which `PER_TOKEN_LOSSES` divide.
-        rejected_lengths: (N,) of the other completion.
-        gamma: margin, only for `simpo`.
+    Log-probs are sums over the completion's tokens; `PER_TOKEN_LOSSES` divide them by the lengths
+    (N,). `beta` is how strongly the policy is tied to the reference, in `simpo` the reward's scale;
+    `label_smoothing` is e, in [0, 0.5), only for `SMOOTHED_LOSSES`; `gamma` is `simpo`'s margin.
     """
     check_choice("loss_type", loss_type, PREFERENCE_LOSSES)
     if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type not in SMOOTHED_LOSSES):
