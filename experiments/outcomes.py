@@ -1,8 +1,8 @@
-"""The numbers that runs are compared by: units, where they are found, what a few seeds tell.
+"""Outcomes of runs: units, reading them from results, means over seeds with Student's interval.
 
-The interval over seeds is Student's: it takes the seeds' results as a sample from a normal
-distribution. It covers the draw of initialisation, row order and sampling noise, not that of the
-evaluation rows, which all seeds share.
+The interval takes the seeds' results as a sample from a normal distribution. It covers the draw of
+initialisation, row order and sampling noise, not that of the evaluation
+rows, which all seeds share.
 """
 
 import json
@@ -37,9 +37,9 @@ class Outcome:
         return f"{self.label}, {self.unit}"
 
 
-# And a judge's name: the mean reward that evaluate.py has of it; or this, a slash and a pass rate
+# `judged/JUDGE`: the mean reward by a judge of evaluate.py; `judged/CHECK/pass@1`: a pass rate
 JUDGED = "judged/"
-# Of evaluate.py's results.json; any other name is a metric that the run itself has logged last.
+# Of evaluate.py's results.json; any other name is a metric, of which the run's last value counts.
 OUTCOMES = {
     "accuracy": Outcome("accuracy on held-out pairs", "points", 100),
     "gold_reward": Outcome("gold reward", "points of 100", 100),
@@ -51,7 +51,7 @@ OUTCOMES = {
 
 
 def about(name: str) -> Outcome:
-    """What an outcome is."""
+    """Label, unit and scale of an outcome."""
     if name.startswith(JUDGED):
         judge, _, rate = name.removeprefix(JUDGED).rpartition("/")
         if "@" in rate:
@@ -61,7 +61,7 @@ def about(name: str) -> Outcome:
 
 
 def systems_by_run(evaluation_dir: Path) -> dict[str, dict[str, Any]]:
-    """What evaluate.py found out, by the folder of the run whose `model` it judged."""
+    """The systems of evaluate.py's results, by the folder of the run whose `model` it judged."""
     results = json.loads((evaluation_dir / "results.json").read_text(encoding="utf-8"))
     return {str(Path(system["path"]).parent): system for system in results["systems"]}
 
@@ -82,7 +82,7 @@ def outcome_of(name: str, run_dir: Path, systems: Mapping[str, Mapping[str, Any]
 
 
 def judged(system: Mapping[str, Any]) -> dict[str, Any]:
-    """The mean rewards of a system, and how often it passes checks, by the outcome."""
+    """The mean rewards and pass rates of a system, by outcome."""
     found = {f"{JUDGED}{judge}": mean for judge, mean in (system.get("rewards") or {}).items()}
     for judge, rates in (system.get("pass_rates") or {}).items():
         found |= {f"{JUDGED}{judge}/{name}": rate for name, rate in rates.items()}
@@ -90,16 +90,13 @@ def judged(system: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judges(systems: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Outcomes by judges that have no name of their own among `OUTCOMES`.
-
-    Of a check its rates: its mean reward is pass@1.
-    """
+    """Outcomes by judges that are not among `OUTCOMES`. Of a check: its rates (mean = pass@1)."""
     every = list(systems.values())
     model = next((system["name"] for system in every if system.get("kind") == "reward_model"), "")
     names = {"gold_reward": f"{JUDGED}gold", "reward": f"{JUDGED}{model}"}
-    own = {name for system in every for key, name in names.items() if system.get(key)}
+    known = {name for system in every for key, name in names.items() if system.get(key)}
     found = dict.fromkeys(name for system in every for name in judged(system))
-    return [name for name in found if name not in own and f"{name}/pass@1" not in found]
+    return [name for name in found if name not in known and f"{name}/pass@1" not in found]
 
 
 # ---- over seeds ----------------------------------------------------------------------------------

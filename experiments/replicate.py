@@ -59,7 +59,7 @@ from experiments.stages import (
     run,
     script_arguments,
 )
-from experiments.sweep_file import entry
+from experiments.sweep.sweep_file import entry
 
 RECIPES = Path("assets/recipes")
 PUBLISHED = "published.yaml"

@@ -22,6 +22,8 @@ from typing import Any
 
 from common.checkpoint.files import describe
 from common.errors import UserError
+from common.flags.hints import config_class
+from common.flags.parser import parse
 from common.flags.recipes import read_recipe
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
@@ -98,13 +100,31 @@ def is_finished(stage: Stage) -> bool:
 def command(stage: Stage, num_processes: int) -> list[str]:
     """What starts the run."""
     script = [str(ROOT / stage.script)]
-    if stage.script.startswith("common/"):
+    if stage.script.startswith("experiments/"):
         script = ["-m", stage.script.removesuffix(".py").replace("/", ".")]
     elif stage.patch:
         script = [str(PATCHED), str(stage.patch), *script]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     launch = [*launcher, str(num_processes)] if num_processes > 1 else []
     return [sys.executable, *launch, *script, *script_arguments(stage)]
+
+
+def config_of(stage: Stage) -> Any:
+    """The config that a run's script would have.
+
+    Raises:
+        UserError: the script refuses a flag.
+    """
+    return parse(config_class(stage.script), script_arguments(stage))
+
+
+def check_flags(stages: Iterable[Stage]) -> None:
+    """Refuse flags that a script refuses, before the first of many runs."""
+    for stage in stages:
+        try:
+            config_of(stage)
+        except UserError as error:
+            raise UserError(f"{stage.script} for {stage.output_dir}: {error}") from None
 
 
 def script_arguments(stage: Stage) -> list[str]:

@@ -2,10 +2,8 @@
 
 import importlib
 
-from common.flags.parser import parse
 from common.report import plots
 from experiments import stages
-from experiments.replicate import config_class
 from experiments.stages import Stage
 
 
@@ -18,7 +16,7 @@ def run_here(stage: Stage, num_processes: int = 1) -> None:
     made_by = stages.description(stage)
     draw, plots.plot_run = plots.plot_run, lambda folder: []
     try:
-        module.main(parse(config_class(stage.script), stages.script_arguments(stage)))
+        module.main(stages.config_of(stage))
     finally:
         plots.plot_run = draw
     stages.write_mark(stage.output_dir, made_by)

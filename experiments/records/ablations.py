@@ -1,7 +1,7 @@
 """The two sweeps: their tables, a sentence on what matters, and a picture.
 
-`tables.py` draws `assets/ablations.png`, the first outcome of each stage in one column, to be read
-on a phone; all outcomes are in the sweep's own `plots/forest.png`.
+`tables.py` draws `assets/ablations.png`, the first outcome of each stage; all outcomes are in the
+sweep's `plots/forest.png`.
 """
 
 from collections import defaultdict
@@ -10,13 +10,12 @@ from pathlib import Path
 
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from common.report.plots import save, style, titled_figure
-from experiments import forest
-from experiments.forest import Effect
 from experiments.outcomes import about, over_seeds
 from experiments.records import make
 from experiments.records.chains import over
-from experiments.sweep_file import Variant
+from experiments.sweep import effects as forest
+from experiments.sweep.effects import Effect
+from experiments.sweep.sweep_file import Variant
 
 STAGES = {
     "reward": "reward model",
@@ -114,14 +113,6 @@ def iterative() -> str:
 
 
 def draw() -> Path:
-    """A panel per stage, one below the other; the page has the key."""
-    stages = primary_effects()
-    heights = [forest.PANEL_HEIGHT + forest.ROW_HEIGHT * len(own) for own in stages.values()]
-    width = forest.LABEL_WIDTH + forest.PANEL_WIDTH
-    with style():
-        figure = titled_figure("Differences to the base, 95% intervals", width, sum(heights))
-        panels = figure.subplots(len(stages), 1, height_ratios=heights, squeeze=False)
-        for (axes,), (stage, found) in zip(panels, stages.items(), strict=True):
-            forest.draw_panel(axes, found, with_labels=True)
-            axes.set(title=stage, xlabel=about(found[0].outcome).heading)
-        return save(figure, make.ROOT / "assets" / "ablations.png", forest.DPI)
+    """A panel per stage, one below the other."""
+    panels = {stage: {own[0].outcome: own} for stage, own in primary_effects().items()}
+    return forest.draw(panels, make.ROOT / "assets" / "ablations.png")

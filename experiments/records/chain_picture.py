@@ -8,8 +8,8 @@ from typing import Any
 
 from common.report.figures import draw_accuracy, draw_reward, held_out
 from common.report.plots import save, style, system_colours, titled_figure
-from experiments.forest import DPI
 from experiments.records import make
+from experiments.sweep.effects import DPI
 
 PARTS = ("demo", "scitldr")
 SCORES = ("{}", "{} implicit_reward", "{} logp")  # what a system's accuracy is of, the first it has

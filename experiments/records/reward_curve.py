@@ -15,11 +15,11 @@ from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.forest import DPI
 from experiments.outcomes import over_seeds
 from experiments.overoptimization.curves import best_of_n_kl
 from experiments.records import make
 from experiments.records.chains import evaluations, over
+from experiments.sweep.effects import DPI
 
 PART = "one-sentence"
 CHECK = "one_sentence"

@@ -10,8 +10,8 @@ from typing import Any
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
-from experiments.forest import DPI
 from experiments.records import make
+from experiments.sweep.effects import DPI
 
 MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
 

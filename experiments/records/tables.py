@@ -16,10 +16,10 @@ from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import save, style, titled_figure
-from experiments.forest import DPI
 from experiments.overoptimization.plots import SETTINGS, TITLES, draw_method
 from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
 from experiments.records.make import PARTS, RECORDS, ROOT, printed, read, read_record
+from experiments.sweep.effects import DPI
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]

@@ -5,10 +5,11 @@ import pytest
 from scipy import stats
 
 from common.evaluation.intervals import t_quantile
-from experiments import replicate, sweep
-from experiments.forest import Effect
+from experiments import replicate
 from experiments.outcomes import judges, over_seeds
-from experiments.sweep_file import Variant
+from experiments.sweep import __main__ as sweep
+from experiments.sweep.effects import Effect
+from experiments.sweep.sweep_file import Variant
 
 
 def test_a_judge_is_known_by_its_name_whatever_it_gave():

@@ -21,19 +21,17 @@ from transformers import AutoModelForSequenceClassification
 
 from common import advantages, distributed, padding
 from common.errors import UserError
-from common.evaluation.config import EvaluateConfig, settle
-from common.flags.parser import parse
+from common.evaluation.config import settle
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
 from common.text.rows import load_rows
-from experiments import sweep
 from experiments.outcomes import over_seeds
-from experiments.replicate import config_class
-from experiments.stages import ROOT, Stage, description, script_arguments, write_mark
-from experiments.sweep_file import read_sweep
+from experiments.stages import ROOT, Stage, config_of, description, write_mark
+from experiments.sweep import __main__ as sweep
+from experiments.sweep.sweep_file import read_sweep
 
 RECIPES = ROOT / "assets" / "recipes"
 ABLATIONS = RECIPES / "ablations"
@@ -64,13 +62,7 @@ def small() -> dict:
         "evaluation": {"config": "evaluate.yaml", "reference": "sft", "judge": "reward"},
         "variants": [
             {"detail": "head", "choice": "zeros", "stage": "reward", "flags": {"x": 1}},
-            {
-                "detail": "head",
-                "choice": "zeros, then GRPO",
-                "stage": "reward",
-                "flags": {"x": 1},
-                "then": ["grpo"],
-            },
+            {"detail": "scope", "choice": "wide", "stage": "grpo", "flags": {"x": 1}},
             {"detail": "scope", "choice": "none", "stage": "grpo", "flags": {"x": 2}},
         ],
     }
@@ -112,8 +104,9 @@ def pretend(stage: Stage, num_processes: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def recipes(tmp_path, monkeypatch):
-    """Recipes that say nothing, in the folder where the test is."""
+    """Recipes that say nothing, in the folder where the test is; flags of no script."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "check_flags", lambda stages: None)
     for name in ("sft", "reward", "grpo", "evaluate"):
         (tmp_path / f"{name}.yaml").touch()
 
@@ -134,26 +127,26 @@ def test_effects_are_differences_to_the_base_of_the_same_seed(tmp_path, monkeypa
     lines = [(e["choice"], e["outcome"], e["together"]["family"]) for e in record["effects"]]
     assert lines == [
         ("zeros", "accuracy", 1),
-        *(("zeros, then GRPO", "gold_reward", 2), ("none", "gold_reward", 2)),
-        *(("zeros, then GRPO", "entropy", 0), ("none", "entropy", 0)),
+        *(("wide", "gold_reward", 2), ("none", "gold_reward", 2)),
+        *(("wide", "entropy", 0), ("none", "entropy", 0)),
     ], "a stage's lines are a family in its first outcome"
     verdicts = {e["choice"]: e["verdict"] for e in record["effects"] if e["verdict"]}
     assert verdicts == {
         "zeros": f"no larger than {target.high:.2f}",
-        **dict.fromkeys(("zeros, then GRPO", "none"), "no larger than 0.00"),
+        **dict.fromkeys(("wide", "none"), "no larger than 0.00"),
     }
     (base,) = [b for b in record["base"] if b["stage"] == "reward"]
     assert base["mean"] == pytest.approx(100 * sum(NOISE.values()) / 3)
     assert base["sd"] == pytest.approx(float(torch.tensor([30.0, -50.0, 10.0]).std()))
     assert record["git_commits"] == ["abc"]
-    assert record["training_minutes"] == 3 * 3.0 * (3 + 1 + 2 + 1)
+    assert record["training_minutes"] == 3 * 3.0 * (3 + 1 + 1 + 1)
     table = capsys.readouterr().out
     assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in table
     for name in ("report.html", "report.md", "plots/forest.png"):
         assert Path("sweep", name).is_file()
 
 
-def test_every_judged_run_may_be_set_beside_one_stage(tmp_path, monkeypatch, capsys):
+def test_every_judged_run_may_be_compared_with_one_stage(tmp_path, monkeypatch, capsys):
     """Also the stages of the base chain; those with other outcomes are left out."""
     monkeypatch.setattr(sweep, "run", pretend)
     contents = small()
@@ -166,7 +159,7 @@ def test_every_judged_run_may_be_set_beside_one_stage(tmp_path, monkeypatch, cap
     found = {(e["detail"], e["choice"], e["outcome"]): e for e in record["effects"]}
     assert {key[:2] for key in found} == {
         ("dpo", "as in the recipe"),
-        ("head", "zeros, then GRPO"),
+        ("scope", "wide"),
         ("scope", "none"),
     }
     target = stats.ttest_1samp([2.0, 3.0, 1.0], 0).confidence_interval(0.95)
@@ -177,23 +170,8 @@ def test_every_judged_run_may_be_set_beside_one_stage(tmp_path, monkeypatch, cap
     assert "(32.00, -47.00, 11.00)" in out, "of the run itself"
     assert f"+2.00 [{target.low:+.2f}, {target.high:+.2f}]" in out
     contents["compared_with"] = "sft"
-    with pytest.raises(UserError, match="compared_with, names 'sft'; it must be one of reward, g"):
+    with pytest.raises(UserError, match="compared_with 'sft'; it must be one of reward, grpo"):
         read_sweep(write(tmp_path, contents))
-
-
-def test_lines_that_are_not_finished_may_be_left_out(tmp_path, monkeypatch):
-    """Of the second line one seed's last run is missing; the third is made for the first time."""
-    monkeypatch.setattr(sweep, "run", pretend)
-    contents = small()
-    third = contents["variants"].pop()
-    file = write(tmp_path, contents)
-    sweep.main(["--config", file])
-    (tmp_path / "sweep/seed_2/reward_head_zeros_then_grpo/grpo/finished.json").unlink()
-    contents["variants"].append(third)
-    sweep.main(["--config", write(tmp_path, contents), "--finished_only"])
-    record = json.loads(Path("sweep/sweep.json").read_text())
-    assert {effect["choice"] for effect in record["effects"]} == {"zeros"}
-    assert not (tmp_path / "sweep/seed_0/grpo_scope_none").exists()
 
 
 def test_a_star_says_that_the_interval_excludes_zero():
@@ -204,27 +182,18 @@ def test_a_star_says_that_the_interval_excludes_zero():
     assert over_seeds([0.5]).difference == "+0.50"
 
 
-def test_names_that_yaml_takes_for_numbers_are_texts(tmp_path):
-    found = read_sweep(write(tmp_path, small() | {"title": 2026, "output_dir": 7}))
-    assert (found.title, found.output_dir) == ("2026", "7")
-
-
-def test_what_a_variant_is_built_on(tmp_path):
+def test_a_variant_is_built_on_the_base_of_its_seed(tmp_path):
     found = read_sweep(write(tmp_path, small()))
     runs = {str(stage.output_dir): stage.flags for stage, _ in found.training(1)}
-    base, reward = "sweep/seed_1/base", "sweep/seed_1/reward_head_zeros_then_grpo/reward"
+    base = "sweep/seed_1/base"
     scope = runs["sweep/seed_1/grpo_scope_none/grpo"]
     assert scope["reward_funcs"] == [f"{base}/reward/model"]
     assert (scope["seed"], scope["x"]) == (1, 2)
-    after = runs["sweep/seed_1/reward_head_zeros_then_grpo/grpo"]
-    assert after["reward_funcs"] == [f"{reward}/model"]
-    assert after["model_name_or_path"] == f"{base}/sft/model"
-    assert "x" not in after
-    assert "sweep/seed_1/reward_head_zeros/grpo" not in runs
+    assert "x" not in runs[f"{base}/grpo"]
     policies, models = found.evaluations(1)
     assert policies.flags["policies"] == [
         f"{base}/grpo/model",
-        "sweep/seed_1/reward_head_zeros_then_grpo/grpo/model",
+        "sweep/seed_1/grpo_scope_wide/grpo/model",
         "sweep/seed_1/grpo_scope_none/grpo/model",
     ]
     assert policies.flags["reward_models"] == [f"{base}/reward/model"]
@@ -233,29 +202,25 @@ def test_what_a_variant_is_built_on(tmp_path):
 
 
 def test_a_file_that_cannot_be_is_refused(tmp_path):
-    def told(change) -> str:
+    def message(change) -> str:
         contents = small()
         change(contents)
         with pytest.raises(UserError) as caught:
-            read_sweep(write(tmp_path, contents))
+            list(read_sweep(write(tmp_path, contents)).training(0))
         return str(caught.value)
 
     first = lambda c: c["variants"][0]  # noqa: E731
-    assert "unknown key 'flag' (did you mean flags?)" in told(lambda c: first(c).update(flag=1))
-    assert "lacks the key 'stage'" in told(lambda c: first(c).pop("stage"))
-    assert "names 'ppo'; it must be one of" in told(lambda c: first(c).update(stage="ppo"))
-    assert "is there twice" in told(lambda c: c["variants"].append(first(c)))
-    assert "which has no outcomes" in told(lambda c: first(c).update(stage="sft"))
-    assert "which is no file" in told(lambda c: first(c).update(patch="no.py"))
-    later = {"x": "{grpo}/model"}
-    assert "must be of an earlier stage (sft)" in told(lambda c: first(c).update(flags=later))
-    assert "distinct integers" in told(lambda c: c.update(seeds=[0, 0]))
-    assert "'variants' of the wrong form" in told(lambda c: c.update(variants=3))
-    assert "it must be one of train_sft.py" in told(lambda c: c["base"]["sft"].update(script="x"))
-    for key in ("flags", "policy_flags"):
-        flags = {key: {"x": "{ppo}/model"}}
-        assert "names the folder {ppo}" in told(lambda c, own=flags: c["evaluation"].update(own))
-    assert "has the judge 'ppo'" in told(lambda c: c["evaluation"].update(judge="ppo"))
+    said = message(lambda c: first(c).update(flag=1))
+    assert "unexpected keyword argument 'flag' (the keys are detail, choice, stage, flags" in said
+    assert "required positional argument: 'stage'" in message(lambda c: first(c).pop("stage"))
+    assert "'ppo'; it must be one of reward, grpo" in message(
+        lambda c: first(c).update(stage="ppo")
+    )
+    assert "each must be there once" in message(lambda c: c["variants"].append(first(c)))
+    assert "seeds [0, 0]; each must be there" in message(lambda c: c.update(seeds=[0, 0]))
+    later = {"x": "{ppo}/model"}
+    assert "must be a stage of sft, reward" in message(lambda c: first(c).update(flags=later))
+    assert "judge 'ppo'" in message(lambda c: c["evaluation"].update(judge="ppo"))
 
 
 @pytest.mark.parametrize("name", ["ablations", "iterative"])
@@ -264,17 +229,17 @@ def test_a_shipped_sweep_asks_for_what_the_stages_take(name, monkeypatch):
     found = read_sweep(str(RECIPES / name / "demo.yaml"))
     assert len(found.seeds) >= 3
     for stage, num_processes in found.training(0):
-        parse(config_class(stage.script), script_arguments(stage))
+        config_of(stage)
         assert num_processes in (1, 2)
     for stage in found.evaluations(0):
-        settle(parse(EvaluateConfig, script_arguments(stage)))
+        settle(config_of(stage))
 
 
 def test_iterative_dpo_and_grpo_sample_and_train_on_as_much(monkeypatch):
     monkeypatch.chdir(ROOT)
     runs = {}
     for stage, _ in read_sweep(str(RECIPES / "iterative" / "demo.yaml")).training(0):
-        own = parse(config_class(stage.script), script_arguments(stage))
+        own = config_of(stage)
         runs[stage.output_dir.name] = runs.get(stage.output_dir.name, own)
     grpo, rounds = runs["grpo"], [runs[f"round_{i}"] for i in (1, 2, 3)]
     sampled = grpo.max_steps * grpo.batch_size * grpo.num_candidates

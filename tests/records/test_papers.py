@@ -6,7 +6,7 @@ import pytest
 
 from experiments.records import make, papers
 from experiments.records.papers import CLAIMS, Claim, at_equal_kl, far, line, misfit, turn
-from experiments.sweep_file import read_sweep
+from experiments.sweep.sweep_file import read_sweep
 
 
 def effect(choice: str, by_seed: list[float], outcome: str = "gold_reward") -> dict:

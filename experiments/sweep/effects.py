@@ -7,13 +7,11 @@ from typing import Any
 
 from common.report.plots import COLOURS, GREY, save, style
 from experiments.outcomes import SeedMean, about, over_seeds
-from experiments.sweep_file import Variant
+from experiments.sweep.sweep_file import Variant
 
 DPI = 110  # of a picture of many rows
-ROW_HEIGHT = 0.24  # inches
-PANEL_HEIGHT = 0.85  # inches beside the rows: title and axis
-PANEL_WIDTH = 2.6  # inches
-LABEL_WIDTH = 3.2  # inches
+ROW_HEIGHT, PANEL_HEIGHT = 0.24, 0.85  # inches; of a panel without its rows: title and axis
+PANEL_WIDTH, LABEL_WIDTH = 2.6, 3.2  # inches
 KEY = (
     "square: mean over seeds, filled where its 95% interval excludes 0; dots: seeds; orange: a "
     "patch; thin line: the interval that holds together with those of all other lines"
@@ -28,7 +26,7 @@ class Effect:
     outcome: str
     values: Sequence[float]  # by seed
     base: Sequence[float]  # by seed
-    family: int = 0  # effects that are told together from 0, this one among them; 0: secondary
+    family: int = 0  # number of effects that are tested together, this one included; 0: secondary
 
     @property
     def by_seed(self) -> list[float]:
@@ -42,7 +40,7 @@ class Effect:
 
     @property
     def together(self) -> SeedMean:
-        """The same with its simultaneous interval; of a secondary outcome with its own."""
+        """The same with its simultaneous interval; of a secondary outcome with its single one."""
         return over_seeds(self.by_seed, self.family or 1)
 
     @property
@@ -53,7 +51,7 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """What the simultaneous interval says, empty without one: yes, or how much at most."""
+        """By the simultaneous interval, empty without one: yes, or how large the effect may be."""
         mean = self.together
         if not self.family or mean.low is None or mean.high is None:
             return ""
@@ -65,7 +63,7 @@ Effects = Mapping[str, Mapping[str, Sequence[Effect]]]  # by stage and outcome, 
 
 
 def draw(stages: Effects, path: Path) -> Path:
-    """Draw the effects, the outcomes of a stage side by side."""
+    """Draw the effects, a row of panels for each stage, a panel for each outcome."""
     from matplotlib.figure import Figure
 
     num_rows = [len(next(iter(panels.values()))) for panels in stages.values()]
@@ -81,30 +79,30 @@ def draw(stages: Effects, path: Path) -> Path:
                 draw_panel(axes, effects, with_labels=j == 0)
                 axes.set_title(f"{stage}: {about(outcome).label}", fontsize=9)
                 axes.set_xlabel(f"difference to the base, {about(outcome).unit}", fontsize=8)
-        figure.supxlabel(KEY, fontsize=8, color=GREY)
+        figure.supxlabel(KEY, fontsize=8, color=GREY, wrap=True)
         return save(figure, path, DPI)
 
 
 def draw_panel(axes: Any, effects: Sequence[Effect], *, with_labels: bool) -> None:
     """One panel: pale dots for seeds, a line for the interval, its mean full where it excludes 0.
 
-    Without an interval (one seed) the mean is a hollow mark alone. With two or three seeds an
-    interval can be far wider than all that was seen: it is shown up to twice as far, then runs out
-    of the picture, and the table has its ends.
+    Without an interval (one seed) the mean is a hollow mark. With two or three seeds an interval
+    can be far wider than the seeds' values: it is shown up to twice as far; the table has its ends.
     """
     axes.axvline(0, color=GREY, linewidth=1)
     seen = [0.0, *(value for effect in effects for value in effect.by_seed)]
     reach = 2 * max(map(abs, seen)) or 1.0
-    for place, effect in enumerate(effects):
+    for row, effect in enumerate(effects):
         mean, colour = effect.difference, COLOURS[1 if effect.variant.patch else 0]
         seeds = effect.by_seed
-        axes.plot(seeds, [place] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
-        for own, width in ((mean, 1.4), (effect.together, 0.6)):
-            if own.low is not None and own.high is not None:
-                axes.plot([own.low, own.high], [place, place], color=colour, linewidth=width)
-                seen += [max(-reach, own.low), min(own.high, reach)]
+        axes.plot(seeds, [row] * len(seeds), "o", color=colour, alpha=0.3, ms=3)
+        for interval, width in ((mean, 1.4), (effect.together, 0.6)):
+            if interval.low is not None and interval.high is not None:
+                ends = [interval.low, interval.high]
+                axes.plot(ends, [row, row], color=colour, linewidth=width)
+                seen += [max(-reach, interval.low), min(interval.high, reach)]
         face = colour if mean.excludes_zero else "white"
-        axes.plot([mean.mean], [place], "s", color=colour, markerfacecolor=face, ms=4.5)
+        axes.plot([mean.mean], [row], "s", color=colour, markerfacecolor=face, ms=4.5)
     margin = 0.05 * (max(seen) - min(seen)) or 1.0
     axes.set_xlim(min(seen) - margin, max(seen) + margin)
     axes.set_ylim(len(effects) - 0.4, -0.6)  # the first row on top

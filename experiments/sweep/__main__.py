@@ -2,13 +2,12 @@
 
     python -m experiments.sweep --config assets/recipes/ablations/demo.yaml
 
-For each seed the base chain is trained once, then every variant of it (`sweep_file.py` says how a
-sweep is written down). All runs of a seed are judged together, on the same held-out rows. The
-effect of a variant is its outcome minus the base's of the same seed; printed is the mean over
-seeds with Student's 95% interval, n, and for a stage's first outcome what is left of it when all
-lines of the stage are looked at together. Runs that are finished are not made again, so the command
-goes on where it was stopped, and a line that is added to the file costs its own runs only. With
-`--finished_only` the lines that are not finished yet are left out.
+For each seed the base chain is trained once, then every variant of it (`sweep_file.py` has the
+format of the file). All runs of a seed are judged together, on the same held-out rows. The effect
+of a variant is its outcome minus the base's of the same seed: mean over seeds with Student's 95%
+interval, and for a stage's first outcome the interval that holds together with those of the
+stage's other variants. Finished runs are not repeated, so the command resumes where it was stopped,
+and a new line in the file costs its runs only.
 
 Writes `sweep.json`, `plots/forest.png`, `report.html` and `report.md` to the sweep's `output_dir`.
 """
@@ -23,8 +22,6 @@ from common.evaluation.score import run_cost
 from common.flags.parser import Parser
 from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table
-from experiments import forest
-from experiments.forest import Effect, Effects
 from experiments.outcomes import (
     about,
     outcome_of,
@@ -34,8 +31,9 @@ from experiments.outcomes import (
     systems_by_run,
     write_results,
 )
-from experiments.stages import exit_with_status, is_finished, run
-from experiments.sweep_file import Sweep, Variant, read_sweep
+from experiments.stages import check_flags, exit_with_status, run
+from experiments.sweep.effects import Effect, Effects, draw
+from experiments.sweep.sweep_file import Sweep, Variant, read_sweep
 
 AS_IS = "as in the recipe"  # the choice of a run of the base chain
 # Of the variant with a slug ("": the base chain), by stage and outcome: a value of each seed
@@ -47,39 +45,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="the sweep, a YAML file")
     parser.add_argument("--seeds", nargs="+", type=int, help="instead of those in the file")
-    parser.add_argument(
-        "--finished_only", action="store_true", help="leave out the lines that still need runs"
-    )
-    parser.add_argument("--output_dir", default="", help="instead of the one in the file")
-    arguments = parser.parse_args(argv)
-    sweep = read_sweep(arguments.config)
-    sweep = replace(
-        sweep,
-        seeds=arguments.seeds or sweep.seeds,
-        output_dir=arguments.output_dir or sweep.output_dir,
-    )
-    if arguments.finished_only:
-        sweep = finished_part(sweep)
-    # Line by line, each with all seeds: what was made is of use wherever this is stopped.
-    for of_seeds in zip(*map(sweep.training, sweep.seeds), strict=True):
+    parser.add_argument("--output_dir", help="instead of the one in the file")
+    changes = {name: v for name, v in vars(parser.parse_args(argv)).items() if v is not None}
+    sweep = read_sweep(changes.pop("config"), **changes)
+    training = [list(sweep.training(seed)) for seed in sweep.seeds]
+    evaluations = [stage for seed in sweep.seeds for stage in sweep.evaluations(seed)]
+    check_flags([*(stage for stage, _ in training[0]), *evaluations])
+    # Line by line, each with all seeds: finished lines are complete wherever this is stopped.
+    for of_seeds in zip(*training, strict=True):
         for stage, num_processes in of_seeds:
             run(stage, num_processes)
-    for seed in sweep.seeds:
-        for stage in sweep.evaluations(seed):
-            run(stage)
+    for stage in evaluations:
+        run(stage)
     outcomes = measured(sweep)
     report(sweep, outcomes, effects(sweep, outcomes))
-
-
-def finished_part(sweep: Sweep) -> Sweep:
-    """The sweep without the variants of which a training run is not finished, for any seed."""
-    unfinished = {
-        stage.output_dir.parent.name
-        for seed in sweep.seeds
-        for stage, _ in sweep.training(seed)
-        if not is_finished(stage)
-    }
-    return replace(sweep, variants=[v for v in sweep.variants if v.slug not in unfinished])
 
 
 def measured(sweep: Sweep) -> Outcomes:
@@ -89,14 +68,13 @@ def measured(sweep: Sweep) -> Outcomes:
         UserError: an outcome was not measured in one of them.
     """
     found: dict[tuple[str, str, str], list[float]] = {}
-    runs: list[tuple[Variant | None, str]] = [(None, name) for name in sweep.base]
-    runs += [(variant, variant.stages[-1]) for variant in sweep.variants]
     for seed in sweep.seeds:
         systems: dict[str, dict[str, Any]] = {}
         for stage in sweep.evaluations(seed):
             systems |= systems_by_run(stage.output_dir)
-        for variant, name in runs:
-            run_dir, slug = sweep.folders(seed, variant)[name], variant.slug if variant else ""
+        runs = [("", name, run_dir) for name, run_dir in sweep.folders(seed).items()]
+        runs += [(v.slug, v.stage, sweep.folder(seed, v)) for v in sweep.variants]
+        for slug, name, run_dir in runs:
             for outcome in sweep.base[name].outcomes:
                 value = outcome_of(outcome, run_dir, systems)
                 if value is None:
@@ -109,7 +87,7 @@ def measured(sweep: Sweep) -> Outcomes:
 def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
     """What every variant changes, lines of a detail together.
 
-    With `compared_with` the runs of the other stages too, and all beside that one.
+    With `compared_with` also what the other stages' runs differ by, all from that stage's run.
     """
     details, first = [variant.detail for variant in sweep.variants], sweep.compared_with
     in_order = sorted(sweep.variants, key=lambda variant: details.index(variant.detail))
@@ -118,15 +96,15 @@ def effects(sweep: Sweep, outcomes: Outcomes) -> Effects:
     runs += [(variant.slug, variant) for variant in in_order]
     found: dict[str, dict[str, list[Effect]]] = {}
     for (base_slug, stage, outcome), base in outcomes.items():
-        for slug, own in runs if not base_slug and first in ("", stage) else []:
-            judged = own.stages[-1]
+        for slug, variant in runs if not base_slug and first in ("", stage) else []:
+            judged = variant.stage
             has_all = {*sweep.base[stage].outcomes} <= {*sweep.base[judged].outcomes}
             if judged == stage or (first and has_all):
-                effect = Effect(own, outcome, outcomes[slug, judged, outcome], base)
+                effect = Effect(variant, outcome, outcomes[slug, judged, outcome], base)
                 found.setdefault(stage, {}).setdefault(outcome, []).append(effect)
     for panels in found.values():
-        first_outcome, own_effects = next(iter(panels.items()))
-        panels[first_outcome] = [replace(e, family=len(own_effects)) for e in own_effects]
+        primary, of_primary = next(iter(panels.items()))
+        panels[primary] = [replace(effect, family=len(of_primary)) for effect in of_primary]
     return found
 
 
@@ -138,7 +116,7 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     output_dir = Path(sweep.output_dir)
     run_dirs = [stage.output_dir for seed in sweep.seeds for stage, _ in sweep.training(seed)]
     minutes = sum(run_cost(run_dir).get("elapsed_minutes", 0.0) for run_dir in run_dirs)
-    found = [e for own in panels.values() for effects in own.values() for e in effects]
+    every = [effect for by_outcome in panels.values() for e in by_outcome.values() for effect in e]
     record = {
         "seeds": list(sweep.seeds),
         "training_minutes": round(minutes, 2),
@@ -150,7 +128,6 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
         "effects": [
             {
                 **asdict(effect.variant),
-                "judged": effect.variant.stages[-1],
                 "outcome": effect.outcome,
                 "unit": about(effect.outcome).unit,
                 "by_seed": effect.values,
@@ -159,17 +136,17 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
                 "together": asdict(effect.together) | {"family": effect.family},
                 "verdict": effect.verdict,
             }
-            for effect in found
+            for effect in every
         ],
     }
-    blocks: list[Block] = [reading(sweep, found)]
+    blocks: list[Block] = [introduction(sweep)]
     if panels:
-        picture = forest.draw(panels, output_dir / "plots" / "forest.png")
+        picture = draw(panels, output_dir / "plots" / "forest.png")
         caption = "Difference to the base of the same seed: mean, 95% interval, and each seed."
         blocks.append(Picture(picture, caption))
     if sweep.compared_with:
         blocks += [Section("each run", [levels(*panel)]) for panel in panels.items()]
-    blocks += [Section(stage, [table(own)]) for stage, own in panels.items()]
+    blocks += [Section(stage, [table(by_outcome)]) for stage, by_outcome in panels.items()]
     facts = {
         "seeds": ", ".join(map(str, sweep.seeds)),
         "training": f"{minutes:.0f} minutes in all",
@@ -177,32 +154,26 @@ def report(sweep: Sweep, outcomes: Outcomes, panels: Effects) -> None:
     write_results(output_dir / "sweep.json", record, sweep.title, blocks, facts, run_dirs)
 
 
-def reading(sweep: Sweep, found: Sequence[Effect]) -> str:
-    """What stands above the tables."""
-    num_clear = sum(effect.difference.excludes_zero for effect in found)
-    num_varying = sum(bool(effect.difference.sd) for effect in found)
+def introduction(sweep: Sweep) -> str:
+    """How to read the tables."""
     row, base = "the base chain with one thing changed", "the base"
     if sweep.compared_with:
         row, base = "a run", f"{sweep.compared_with}, the base,"
     return (
         f"Each row is {row}, for the seeds {list(sweep.seeds)}. A base row has mean "
         "\N{PLUS-MINUS SIGN} standard deviation over seeds; every other row the mean difference to "
-        f"{base} of the same seed, with Student's 95% interval over seeds. "
-        f"One star marks an interval that excludes 0: {num_clear} of the {num_varying} do whose "
-        f"values vary, and if nothing mattered about {0.05 * num_varying:.1f} would. The first "
-        "outcome of a stage is its primary one: two stars, and yes, mark what excludes 0 also when "
-        "the intervals of all lines of the stage are to hold together with 95% (Bonferroni); where "
-        "it does not, the effect is no larger than the farther end of that interval. The other "
-        "outcomes are secondary, without a correction. The intervals cover the seed of training, "
-        "not the draw of the held-out rows, which all runs share; of a share whose interval would "
-        "leave 0 to 100 the seeds' values are shown, in round brackets. "
-        f"{NOT_MEASURED} means that it was not measured. A patch re-enacts a known error of other "
-        "code, or dropout; the scripts themselves have no flag for it."
+        f"{base} of the same seed, with Student's 95% interval over seeds, which does not cover "
+        "the draw of the held-out rows. One star: the interval excludes 0. The first outcome of a "
+        "stage is its primary one: two stars, and yes, mark an effect whose interval excludes 0 "
+        "also when the intervals of all lines of the stage hold together with 95% (Bonferroni); "
+        "else the effect is no larger than the farther end of that interval. The other outcomes "
+        "are secondary, without a correction. Of a share whose interval would leave 0 to 100 the "
+        f"seeds' values are shown, in round brackets. {NOT_MEASURED}: not measured."
     )
 
 
 def levels(base: str, panels: Mapping[str, Sequence[Effect]]) -> Table:
-    """What each run came to: mean, standard deviation and interval over seeds."""
+    """The outcomes of each run: mean, standard deviation and interval over seeds."""
     headers = ["run", "choice", *(about(name).heading for name in panels)]
     rows = [[base, AS_IS, *(level(effects[0].base, name) for name, effects in panels.items())]]
     for effects in zip(*panels.values(), strict=True):
@@ -220,13 +191,13 @@ def level(values: Sequence[float], outcome: str) -> str:
 def table(panels: Mapping[str, Sequence[Effect]]) -> Table:
     """Base values and differences of one stage, of its effects by outcome."""
     headers = ["detail", "choice", *(about(name).heading for name in panels), "matters?", "n"]
-    first = [over_seeds(effects[0].base) for effects in panels.values()]
-    rows = [["base", AS_IS, *(mean.spread for mean in first), "", str(first[0].n)]]
-    for own in zip(*panels.values(), strict=True):
-        variant = own[0].variant
+    base = [over_seeds(effects[0].base) for effects in panels.values()]
+    rows = [["base", AS_IS, *(mean.spread for mean in base), "", str(base[0].n)]]
+    for effects in zip(*panels.values(), strict=True):
+        variant = effects[0].variant
         choice = f"{variant.choice} (patch)" if variant.patch else str(variant.choice)
-        cells = [*(effect.cell for effect in own), own[0].verdict]
-        rows.append([str(variant.detail), choice, *cells, str(own[0].difference.n)])
+        cells = [*(effect.cell for effect in effects), effects[0].verdict]
+        rows.append([str(variant.detail), choice, *cells, str(effects[0].difference.n)])
     return Table(headers, rows)
 
 

@@ -1,0 +1,203 @@
+"""The file that describes a sweep: a base chain of stages, and variants of it, one line each.
+
+    seeds: [0, 1, 2]
+    output_dir: output/ablations/demo
+    base:                       # the chain, in order
+      sft: {script: train_sft.py, config: assets/recipes/demo/sft.yaml}
+      reward:
+        script: train_reward.py
+        config: assets/recipes/demo/reward.yaml
+        flags: {model_name_or_path: "{sft}/model"}      # {sft}: the folder of that stage's run
+        outcomes: [accuracy]                            # what its variants are judged by
+    evaluation: {config: assets/recipes/demo/evaluate.yaml, reference: sft, judge: reward}
+    variants:
+      - {detail: Reward head, choice: zeros, stage: reward, flags: {head_init: zeros}}
+
+A variant is its stage with more flags, or with a patch (`patched.py`). With `compared_with: grpo`
+every judged run, the base's stages too, is compared with that stage of the base, not with its own.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import UserError
+from common.flags.recipes import read_recipe
+from experiments.stages import Stage
+
+Entry = TypeVar("Entry")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A stage of the base chain."""
+
+    script: str
+    config: str
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    outcomes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How all runs of a seed are judged, by evaluate.py."""
+
+    config: str
+    reference: str  # the stage of the base chain to which the KL is measured
+    judge: str = ""  # the stage of the base chain whose reward model scores generations, if any
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    policy_flags: Mapping[str, Any] = field(default_factory=dict)  # where policies are judged
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A line of the sweep."""
+
+    detail: str
+    choice: str
+    stage: str
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    patch: str = ""
+    num_processes: int = 1
+
+    @property
+    def slug(self) -> str:
+        """Name of its folder."""
+        words = f"{self.stage} {self.detail} {self.choice}".lower()
+        return re.sub(r"[^a-z0-9]+", "_", words).strip("_")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A whole file, and the runs that it asks for."""
+
+    seeds: Sequence[int]
+    output_dir: str
+    base: Mapping[str, Base]
+    evaluation: Evaluation
+    variants: Sequence[Variant]
+    title: str = "Ablations"
+    compared_with: str = ""  # a stage of the base chain; empty: each variant with its own stage
+
+    def folders(self, seed: int) -> dict[str, Path]:
+        """The run of each stage of the base chain."""
+        return {name: Path(self.output_dir) / f"seed_{seed}" / "base" / name for name in self.base}
+
+    def folder(self, seed: int, variant: Variant) -> Path:
+        """The run of a variant."""
+        return Path(self.output_dir) / f"seed_{seed}" / variant.slug / variant.stage
+
+    def training(self, seed: int) -> Iterator[tuple[Stage, int]]:
+        """Every training run of a seed and its number of processes, the base chain first."""
+        folders = self.folders(seed)
+        flags = {
+            name: {"seed": seed, **filled_in(base.flags, folders)}
+            for name, base in self.base.items()
+        }
+        for name, base in self.base.items():
+            yield Stage(base.script, folders[name], Path(base.config), flags[name]), 1
+        for variant in self.variants:
+            base = self.base[variant.stage]
+            changed = flags[variant.stage] | filled_in(variant.flags, folders)
+            patch = Path(variant.patch) if variant.patch else None
+            output_dir = self.folder(seed, variant)
+            yield (
+                Stage(base.script, output_dir, Path(base.config), changed, patch),
+                variant.num_processes,
+            )
+
+    def evaluations(self, seed: int) -> Iterator[Stage]:
+        """The two runs of evaluate.py that judge a seed: of policies, and of reward models."""
+        judging, base = self.evaluation, self.folders(seed)
+        judged = [(name, base[name]) for name, stage in self.base.items() if stage.outcomes]
+        judged += [(variant.stage, self.folder(seed, variant)) for variant in self.variants]
+        policies, models = [], []
+        for name, run_dir in judged:
+            is_model = self.base[name].script == "train_reward.py"
+            (models if is_model else policies).append(f"{run_dir}/model")
+        flags = {"seed": seed, **filled_in(judging.flags, base)}
+        config, root = Path(judging.config), Path(self.output_dir) / f"seed_{seed}" / "evaluation"
+        if policies:
+            of_policies = {
+                **filled_in(judging.policy_flags, base),
+                "policies": policies,
+                "ref_model_name_or_path": f"{base[judging.reference]}/model",
+                "reward_models": [f"{base[judging.judge]}/model"] if judging.judge else [],
+            }
+            yield Stage("evaluate.py", root / "policies", config, flags | of_policies)
+        if models:
+            of_models = {"policies": [], "reward_models": models, "reward_funcs": []}
+            of_models["num_prompts"] = 0
+            yield Stage("evaluate.py", root / "reward_models", config, flags | of_models)
+
+
+def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any]:
+    """The flags with every `{stage}` replaced by that stage's folder.
+
+    Raises:
+        UserError: there is no such stage.
+    """
+
+    def folder(match: re.Match[str]) -> str:
+        if match[1] not in folders:
+            stages = ", ".join(folders)
+            raise UserError(f"{{{match[1]}}} in the flags {flags} must be a stage of {stages}.")
+        return str(folders[match[1]])
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return PLACEHOLDER.sub(folder, value) if isinstance(value, str) else value
+
+    return {name: fill(value) for name, value in flags.items()}
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_sweep(path: str, **changes: Any) -> Sweep:
+    """The sweep that a file describes, with other seeds or another folder where `changes` has them.
+
+    Raises:
+        UserError: it cannot be read, has an unknown key, or names no stage of the chain.
+    """
+    where = f"--config {path}"
+    top = entry(Sweep, read_recipe(path, typed=True), where)
+    variants: Sequence[Any] = top.variants
+    sweep = replace(
+        top,
+        base={name: entry(Base, v, f"{where}, base.{name}") for name, v in top.base.items()},
+        evaluation=entry(Evaluation, top.evaluation, f"{where}, evaluation"),
+        variants=[entry(Variant, v, f"{where}, variants[{i}]") for i, v in enumerate(variants)],
+        **changes,
+    )
+    judged = [name for name, stage in sweep.base.items() if stage.outcomes]
+    named = [("evaluation.reference", sweep.evaluation.reference, list(sweep.base))]
+    named.append(("evaluation.judge", sweep.evaluation.judge, [*sweep.base, ""]))
+    named.append(("compared_with", sweep.compared_with, [*judged, ""]))
+    named += [(f"stage of variant {v.choice!r}", v.stage, judged) for v in sweep.variants]
+    for what, name, known in named:
+        if name not in known:
+            allowed = ", ".join(filter(None, known))
+            raise UserError(f"{where} has the {what} {name!r}; it must be one of {allowed}.")
+    slugs = [variant.slug for variant in sweep.variants]
+    for what, names in (("seeds", sweep.seeds), ("variants", slugs)):
+        if len(set(names)) < len(names):
+            raise UserError(f"{where} has the {what} {names}; each must be there once.")
+    return sweep
+
+
+def entry(cls: type[Entry], values: Any, where: str) -> Entry:
+    """A mapping of a file as a dataclass.
+
+    Raises:
+        UserError: a key is unknown or missing, or there is no mapping.
+    """
+    try:
+        return cls(**values)
+    except TypeError as error:
+        known = ", ".join(f.name for f in fields(cls))  # type: ignore[arg-type]
+        raise UserError(f"{where}: {error} (the keys are {known}).") from None
