@@ -1,29 +1,28 @@
-r"""Over-optimisation: a reward that is optimised goes on rising where what it stands for turns.
-
-Gao et al. (2022), "Scaling Laws for Reward Model Overoptimization", with a proxy reward model that
-was trained on few pairs, a gold judge that no policy sees, and policies that go further and further
-from the SFT policy, d = sqrt(KL(pi || SFT)):
-
-1. best of n: of n completions the one that the proxy likes best, estimated for every n from one
-   pool of samples; its KL is known in closed form, an upper bound here (`curves.py`);
-2. rejection: supervised fine-tuning on the best of n completions of training prompts;
-3. DPO over beta, on pairs of SFT completions that the proxy has labelled, not on the pairs that it
-   was trained on: every method then optimises the same reward, and differs in how;
-4. GRPO over its steps: the policy of each checkpoint.
-
-How this differs from the paper:
-1. Each seed trains its own SFT policy, and its own proxy on other pairs.
-2. KL is measured on whole completions, by the mean of log pi - log SFT over the policy's samples.
-3. Both judges are looked at as they are; the paper scales reward models to unit variance. In the
-   picture of the curves the unit of each is the standard deviation of the SFT policy's samples.
+"""Over-optimisation: the optimised reward keeps rising where the wanted one turns.
 
     make overoptimization
     python -m experiments.overoptimization \
         --config assets/recipes/overoptimization/demo.yaml --gold my/large/reward/model
 
-The data is any with prompts and pairs. Stages are runs of their own, what they leave is measured
-in this process, and neither is done twice. On the demo's data three seeds take about half an hour
-of one core. Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
+Gao et al. (2022), "Scaling Laws for Reward Model Overoptimization", with a proxy reward model that
+was trained on few pairs, a gold judge that no policy sees, and policies that go further and further
+from the SFT policy, d = sqrt(KL(pi || SFT)):
+
+1. best of n: of n completions the one with the highest proxy reward, estimated for every n from
+   one pool of samples; its KL is known in closed form, an upper bound here (`curves.py`);
+2. rejection: supervised fine-tuning on the best of n completions of training prompts;
+3. DPO over beta, on pairs of SFT completions that the proxy has labelled;
+4. GRPO over its steps: the policy of each checkpoint.
+
+How this differs from the paper:
+1. Each seed trains its SFT policy, and its proxy on other pairs.
+2. KL is measured on whole completions, by the mean of log pi - log SFT over the policy's samples.
+3. Rewards are not scaled; the paper scales reward models to unit variance. In the picture of the
+   curves the unit of each judge is the standard deviation of the SFT policy's samples.
+
+The data is any with prompts and pairs. Stages run as child processes, policies are measured in this
+process, and nothing is done twice. Three seeds of the demo take about half an hour of one core.
+Writes `results.json`, `report.html`, `report.md` and `plots/` to output_dir.
 """
 
 import json
@@ -35,14 +34,13 @@ from common.flags.parser import parse
 from common.record import folder
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.frontier import summarise
 from experiments.overoptimization.runs import run_seed
+from experiments.overoptimization.summary import summarise
 from experiments.stages import exit_with_status
 
 
 def main(config: OveroptimizationConfig) -> None:
-    """Make the runs of every seed, measure what they left, write the results and the page."""
-    folder.refuse_unwritable(config.output_dir)
+    """Make the runs of every seed, measure their policies, write the results and the page."""
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
     folder.save_run_files(output_dir, config, config.num_processes)

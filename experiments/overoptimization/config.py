@@ -1,4 +1,4 @@
-"""What the over-optimisation experiment optimises, how far, and how it is measured."""
+"""The flags of over-optimisation: what is optimised, how far, and how it is measured."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,11 +14,13 @@ class OveroptimizationConfig(CommonConfig):
     `dataset_name` has pairs; prompts are those of its rows unless `prompts_dataset_name` has some.
     """
 
+    unused: ClassVar = ("num_eval_rows",)
+
     _stages: ClassVar = "stages"
     sft_recipe: str = flag("", "recipe of train_sft.py (with model_name_or_path: none is trained)")
-    reward_recipe: str = flag("", "recipe of train_reward.py for the proxy")
-    rejection_recipe: str = flag("", "recipe of train_sft.py for the best of n")
-    dpo_recipe: str = flag("", "recipe of train_dpo.py")
+    reward_recipe: str = flag("", "recipe of train_reward.py for the proxy", required=True)
+    rejection_recipe: str = flag("", "recipe of train_sft.py for the best of n (empty: not run)")
+    dpo_recipe: str = flag("", "recipe of train_dpo.py (empty: not run)")
     grpo_recipe: str = flag("", "recipe of train_grpo.py; its save_steps are measured (empty: no)")
     num_processes: int = flag(1, "processes of each stage", gt=0)
 
@@ -30,13 +32,13 @@ class OveroptimizationConfig(CommonConfig):
     dataset_train_split: str = flag("train", "split of pairs and prompts to train on")
     prompts_dataset_name: str = path_flag("", "rows with prompts (empty: dataset_name)")
 
-    _far: ClassVar = "how far"
+    _far: ClassVar = "how far (sizes and betas from the nearest policy to the farthest)"
     best_of: list[int] = flag(
-        [1, 2, 4, 8, 16, 32, 64], "sizes n; the largest is that of the pool", gt=0
+        [1, 2, 4, 8, 16, 32, 64], "sizes n; the last is that of the pool", required=True, gt=0
     )
     rejection_sizes: list[int] = flag([2, 4, 16], "train on the best of n, for each n", gt=0)
     dpo_betas: list[float] = flag([1.0, 0.3, 0.1, 0.03, 0.01], "DPO's beta, for each one run", gt=0)
-    num_train_prompts: int = flag(800, "whose completions rejection and DPO learn from", gt=0)
+    num_train_prompts: int = flag(800, "prompts that rejection and DPO learn from", gt=0)
     num_candidates: int = flag(16, "completions of each; DPO compares neighbours, so even", gt=0)
 
     _measuring: ClassVar = "measuring"
@@ -46,25 +48,14 @@ class OveroptimizationConfig(CommonConfig):
     def __post_init__(self) -> None:
         """Refuse values that no experiment may have."""
         super().__post_init__()
-        needed = {
-            "sft_recipe": not self.model_name_or_path,
-            "reward_recipe": True,
-            "rejection_recipe": self.rejection_sizes,
-            "dpo_recipe": self.dpo_betas,
-        }
-        for name, is_needed in needed.items():
-            if is_needed and not getattr(self, name):
-                raise UserError(f"--{name} is empty; name the recipe of that stage.")
+        if not self.sft_recipe and not self.model_name_or_path:
+            raise UserError("--sft_recipe is empty; name a recipe, or give --model_name_or_path.")
         if not self.dataset_test_split:
             raise UserError("--dataset_test_split is required: the split to measure on.")
         if len(set(self.seeds)) < len(self.seeds):
             raise self.refused("seeds", "distinct numbers")
-        if len(self.best_of) < 2:
-            raise self.refused("best_of", "two sizes or more")
         if max(self.rejection_sizes, default=0) > self.num_candidates:
             most = f"at most --num_candidates, {self.num_candidates}, each"
             raise self.refused("rejection_sizes", most)
         if self.num_candidates % 2:
             raise self.refused("num_candidates", "even")
-        for name in ("best_of", "rejection_sizes", "dpo_betas"):
-            setattr(self, name, sorted(set(getattr(self, name)), reverse=name == "dpo_betas"))

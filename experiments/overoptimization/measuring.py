@@ -1,7 +1,6 @@
-"""What a policy's own completions are worth to two judges, and how far it is from where it began.
+"""The rewards of a policy's completions by two judges, and its distance from the SFT policy.
 
-Values of single completions are kept, prompt by prompt, since everything that is concluded from
-them resamples prompts.
+Values of single completions are kept, prompt by prompt, since intervals resample prompts.
 """
 
 import gc
@@ -11,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common import data, distributed, self_checks
@@ -20,27 +18,23 @@ from common.checkpoint import plain
 from common.checkpoint.files import MANIFEST
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import pair_scores, score
-from common.evaluation.intervals import PreferenceAccuracy, preference_accuracy
+from common.evaluation import score
 from common.model import fsdp
 from common.model import load as models
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from experiments.overoptimization.config import OveroptimizationConfig
-
-Values = NDArray[np.float64]
+from experiments.overoptimization.curves import Values
 
 
 @dataclass
 class Measured:
     """K completions of each of P prompts by one policy."""
 
-    gold: Values  # (P, K) of the judge that stands for what is wanted
-    proxy: Values  # (P, K) of the reward trained on, with its penalty for not stopping
+    gold: Values  # (P, K) of the judge that is not optimised
+    proxy: Values  # (P, K) of the optimised reward, with its penalty for not stopping
     log_ratio: Values  # (P, K) log pi - log ref, nats: their mean is unbiased for KL(pi || ref)
-    length: float  # mean number of tokens, stop token included
-    stop_rate: float  # share of the completions that stopped by themselves
 
     def __post_init__(self) -> None:
         """Take lists too."""
@@ -49,17 +43,13 @@ class Measured:
 
 
 class Measurer:
-    """The judges, and the policy that all others are compared with. In a process group of one."""
+    """The judges, and the SFT policy, `model_name_or_path`. In a process group of one."""
 
     def __init__(self, config: OveroptimizationConfig, proxy: str) -> None:
-        """Load the judges, of which `proxy` is a reward model's folder, and the reference.
-
-        The `model_name_or_path` of the config is that policy, its `seed` of the sampling noise.
-        """
+        """Load the judges, of which `proxy` is a reward model's folder, and the SFT policy."""
         self.config = config
         self.tokenizer = models.load_tokenizer(config.tokenizer_path, config)
-        path = config.model_name_or_path
-        self.stop_ids = models.stop_token_ids(self.tokenizer, config, [path])
+        self.stop_ids = models.stop_token_ids(self.tokenizer, config, [config.model_name_or_path])
         self.mesh = distributed.mesh(config.num_replicas)
         self.proxy = RewardFunctions.find([proxy], [], self.tokenizer, config)
         self.gold = RewardFunctions.find([config.gold], [], self.tokenizer, config)
@@ -77,26 +67,25 @@ class Measurer:
         self_checks.only_tokens_matter(policy, self.config)
         return policy
 
-    def examples(self, split: str, kind: str, num_rows: int = 0) -> Sequence[Example]:
-        """The first rows of a split (0: all) as token ids."""
-        config, rest = self.config, (kind, self.tokenizer, self.stop_ids, num_rows)
-        prompts_name = config.prompts_dataset_name or config.dataset_name
-        name = prompts_name if kind == "prompts" else config.dataset_name
-        return data.load_examples(config, name, split, *rest)
+    def prompts(self, split: str, num_rows: int = 0) -> Sequence[Example]:
+        """The first prompts of a split (0: all) as token ids."""
+        config = self.config
+        name = config.prompts_dataset_name or config.dataset_name
+        return data.load_examples(
+            config, name, split, "prompts", self.tokenizer, self.stop_ids, num_rows
+        )
 
     @cached_property
     def held_out(self) -> Sequence[Example]:
         """The prompts that policies are measured on, the same for every seed.
 
         Raises:
-            UserError: there are too few, or a judge cannot read them.
+            UserError: there are too few.
         """
         number = self.config.num_prompts
-        examples = self.examples(self.config.dataset_test_split, "prompts", number)
+        examples = self.prompts(self.config.dataset_test_split, number)
         if len(examples) < number:
             raise UserError(f"--num_prompts is {number}; {len(examples)} held-out ones are usable.")
-        for scorer in (self.proxy, self.gold):
-            scorer.check_rows(examples)
         return examples
 
     def draw(self, policy: Policy, examples: Sequence[Example], num_samples: int) -> Rollouts:
@@ -111,7 +100,7 @@ class Measurer:
         return apply_missing_eos_penalty(rewards, has_stop, self.config.missing_eos_penalty)
 
     def measure(self, path: str, num_samples: int) -> Measured:
-        """Sample from a policy, judge what it wrote, and score it under the reference."""
+        """Sample from a policy, judge its completions, and score them under the SFT policy."""
         policy, examples = self.load(path), self.held_out
         rollouts = self.draw(policy, examples, num_samples)
         del policy
@@ -123,13 +112,4 @@ class Measurer:
             self.gold.score(examples, rollouts).total.double().numpy(),
             self.proxy_rewards(examples, rollouts).double().numpy(),
             (logps - ref_logps).numpy(),
-            float(rollouts.lengths.double().mean()),
-            float(rollouts.has_stop.double().mean()),
         )
-
-    def proxy_accuracy(self) -> PreferenceAccuracy:
-        """How often the proxy prefers the chosen one of held-out pairs."""
-        config, (judge,) = self.config, self.proxy.reward_models.values()
-        pairs = self.examples(config.dataset_test_split, "preference", config.num_eval_rows)
-        arguments = (judge, pairs, self.tokenizer, self.stop_ids, config)
-        return preference_accuracy(*pair_scores.reward_scores(*arguments).T)

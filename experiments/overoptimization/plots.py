@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from common.report.plots import GREY, save, style, system_colours, titled_figure
-from experiments.overoptimization.curves import Fit
+from experiments.overoptimization.curves import fit
 
 TITLES = {
     "best_of_n": "Best of n",
@@ -18,10 +18,16 @@ TITLES = {
 SETTINGS = {"best_of_n": "n", "rejection": "n", "dpo": "beta", "grpo": "step"}
 COLOUR_OF = system_colours(TITLES)
 DPI = 110  # 880 points wide: legible at 800, and a small file
-NEAREST = 0.05  # nats; what is nearer to the SFT policy has no place on a logarithmic axis
+NEAREST = 0.05  # nats; a point nearer to the SFT policy would stretch the logarithmic axis
 MEAN: dict[str, Any] = {"linewidth": 2.2, "marker": "o", "markersize": 3.5}
 
 Results = Mapping[str, Any]
+
+
+def methods_of(results: Results) -> list[str]:
+    """The methods that have points, in the order of `TITLES`."""
+    measured = {point["method"] for point in results["points"]}
+    return [method for method in TITLES if method in measured]
 
 
 def series_of(results: Results, method: str, name: str) -> np.ndarray:
@@ -31,24 +37,24 @@ def series_of(results: Results, method: str, name: str) -> np.ndarray:
     return np.array(means).reshape(len(results["seeds"]), -1)
 
 
-def draw_curves(results: Results, path: Path) -> Path:
+def draw_curves(results: Results, path: Path, num_columns: int = 2, width: float = 8) -> Path:
     """Gains of both judges over the distance, a panel for each method."""
-    num_rows = -(-len(results["fits"]) // 2)
-    title = "The reward that is optimised, and the one that is wanted"
+    methods = methods_of(results)
+    num_rows = -(-len(methods) // num_columns)
+    title = "Gold and proxy reward over the distance"
     with style():
-        figure = titled_figure(title, 8, 0.7 + 2.9 * num_rows)
-        for i, fit in enumerate(results["fits"]):
-            draw_method(figure.add_subplot(num_rows, 2, i + 1), results, fit)
+        figure = titled_figure(title, width, 0.7 + 2.7 * num_rows)
+        for i, method in enumerate(methods):
+            draw_method(figure.add_subplot(num_rows, num_columns, i + 1), results, method)
         return save(figure, path, DPI)
 
 
-def draw_method(axes: Any, results: Results, found: Mapping[str, Any]) -> None:
+def draw_method(axes: Any, results: Results, method: str) -> None:
     """One panel: seeds thin, their mean thick, gold solid, proxy dashed, the fit dotted.
 
     Every line begins at the SFT policy, whose distance and gain are 0.
     """
-    method, start = found["method"], ((0, 0), (1, 0))
-    colour = COLOUR_OF[method]
+    start, colour = ((0, 0), (1, 0)), COLOUR_OF[method]
     scales = {
         judge: np.array([[seed[f"{judge}_std"] or 1.0] for seed in results["seeds"]])  # (S, 1)
         for judge in ("gold", "proxy")
@@ -59,9 +65,10 @@ def draw_method(axes: Any, results: Results, found: Mapping[str, Any]) -> None:
         axes.plot([], [], line, color=colour, linewidth=2.2, label=judge)
         axes.plot(distances.T, gains.T, line, color=colour, linewidth=0.8, alpha=0.35)
         axes.plot(distances.mean(0), gains.mean(0), line, color=colour, **MEAN)
-    fit = Fit(found["form"], found["alpha"]["value"], found["beta"]["value"], 0.0)
+    form = "bon" if method == "best_of_n" else "rl"
+    fitted = fit(form, distances[:, 1:], series_of(results, method, "gold_gain"))
     x = np.linspace(0, distances.mean(0).max(), 200)
-    y, label = fit.at(x) / scales["gold"].mean(), f"gold, fitted R_{fit.form}"
+    y, label = fitted.at(x) / scales["gold"].mean(), f"gold, fitted R_{form}"
     axes.plot(x, y, ":", color="black", linewidth=1.2, label=label)
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set(title=TITLES[method], xlabel="sqrt(KL to SFT), sqrt(nats)")
@@ -76,7 +83,7 @@ def draw_frontier(results: Results, path: Path) -> Path:
         axes = figure.subplots()
         start = np.mean([seed["gold"]["mean"] for seed in results["seeds"]])
         axes.axhline(start, color=GREY, linestyle="--", linewidth=1, label=f"SFT {start:.3f}")
-        for method in (fit["method"] for fit in results["fits"]):
+        for method in methods_of(results):
             kl, gold, settings = (
                 series_of(results, method, name) for name in ("kl", "gold", "setting")
             )  # (S, K)
@@ -87,9 +94,6 @@ def draw_frontier(results: Results, path: Path) -> Path:
             label = f"{TITLES[method]} ({ends})"
             axes.plot(kl.mean(0), gold.mean(0), color=colour, label=label, **MEAN)
         axes.set_xscale("log")
-        ticks = [t for t in (0.1, 0.3, 1, 3, 10, 30, 100, 300) if t <= axes.get_xlim()[1]]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
         unit = "KL(policy || SFT), nats per completion"
         axes.set(title="Reward-KL frontier", xlabel=unit, ylabel="gold reward")
         axes.legend(loc="best")

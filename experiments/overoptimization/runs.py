@@ -1,4 +1,4 @@
-"""The runs of one seed of the over-optimisation experiment, and what is measured of them."""
+"""The runs of one seed of the over-optimisation experiment, and their measured policies."""
 
 import gc
 import json
@@ -27,15 +27,15 @@ from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows, options
 from experiments import stages
 from experiments.overoptimization.config import OveroptimizationConfig
-from experiments.overoptimization.frontier import SeedPoints
 from experiments.overoptimization.measuring import Measured, Measurer
+from experiments.overoptimization.summary import SeedPoints
 from experiments.stages import Stage
 
 Item = TypeVar("Item")
 
 MODEL = "model"  # the folder that every stage leaves
 MARK = "made_by.json"
-LIMITS = (  # what else a measurement depends on
+LIMITS = (  # flags that a measurement depends on
     *("gold", "missing_eos_penalty", "max_prompt_length", "max_completion_length"),
     *("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split"),
     *("dataset_revision", "column_map", "prompts_dataset_name", "prompt_truncation", "stop_token"),
@@ -43,7 +43,7 @@ LIMITS = (  # what else a measurement depends on
 
 
 def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
-    """Make the runs of a seed, unless they are there, and measure the policies they left."""
+    """Make the runs of a seed, unless they are there, and measure their policies."""
     chain, number = Chain(config, seed), config.num_samples
     policies = chain.policies()
     pool = chain.measured("pool", chain.sft, max(config.best_of))
@@ -51,14 +51,14 @@ def run_seed(config: OveroptimizationConfig, seed: int) -> SeedPoints:
         method: {n: chain.measured(f"{method}_{n:g}", path, number) for n, path in own.items()}
         for method, own in policies.items()
     }
-    return SeedPoints(seed, chain.measurer.proxy_accuracy(), pool, measured)
+    return SeedPoints(seed, pool, measured)
 
 
 class Chain:
     """One seed's stages, each a child process, and this process's measurements."""
 
     def __init__(self, config: OveroptimizationConfig, seed: int) -> None:
-        """Make the policy at distance 0 and the reward model that is optimised."""
+        """Make the SFT policy and the proxy reward model."""
         self.config = replace(config, seed=seed)
         self.folder = Path(config.output_dir) / f"seed_{seed}"
         self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
@@ -67,50 +67,47 @@ class Chain:
         name = config.dataset_name
         how = options(config, name)
         pairs = load_rows(name, config.dataset_train_split, kind="preference", **how)
-        own = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
-        write_atomically(self.folder / "proxy_pairs.jsonl", own)
+        chosen = map(json_line, choose(pairs, self.config, "num_proxy_pairs"))
+        write_atomically(self.folder / "proxy_pairs.jsonl", chosen)
         self.proxy = self.make("reward", "proxy", config.reward_recipe, "proxy_pairs.jsonl")
 
-    def make(self, stage: str, name: str, recipe: str, rows: str | Path = "", **flags: Any) -> Path:
+    def make(self, stage: str, name: str, recipe: str, rows: str = "", **flags: Any) -> Path:
         """Make a run of a stage, unless it is there; returns the folder of its model.
 
-        With `rows`, a file in the seed's folder, it starts from the SFT policy and learns from it.
+        With `rows`, a file in the seed's folder, it trains the SFT policy on them.
         """
         flags["seed"] = self.config.seed
         if rows:
             flags |= {"dataset_name": self.folder / rows, "dataset_test_split": ""}
-            flags |= {"eval_steps": 0, "num_eval_rows": 0}
-            flags["model_name_or_path"] = self.sft
+            flags |= {"eval_steps": 0, "num_eval_rows": 0, "model_name_or_path": self.sft}
         run = Stage(f"train_{stage}.py", self.folder / name, Path(recipe), flags)
         stages.run(run, self.config.num_processes)
         return run.output_dir / MODEL
 
     def policies(self) -> dict[str, dict[float, Path]]:
         """The policies of each method, by n, beta or step."""
-        config, rows = self.config, Path("optimised")
-        if config.rejection_sizes or config.dpo_betas:
-            self.write_rows(self.folder / rows)
+        config = self.config
         policies: dict[str, dict[float, Path]] = {"rejection": {}, "dpo": {}, "grpo": {}}
-        for n in config.rejection_sizes:
-            run = ("sft", f"rejection_{n}", config.rejection_recipe, rows / f"best_of_{n}.jsonl")
-            policies["rejection"][n] = self.make(*run)
-        for beta in config.dpo_betas:
-            run = ("dpo", f"dpo_{beta:g}", config.dpo_recipe, rows / "pairs.jsonl")
-            policies["dpo"][beta] = self.make(*run, beta=beta)
-        if config.grpo_recipe:
-            model = self.make(
-                *("grpo", "grpo", config.grpo_recipe),
-                model_name_or_path=self.sft,
-                reward_funcs=[self.proxy],
-                missing_eos_penalty=config.missing_eos_penalty,
-                keep_last=0,
-            )
+        if config.rejection_recipe or config.dpo_recipe:
+            self.write_rows(self.folder / "optimised")
+        if recipe := config.rejection_recipe:
+            for n in config.rejection_sizes:
+                rows = f"optimised/best_of_{n}.jsonl"
+                policies["rejection"][n] = self.make("sft", f"rejection_{n}", recipe, rows)
+        if recipe := config.dpo_recipe:
+            for beta in config.dpo_betas:
+                name, rows = f"dpo_{beta:g}", "optimised/pairs.jsonl"
+                policies["dpo"][beta] = self.make("dpo", name, recipe, rows, beta=beta)
+        if recipe := config.grpo_recipe:
+            flags = {"model_name_or_path": self.sft, "reward_funcs": [self.proxy], "keep_last": 0}
+            flags["missing_eos_penalty"] = config.missing_eos_penalty
+            model = self.make("grpo", "grpo", recipe, **flags)
             checkpoints = reversed(files.newest_first(model.parent))
             policies["grpo"] = {files.step_of(path): path for path in checkpoints}
         return policies
 
     def write_rows(self, folder: Path) -> None:
-        """Write what rejection and DPO learn from, unless it is there: a mark of it comes last."""
+        """Write the rows of rejection and DPO, unless they are there: their mark comes last."""
         config, sizes = self.config, self.config.rejection_sizes
         num_prompts, number = config.num_train_prompts, config.num_candidates
         made_by = self.made_by(self.sft, prompts=num_prompts, candidates=number, sizes=sizes)
@@ -118,15 +115,14 @@ class Chain:
             return
         (folder / MARK).unlink(missing_ok=True)
         measurer = self.measurer
-        prompts = measurer.examples(config.dataset_train_split, "prompts")
+        prompts = measurer.prompts(config.dataset_train_split)
         examples = choose(prompts, config, "num_train_prompts")
         rollouts = measurer.draw(measurer.reference, examples, number)
         rewards = measurer.proxy_rewards(examples, rollouts)  # (N, K)
         texts = rollouts.texts(measurer.tokenizer)
         write_optimised(folder, examples, rollouts, texts, rewards, sizes)
         stages.write_mark(folder, made_by, MARK)
-        # The judges are given up: the stages that come next need the memory.
-        del self.measurer, measurer
+        del self.measurer, measurer  # the next stages need the memory
         gc.collect()
 
     @cached_property
@@ -135,7 +131,7 @@ class Chain:
         return Measurer(self.config, str(self.proxy))
 
     def measured(self, name: str, path: Path, num_samples: int) -> Measured:
-        """What was measured before of the same policy by the same judges, else what is now."""
+        """An earlier measurement of the same policy by the same judges, else a new one."""
         file = self.folder / "measured" / f"{name}.json"
         made_by = self.made_by(path, prompts=self.config.num_prompts, samples=num_samples)
         record = stages.read_mark(file.parent, file.name) or {}
@@ -151,18 +147,15 @@ class Chain:
         return found
 
     def made_by(self, path: Path, **settings: Any) -> dict[str, Any]:
-        """What a measurement is a function of, ready for JSON: runs by what made them."""
+        """The inputs of a measurement, ready for JSON: runs by what made them."""
         run = path.parent if path.name == MODEL else path.parent.parent
         named = [str(run / MODEL), str(self.sft), str(self.proxy), self.config.gold]
         limits = {name: getattr(self.config, name) for name in LIMITS}
         return {"path": path.name, "runs": stages.inputs(named), **limits, **settings}
 
 
-# ---- rows ----------------------------------------------------------------------------------------
-
-
 def choose(rows: Sequence[Item], config: OveroptimizationConfig, what: str) -> list[Item]:
-    """As many rows as the field `what` says, those of this seed in its own order.
+    """As many rows as the field `what` has, drawn by the seed.
 
     Raises:
         UserError: there are not as many.
@@ -195,8 +188,8 @@ def write_optimised(
     for size in sizes:
         best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)
         rows = [
-            {"prompt": example.prompt, "completion": texts[place]}
-            for example, place in zip(examples, best.tolist(), strict=True)
-            if texts[place].strip()
+            {"prompt": example.prompt, "completion": texts[slot]}
+            for example, slot in zip(examples, best.tolist(), strict=True)
+            if texts[slot].strip()
         ]
         write_atomically(folder / f"best_of_{size}.jsonl", map(json_line, rows))

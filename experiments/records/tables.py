@@ -9,17 +9,15 @@ stands the command that makes it.
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 from common.evaluation.intervals import interval_cell
 from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
-from common.report.plots import save, style, titled_figure
-from experiments.overoptimization.plots import SETTINGS, TITLES, draw_method
+from experiments.overoptimization.page import fallen, turns_table
+from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
 from experiments.records.make import PARTS, RECORDS, ROOT, printed, read, read_record
-from experiments.sweep.effects import DPI
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -39,7 +37,8 @@ def write() -> None:
     if read_record("ablations"):
         ablations.draw()
     if read_record("overoptimization"):
-        draw_turns()
+        results = read("overoptimization/results.json")
+        draw_curves(results, ROOT / "assets" / "overoptimization.png", num_columns=1, width=5)
 
 
 def filled(text: str, *, is_in_docs: bool = True) -> str:
@@ -121,40 +120,12 @@ def too_far() -> str:
 
 
 def turns() -> str:
-    """What each method that turns gains and loses behind its best setting, seed by seed."""
-    rows, told = [], []
-    found = read("overoptimization/results.json")["turns"]
-    for method, name in TITLES.items():
-        own = [turn for turn in found if turn["method"] == method]
-        if all(turn["peak"] == turn["last"] for turn in own):
-            continue
-        for turn in own:
-            rows.append(
-                [
-                    name,
-                    str(turn["seed"]),
-                    f"{SETTINGS[method]} {turn['peak']:g}, {turn['last']:g}",
-                    interval_cell(turn["gold_change"], 1, 3, sign="+"),
-                    interval_cell(turn["proxy_change"], 1, 2, sign="+"),
-                ]
-            )
-        both = sum(turn["gold_change"]["high"] < 0 < turn["proxy_change"]["low"] for turn in own)
-        told.append(f"{name} {both} of {len(own)}")
-    table = markdown.table(["method", "seed", "best, last", "gold", "proxy"], rows)
-    fell = "Seeds on which gold fell while the proxy rose, both intervals apart from 0"
-    picture = "![Gain in gold and proxy reward over the distance](../assets/overoptimization.png)"
-    return f"{picture}\n\n{table}\n\n{fell}: {', '.join(told)}."
-
-
-def draw_turns() -> Path:
-    """Gold and proxy reward over the distance, one method below the other, for a phone."""
+    """The changes after the best setting of each method that turns, seed by seed."""
     results = read("overoptimization/results.json")
-    fits = results["fits"]
-    with style():
-        figure = titled_figure("Gold and proxy over the distance", 5, 2.7 * len(fits))
-        for axes, fit in zip(figure.subplots(len(fits), 1), fits, strict=True):
-            draw_method(axes, results, fit)
-        return save(figure, ROOT / "assets" / "overoptimization.png", DPI)
+    changes = turns_table(results)
+    picture = "![Gain in gold and proxy reward over the distance](../assets/overoptimization.png)"
+    table = markdown.table(changes.headers, changes.rows)
+    return f"{picture}\n\n{table}\n\n{fallen(results)}"
 
 
 # ---- speed and memory ----------------------------------------------------------------------------

@@ -94,26 +94,3 @@ def test_in_the_place_of_a_table_without_a_record_is_its_command(recorded: Path)
     assert "old" not in text
     with pytest.raises(KeyError):
         tables.filled(PAGE.replace("demo.mean", "demo.unknown"))
-
-
-def test_turns_are_told_seed_by_seed_and_counted_where_both_intervals_tell(recorded: Path):
-    folder = recorded / "overoptimization"
-    folder.mkdir()
-    turns = [
-        {"method": method, "seed": seed, "peak": peak, "last": 100.0}
-        | {"gold_change": {"mean": -0.25, "low": -0.5, "high": gold}}
-        | {"proxy_change": {"mean": 1.0, "low": proxy, "high": 2.0}}
-        for method, seed, peak, gold, proxy in (
-            ("best_of_n", 0, 100, -0.125, 0.5),
-            ("best_of_n", 1, 100, -0.125, 0.5),  # nothing turned
-            ("grpo", 0, 50, -0.125, 0.5),
-            ("grpo", 1, 100, 0.125, 0.5),
-            ("grpo", 2, 60, -0.125, -0.5),
-        )
-    ]
-    (folder / "results.json").write_text(json.dumps({"turns": turns}))
-    _, _, *lines, _, told = tables.turns().splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert [row[:2] for row in cells[2:]] == [["GRPO over steps", seed] for seed in "012"]
-    assert cells[2][2:] == ["step 50, 100", "-0.250 [-0.500, -0.125]", "+1.00 [+0.50, +2.00]"]
-    assert told.endswith(": GRPO over steps 1 of 3.")
