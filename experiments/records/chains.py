@@ -21,7 +21,7 @@ from common.report.tables import accuracy_table, generation_tables, win_rate_tab
 from experiments.outcomes import over_seeds, seeds_interval
 from experiments.records import make
 
-CHAINS = [name for name, part in make.PARTS.items() if "replicate" in part.commands[0]]
+CHAINS = [name for name, part in make.PARTS.items() if "replicate" in part.command]
 TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
 COLUMNS = {  # of the means over seeds: heading, scale, digits
     "accuracy": ("accuracy %", 100, 1),

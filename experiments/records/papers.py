@@ -1,14 +1,12 @@
-"""Published claims beside the records: what each says, the effect here, and whether it holds.
+"""Published claims compared with the records: the claim, the effect here, and whether it holds.
 
-    python -m experiments.records.papers
-
-A claim says which sign an effect has. It holds where the 95% interval over seeds lies on that side
-of 0, does not where it lies on the other; else it cannot be told, and the interval's end on that
-side is the most that the claim may amount to. No claim is corrected for the number of the others. A
+A claim has the sign of an effect. It holds where the 95% interval over seeds lies on that side of
+0, does not where it lies on the other; else it cannot be told, and the interval's end on that side
+is the most that the claim may amount to. No claim is corrected for the number of the others. A
 record that lacks a run leaves its claims unmeasured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +15,8 @@ import numpy as np
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.outcomes import over_seeds
-from experiments.overoptimization import curves
+from experiments.overoptimization.curves import fit
+from experiments.overoptimization.plots import series_of
 from experiments.records import make
 
 Record = Mapping[str, Any]
@@ -82,33 +81,17 @@ def line(
     return effect
 
 
-# ---- effects of the over-optimisation record -----------------------------------------------------
-
-
-def by_seed(record: Record, key: str, method: str) -> list[list[Record]]:
-    """The points or turns of a method, seed by seed."""
-    found: dict[int, list[Record]] = {}
-    for one in record[key]:
-        if one["method"] == method:
-            found.setdefault(one["seed"], []).append(one)
-    if not found:
-        raise KeyError(method)
-    return [found[seed] for seed in sorted(found)]
+# ---- effects of the over-optimisation record: arrays of S seeds and K settings -------------------
 
 
 def turn(method: str) -> Effect:
     """Gold reward of a method's last setting minus that of its best one, in points.
 
-    The best is that of the other seeds' mean: a seed's own best would be above its last by chance.
+    The best is that of the other seeds' mean: a seed's best would be above its last by chance.
     """
 
     def effect(record: Record) -> list[float]:
-        gains = np.array(
-            [
-                [100 * point["gold_gain"]["mean"] for point in points]
-                for points in by_seed(record, "points", method)
-            ]
-        )  # S seeds, settings from the first to the last
+        gains = 100 * series_of(record, method, "gold_gain")  # (S, K)
         best = [np.delete(gains, seed, axis=0).mean(0).argmax() for seed in range(len(gains))]
         return [float(own[-1] - own[at]) for own, at in zip(gains, best, strict=True)]
 
@@ -118,53 +101,49 @@ def turn(method: str) -> Effect:
 def far(method: str) -> Effect:
     """Gold reward of a method at its farthest from the reference minus that at its nearest."""
 
-    def of_seed(points: Sequence[Record]) -> float:
-        nearest, *_, farthest = sorted(points, key=lambda point: point["kl"]["mean"])
-        return 100 * (farthest["gold_gain"]["mean"] - nearest["gold_gain"]["mean"])
+    def effect(record: Record) -> list[float]:
+        kl, gains = (series_of(record, method, name) for name in ("kl", "gold_gain"))  # (S, K)
+        seeds = np.arange(len(kl))
+        found: list[float] = 100 * (gains[seeds, kl.argmax(1)] - gains[seeds, kl.argmin(1)])
+        return list(found)
 
-    return lambda record: [of_seed(points) for points in by_seed(record, "points", method)]
+    return effect
 
 
 def at_equal_kl(method: str, other: str, gain: str = "gold_gain", scale: float = 100) -> Effect:
     """A reward of a method over another at its points' KL, mean over its settings.
 
-    The other's gain is interpolated between its own points and the reference. A setting that on any
+    The other's gain is interpolated between its points and the reference. A setting that on any
     seed is farther from the reference than the other has been is left out on all of them.
     """
 
     def effect(record: Record) -> list[float]:
-        gains: dict[float, list[float]] = {}
-        both = (by_seed(record, "points", name) for name in (method, other))
-        seeds = list(zip(*both, strict=True))
-        for own, others in seeds:
-            path = sorted((one["kl"]["mean"], one[gain]["mean"]) for one in others)
-            kl, reward = (np.array([0.0, *ends]) for ends in zip(*path, strict=True))
-            for one in own:
-                if 0 < one["kl"]["mean"] <= kl[-1]:
-                    more = one[gain]["mean"] - np.interp(one["kl"]["mean"], kl, reward)
-                    gains.setdefault(one["setting"], []).append(scale * float(more))
-        common = [own for own in gains.values() if len(own) == len(seeds)]
-        if not common:
+        kl, gains = (series_of(record, method, name) for name in ("kl", gain))  # (S, K)
+        kls, others = (series_of(record, other, name) for name in ("kl", gain))  # (S, L)
+        common = ((kl > 0) & (kl <= kls.max(1, keepdims=True))).all(0)  # (K,)
+        if not common.any():
             raise KeyError(f"no {method} within the reach of {other}")
-        return [float(np.mean(own)) for own in zip(*common, strict=True)]
+        found = []
+        for seed, order in enumerate(kls.argsort(1)):
+            path = ([0.0, *own[seed, order]] for own in (kls, others))
+            more = gains[seed] - np.interp(kl[seed], *path)
+            found.append(scale * float(more[common].mean()))
+        return found
 
     return effect
 
 
 def misfit(method: str, form: str, other: str) -> Effect:
-    """How much farther a method's gold rewards are from the other form of Gao's, rmse in points."""
+    """How much worse the other form of Gao's fits a method's gold rewards, rmse in points."""
 
-    def of_seed(points: Sequence[Record]) -> float:
-        distances, gains = (
-            np.array(values)
-            for values in zip(
-                *((p["distance"], p["gold_gain"]["mean"]) for p in points), strict=True
-            )
-        )
-        ours, theirs = (curves.fit(name, distances, gains).rmse for name in (form, other))
-        return 100 * (theirs - ours)
+    def effect(record: Record) -> list[float]:
+        both = (series_of(record, method, name) for name in ("distance", "gold_gain"))  # (S, K)
+        return [
+            100 * (fit(other, *points).rmse - fit(form, *points).rmse)
+            for points in zip(*both, strict=True)
+        ]
 
-    return lambda record: [of_seed(points) for points in by_seed(record, "points", method)]
+    return effect
 
 
 # ---- the claims ----------------------------------------------------------------------------------
@@ -229,7 +208,3 @@ CLAIMS = [
           POINTS, 1, SWEEP, line("grpo", GOLD, ("global normalisation", "on"))),
 ]
 # fmt: on
-
-
-if __name__ == "__main__":
-    print(table())

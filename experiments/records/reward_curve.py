@@ -1,17 +1,17 @@
-"""The second task: reward over steps and over KL, GRPO beside the best of n.
+"""The second task: reward over steps and over KL, GRPO compared with the best of n.
 
-`tables.py` draws `assets/one-sentence.png` from what is recorded of the recipe `one-sentence`, and
-has its tables. The best of n samples of the chat model has as its mean reward, a check being 0 or
-1, the model's pass@n, and a KL of at most log n - (n - 1) / n, the point that is drawn: where
-several samples pass, one of them is taken at random, and the KL is smaller.
+`tables.py` draws `assets/one-sentence.png` from the record of the recipe `one-sentence`. The best
+of n samples of the chat model has as its mean reward, a check being 0 or 1, the model's pass@n, and
+a KL of at most log n - (n - 1) / n, the point that is drawn: where several samples pass, one of
+them is taken at random, and the KL is smaller.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.record.jsonl import read_jsonl
+from common.record.folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Record:
-    """What is recorded of all seeds."""
+    """The policies of all seeds."""
 
     run: dict[int, Point]  # GRPO, by the step of each evaluation
     trained: Point  # at its end, with more samples of each prompt
@@ -58,43 +58,30 @@ class Record:
 def read() -> Record:
     """The record."""
     found = evaluations(PART)
-    curves = [list(held_out(make.RECORDS / PART / f"seed_{seed}")) for seed in found]
+    logs = [read_metrics(make.RECORDS / PART / f"seed_{seed}" / "grpo") for seed in found]
     run = {}
-    for at in zip(*curves, strict=True):
-        (step,) = {one[0] for one in at}
-        rewards, kls = zip(*(one[1:] for one in at), strict=True)
-        run[step] = Point(f"GRPO, step {step}", rewards, kls)
-    trained, starts = [], []
-    for results in found.values():
-        passes = {system["name"]: system["pass_rates"][CHECK] for system in results["systems"]}
-        rates = {of: {k: own["mean"] for k, own in rate.items()} for of, rate in passes.items()}
-        trained.append(rates.pop("grpo"))
-        (start,) = rates.values()  # the chat model
-        starts.append(start)
+    for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
+        values = (tuple(line[name] for line in at) for name in ("eval_reward", "eval_kl"))
+        run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", *values)
+    systems = [own for results in found.values() for own in results["systems"]]
+    rates: dict[str, dict[str, list[float]]] = {"grpo": {}, "chat": {}}  # values by seed
+    for system in systems:
+        of_model = rates["grpo" if system["name"] == "grpo" else "chat"]
+        for name, rate in system["pass_rates"][CHECK].items():
+            of_model.setdefault(name, []).append(rate["mean"])
     best = {}
-    for name in starts[0]:
+    for name, rewards in rates["chat"].items():
         n = int(name.removeprefix("pass@"))
-        rewards = tuple(start[name] for start in starts)
         policy = f"best of {n}" if n > 1 else "the chat model"
-        best[n] = Point(policy, rewards, (best_of_n_kl(n),) * len(rewards), n)
-    own = (results["reference_completions"]["rewards"][CHECK] for results in found.values())
+        best[n] = Point(policy, tuple(rewards), (best_of_n_kl(n),) * len(rewards), n)
+    passed = (own["reference_completions"]["rewards"][CHECK] for own in found.values())
+    trained = f"GRPO, trained, {max(best)} samples"
     return Record(
         run,
-        Point(
-            f"GRPO, trained, {max(best)} samples",
-            tuple(rates["pass@1"] for rates in trained),
-            run[max(run)].kls,
-        ),
+        Point(trained, tuple(rates["grpo"]["pass@1"]), run[max(run)].kls),
         best,
-        Point("the author", tuple(rate["mean"] for rate in own)),
+        Point("the author", tuple(rate["mean"] for rate in passed)),
     )
-
-
-def held_out(seed: Path) -> Iterator[tuple[int, float, float]]:
-    """Step, reward and KL of the evaluations of a run."""
-    for record in read_jsonl(seed / "grpo" / "metrics.jsonl"):
-        if "eval_reward" in record:
-            yield record["step"], record["eval_reward"], record["eval_kl"]
 
 
 def shown() -> str:
@@ -106,7 +93,7 @@ def shown() -> str:
 
 
 def short() -> str:
-    """The chat model, the best of its most samples, and what was trained."""
+    """The chat model, the best of its most samples, and the trained policy."""
     found = read()
     return table([found.best[1], found.best[max(found.best)], found.trained])
 
@@ -118,39 +105,33 @@ def table(policies: list[Point]) -> str:
 
 
 def beside() -> str:
-    """Differences of the same seed: what GRPO gained, and where it is beside the best of n.
+    """Differences of the same seed: GRPO's gain, and GRPO compared with the best of n.
 
     The last is at GRPO's first evaluation that is on every seed farther away than the best of most
     samples can be.
     """
     found = read()
     most = found.best[max(found.best)]
-    farther = (own for own in found.run.values() if min(own.kls) > most.kls[0])
-    rows = [
-        [
-            f"{own.name}, beside {other.name}",
-            over((100 * (a - b) for a, b in zip(own.rewards, other.rewards, strict=True)), 1),
-        ]
-        for own, other in [
-            (found.trained, found.best[1]),
-            (found.trained, most),
-            *((own, most) for own in list(farther)[:1]),
-        ]
-    ]
+    farther = [own for own in found.run.values() if min(own.kls) > most.kls[0]]
+    pairs = [(found.trained, found.best[1]), (found.trained, most)]
+    rows = []
+    for own, other in [*pairs, *((own, most) for own in farther[:1])]:
+        points = [100 * (a - b) for a, b in zip(own.rewards, other.rewards, strict=True)]
+        rows.append([f"{own.name}, beside {other.name}", over(points, 1)])
     return markdown.table(["difference by seed", "passes, points [95%]"], rows)
 
 
 def draw() -> Path:
-    """One panel below the other, for a phone: seeds thin, means with intervals."""
+    """One panel below the other: seeds thin, means with intervals."""
     found = read()
     run, best, trained = found.run.values(), found.best.values(), found.trained
     thin = {"color": COLOURS[0], "linewidth": 0.8, "alpha": 0.6}
+    look = {"color": COLOURS[0], "fmt": "o-", "label": "mean, 1 sample a prompt"}
     end = {"color": "black", "fmt": "D", "label": f"trained, {max(found.best)} samples a prompt"}
     with style():
         figure = titled_figure("One short sentence: held-out share that passes", 5, 6.6)
         over_steps, over_kl = figure.subplots(2, 1, sharey=True)
         over_steps.plot(list(found.run), [own.rewards for own in run], **thin)
-        look = {"color": COLOURS[0], "fmt": "o-", "label": "mean, 1 sample a prompt"}
         draw_means(over_steps, list(found.run), run, look)
         draw_means(over_steps, [max(found.run) + 1], [trained], end)
         over_steps.set(title="GRPO over training", xlabel="step", ylabel="share that passes")

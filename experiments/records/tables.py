@@ -17,7 +17,15 @@ from common.report import markdown
 from experiments.overoptimization.page import fallen, turns_table
 from experiments.overoptimization.plots import draw_curves
 from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
-from experiments.records.make import PARTS, RECORDS, ROOT, printed, read, read_record
+from experiments.records.make import (
+    PARTS,
+    RECORDS,
+    ROOT,
+    command_of,
+    printed,
+    read,
+    read_record,
+)
 
 PLACE = re.compile(r"(?s)(<!-- ([a-z0-9_.-]+) -->\n)(.*?)(<!-- /\2 -->)")
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -82,11 +90,11 @@ def columns(part: str) -> dict[str, list[str]]:
 def records() -> str:
     """Every part: how long its record took, on which machine and commit, and what makes it."""
     rows = []
-    for name, part in PARTS.items():
+    for name in PARTS:
         record = read_record(name)
         known = [str(record.get(key, NOT_MEASURED)) for key in ("minutes", "date", "cpu")]
         commit = record.get("git_commit", NOT_MEASURED)[:10]
-        commands = record.get("commands") or part.commands_to(f"output/{name}")
+        commands = record.get("commands") or [command_of(name)]
         told = "; ".join(f"`python -m {command}`" for command in commands)
         rows.append([name, *known, commit, told])
     return markdown.table(["part", "minutes", "date", "processor", "commit", "commands"], rows)
