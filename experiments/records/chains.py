@@ -1,12 +1,10 @@
-"""The tables of a chain of stages: every seed, means over seeds, and what it wrote.
-
-`tables.py` puts them into the pages.
-"""
+"""A chain of stages: tables of every seed, of means over seeds, of its texts; and a picture."""
 
 import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,10 +14,12 @@ from common.evaluation.completions import REFERENCE
 from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import chain, markdown
-from common.report.figures import reward_functions
+from common.report.figures import draw_accuracy, draw_reward, held_out, reward_functions
+from common.report.plots import save, style, system_colours, titled_figure
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
 from experiments.outcomes import over_seeds, seeds_interval
 from experiments.records import make
+from experiments.sweep.effects import DPI
 
 CHAINS = [name for name, part in make.PARTS.items() if "replicate" in part.command]
 TITLE = re.compile(r"(?:^TITLE: |words:\n\n)(.+)")  # in the prompts of `scitldr`, `one-sentence`
@@ -34,10 +34,16 @@ COLUMNS = {  # of the means over seeds: heading, scale, digits
     "stop_rate": ("stop %", 100, 1),
 }
 TRAINED = ("RM score as trained", 1, 2)
+DRAWN = ("demo", "scitldr")
+SCORES = (
+    "{}",
+    "{} implicit_reward",
+    "{} logp",
+)  # the score of a system's accuracy: the first found
 
 
 def evaluations(part: str) -> dict[str, Any]:
-    """What evaluation found, by seed."""
+    """The results of evaluation, by seed."""
     files = sorted((make.RECORDS / part).glob("seed_*/evaluation/results.json"))
     return {
         file.parents[1].name.removeprefix("seed_"): json.loads(file.read_text()) for file in files
@@ -55,7 +61,7 @@ def by_seed(part: str) -> str:
 
 
 def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What evaluation found of references, every system, and baselines that need no model."""
+    """The values of reference completions, every system, and baselines that need no model."""
     systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
     models = reward_models(systems)
     functions = ["gold", *reward_functions(systems)]
@@ -64,7 +70,7 @@ def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     lines = {}
     for system in [
         *([{**references, "name": REFERENCE}] if references else []),
-        *systems,  # what no run made, first: the model that the chain starts from
+        *systems,  # first those without a run: the model that the chain starts from
         *(own for own in compared if own["name"] in ("longer wins", "ROUGE-L wins")),
     ]:
         rewards = system.get("rewards") or {}
@@ -100,7 +106,7 @@ def means(part: str) -> str:
 
 
 def beside(part: str, base: str, names: Sequence[str]) -> str:
-    """What systems have over another of the same seed: means over seeds of the differences."""
+    """Differences of systems to another one of the same seed: means over seeds."""
     shown = ("model", "trained", "rouge_l", "length")
     keys = {key: {**COLUMNS, "trained": TRAINED}[key] for key in shown}
     seeds, rates = [], []
@@ -132,7 +138,7 @@ def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def as_trained(part: str, seed: str) -> dict[str, float]:
-    """The mean reward that GRPO had for each system's completions, with what not stopping costs."""
+    """The mean reward of each system's completions, with GRPO's penalty for not stopping."""
     lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / make.REWARDS)
     recipe = yaml.safe_load((make.ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
     penalty = recipe["missing_eos_penalty"]
@@ -145,13 +151,13 @@ def as_trained(part: str, seed: str) -> dict[str, float]:
 
 
 def number(value: Any) -> float | None:
-    """A number, or that of a mapping which has its interval too."""
+    """A number, or the value of a mapping that has its interval too."""
     keys = ("mean", "accuracy", "win_rate")
     return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
 
 
 def over(values: Iterable[float], digits: int = 2, *, is_share: bool = False) -> str:
-    """A mean over seeds with its interval, which equal values have not."""
+    """A mean over seeds with its interval; equal values have none."""
     values = list(values)
     interval = seeds_interval(values, digits, is_share=is_share)
     return f"{over_seeds(values).mean or 0.0:.{digits}f} {interval}".strip()
@@ -163,7 +169,7 @@ def of_seed_0(part: str, what: Callable[[Any], Any]) -> str:
 
 
 def samples(part: str) -> str:
-    """The first abstracts, and what every system made of them."""
+    """Summaries of the first abstracts by every system."""
     lines = list(read_jsonl(make.RECORDS / part / "samples.jsonl"))
     titles = [TITLE.findall(line["prompt"])[0] for line in lines]
     rows = [["author", *(line["reference"]["completion"] for line in lines)]]
@@ -176,6 +182,23 @@ def samples(part: str) -> str:
 def text_of(completion: Mapping[str, Any]) -> str:
     """A completion, with a mark where it was cut."""
     return completion["completion"] + ("" if completion["stopped"] else " [...]")
+
+
+def draw(part: str) -> Path:
+    """Draw accuracy, with intervals over prompts, and reward of seed 0."""
+    results = evaluations(part)["0"]
+    compared = {own["name"]: own["accuracy"] for own in results["comparison"]["systems"]}
+    for system in results["systems"]:
+        names = [score.format(system["name"]) for score in SCORES]
+        over_prompts = next(compared[name] for name in names if name in compared)
+        system["accuracy"] |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
+    colours = system_colours(system["name"] for system in results["systems"])
+    with style():
+        figure = titled_figure(held_out(results).capitalize(), 5, 6.6)
+        above, below = figure.subplots(2, 1)
+        draw_accuracy(above, results, colours)
+        draw_reward(below, results, colours)
+        return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
 
 
 TABLES: dict[str, Callable[[], str]] = {

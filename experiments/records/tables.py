@@ -16,7 +16,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.overoptimization.page import fallen, turns_table
 from experiments.overoptimization.plots import draw_curves
-from experiments.records import ablations, chain_picture, chains, papers, reward_curve, speed
+from experiments.records import ablations, chains, papers, reward_curve, speed
 from experiments.records.make import (
     PARTS,
     RECORDS,
@@ -36,8 +36,8 @@ def write() -> None:
     """Put the tables of what is recorded into the pages."""
     for page in PAGES:
         page.write_text(filled(page.read_text(), is_in_docs=page.parent != ROOT))
-    for part in filter(read_record, chain_picture.PARTS):
-        chain_picture.draw(part, chains.evaluations(part)["0"])
+    for part in filter(read_record, chains.DRAWN):
+        chains.draw(part)
     for part in filter(read_record, speed.MODELS):
         speed.draw(part)
     if read_record(reward_curve.PART):

@@ -65,3 +65,23 @@ def test_samples_stand_below_the_titles_of_their_papers(
     assert [cell.strip() for cell in found[0]] == ["summary by", "A title", "Another"]
     assert [cell.strip() for cell in found[3]] == ["grpo", "Ours.", "Ours."]
     assert [cell.strip() for cell in found[4]] == ["sft", *["Ours, and [...]"] * 2]
+
+
+def test_accuracy_is_drawn_with_its_interval_over_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn = []
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    monkeypatch.setattr(chains, "draw_accuracy", lambda _, results, __: drawn.append(results))
+    own = {"accuracy": 0.6, "low": 0.58, "high": 0.62}
+    ends = {"prompt_low": 0.5, "prompt_high": 0.7}
+    compared = [
+        {"name": f"dpo {score}", "accuracy": {**own, "accuracy": accuracy, **ends}}
+        for score, accuracy in (("logp", 0.4), ("implicit_reward", 0.6), ("mean_logp", 0.5))
+    ]
+    results = {"systems": [{"name": "dpo", "accuracy": own}], "num_pairs": 1_226, "num_prompts": 96}
+    results["comparison"] = {"systems": compared}
+    monkeypatch.setattr(chains, "evaluations", lambda part: {"0": results})
+    assert chains.draw("demo") == tmp_path / "assets" / "demo.png"
+    accuracy = drawn[0]["systems"][0]["accuracy"]
+    assert (accuracy["low"], accuracy["accuracy"], accuracy["high"]) == (0.5, 0.6, 0.7)

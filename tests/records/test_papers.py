@@ -55,30 +55,34 @@ def point(method: str, kl: float, gain: float, seed: int = 0, setting: float = 0
     }
 
 
+def record(points: list[dict]) -> dict:
+    return {"points": points, "seeds": list({own["seed"] for own in points})}
+
+
 def test_at_equal_kl_the_other_s_gain_is_interpolated():
     # GRPO has 0.2 at 2, where DPO has 5 points more, and 0.05 at 0.5, where DPO has 3 less; DPO's
     # point at 4 is farther than GRPO's last.
     grpo = [point("grpo", 3.0, 0.3), point("grpo", 1.0, 0.1)]
     dpo = [point("dpo", kl, gain, 0, kl) for kl, gain in ((2.0, 0.25), (0.5, 0.02), (4.0, 0.9))]
-    assert at_equal_kl("dpo", "grpo")({"points": grpo + dpo}) == [pytest.approx(1.0)]
+    assert at_equal_kl("dpo", "grpo")(record(grpo + dpo)) == [pytest.approx(1.0)]
     proxy = at_equal_kl("dpo", "grpo", "proxy_gain", 1)
-    assert proxy({"points": grpo + dpo}) == [pytest.approx(-0.02)]
+    assert proxy(record(grpo + dpo)) == [pytest.approx(-0.02)]
     with pytest.raises(KeyError, match="within the reach"):
-        at_equal_kl("dpo", "grpo")({"points": [*grpo, dpo[2]]})
+        at_equal_kl("dpo", "grpo")(record([*grpo, dpo[2]]))
 
 
 def test_every_seed_is_compared_at_the_same_settings():
     grpo = [point("grpo", 3.0, 0.3, seed) for seed in (0, 1)]
     dpo = [point("dpo", 1.0, 0.12, 0, 1), point("dpo", 2.0, 0.3, 0, 2)]
     dpo += [point("dpo", 2.0, 0.23, 1, 1), point("dpo", 5.0, 0.9, 1, 2)]
-    assert at_equal_kl("dpo", "grpo")({"points": grpo + dpo}) == pytest.approx([2.0, 3.0])
+    assert at_equal_kl("dpo", "grpo")(record(grpo + dpo)) == pytest.approx([2.0, 3.0])
 
 
 def test_the_form_that_points_lie_on_fits_better():
     kls = (0.25, 1.0, 2.25, 4.0, 9.0)
     points = [point("grpo", kl, math.sqrt(kl) * (0.4 - 0.1 * math.sqrt(kl)), 3) for kl in kls]
     points += [point("grpo", kl, math.sqrt(kl) * (0.4 - 0.1 * math.log(kl) / 2), 5) for kl in kls]
-    on_bon, on_rl = misfit("grpo", "bon", "rl")({"points": points})
+    on_bon, on_rl = misfit("grpo", "bon", "rl")(record(points))
     assert on_bon > 0.5
     assert on_rl < -0.5
 
@@ -88,12 +92,12 @@ def test_the_best_setting_is_that_of_the_other_seeds():
     of_all = [(seed, *one) for seed, own in gains.items() for one in enumerate(own)]
     points = [point("grpo", at, gain, seed, at) for seed, at, gain in of_all]
     # Others' means: of seed 0 (0.35, 0.4, 0.15), of 1 (0.1, 0.55, 0.2), of 2 (0.35, 0.35, 0.35).
-    assert turn("grpo")({"points": points}) == pytest.approx([-10.0, 10.0, -10.0])
+    assert turn("grpo")(record(points)) == pytest.approx([-10.0, 10.0, -10.0])
 
 
 def test_far_is_by_kl_and_not_by_the_setting():
     points = [point("dpo", kl, gain, 0, kl) for kl, gain in ((9.0, 0.1), (30.0, 0.2), (1.0, 0.5))]
-    assert far("dpo")({"points": points}) == pytest.approx([-30.0])
+    assert far("dpo")(record(points)) == pytest.approx([-30.0])
 
 
 def test_without_records_nothing_is_measured(tmp_path, monkeypatch):
