@@ -10,7 +10,7 @@ end of training is the objective's own. Losses and advantages are those of `comm
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ def preference(
     on_policy: bool = True,
     flipped: float = 0.0,
     per_token: bool = False,
-    **options: float | str,
+    **options: Any,
 ) -> Tensor:
     """A loss of the DPO family over all pairs, labelled by Bradley-Terry on the reward.
 
@@ -230,7 +230,7 @@ def total_variation(first: Tensor, second: Tensor) -> float:
 
 def kl_divergence(first: Tensor, second: Tensor) -> float:
     """KL(first || second) in nats; 0 log 0 = 0."""
-    return torch.special.xlogy(first, first / second).sum().item()
+    return float(torch.special.xlogy(first, first / second).sum())
 
 
 def table(objectives: dict[str, Objective], problems: Iterable[Problem]) -> str:

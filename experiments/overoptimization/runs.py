@@ -99,9 +99,13 @@ class Chain:
                 name, rows = f"dpo_{beta:g}", "optimised/pairs.jsonl"
                 policies["dpo"][beta] = self.make("dpo", name, recipe, rows, beta=beta)
         if recipe := config.grpo_recipe:
-            flags = {"model_name_or_path": self.sft, "reward_funcs": [self.proxy], "keep_last": 0}
-            flags["missing_eos_penalty"] = config.missing_eos_penalty
-            model = self.make("grpo", "grpo", recipe, **flags)
+            model = self.make(
+                *("grpo", "grpo", recipe),
+                model_name_or_path=self.sft,
+                reward_funcs=[self.proxy],
+                missing_eos_penalty=config.missing_eos_penalty,
+                keep_last=0,
+            )
             checkpoints = reversed(files.newest_first(model.parent))
             policies["grpo"] = {files.step_of(path): path for path in checkpoints}
         return policies

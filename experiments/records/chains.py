@@ -4,6 +4,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -142,7 +143,7 @@ def as_trained(part: str, seed: str) -> dict[str, float]:
     lines = read_jsonl(make.RECORDS / part / f"seed_{seed}" / "evaluation" / make.REWARDS)
     recipe = yaml.safe_load((make.ROOT / "assets" / "recipes" / part / "grpo.yaml").read_text())
     penalty = recipe["missing_eos_penalty"]
-    rewards = defaultdict(list)
+    rewards: dict[str, list[float]] = defaultdict(list)
     for name, completions in (pair for line in lines for pair in line.items()):
         rewards[name] += [
             sum(own["rewards"].values()) if own["stopped"] else penalty for own in completions
@@ -152,8 +153,9 @@ def as_trained(part: str, seed: str) -> dict[str, float]:
 
 def number(value: Any) -> float | None:
     """A number, or the value of a mapping that has its interval too."""
-    keys = ("mean", "accuracy", "win_rate")
-    return next(value[key] for key in keys if key in value) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        value = next(value[key] for key in ("mean", "accuracy", "win_rate") if key in value)
+    return None if value is None else float(value)
 
 
 def over(values: Iterable[float], digits: int = 2, *, is_share: bool = False) -> str:
@@ -181,7 +183,7 @@ def samples(part: str) -> str:
 
 def text_of(completion: Mapping[str, Any]) -> str:
     """A completion, with a mark where it was cut."""
-    return completion["completion"] + ("" if completion["stopped"] else " [...]")
+    return f"{completion['completion']}{'' if completion['stopped'] else ' [...]'}"
 
 
 def draw(part: str) -> Path:
@@ -201,24 +203,17 @@ def draw(part: str) -> Path:
         return save(figure, make.ROOT / "assets" / f"{part}.png", DPI)
 
 
+OF_SEED_0: dict[str, Callable[[Any], Any]] = {
+    "systems": chain.systems_table,
+    "wins": lambda results: win_rate_table(results["win_rates"]),
+    "accuracy": lambda results: accuracy_table(results["comparison"]),
+    "generations": lambda results: generation_tables(results)[0],
+}
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"{part}.seeds": lambda part=part: by_seed(part) for part in CHAINS},
-    **{f"{part}.mean": lambda part=part: means(part) for part in CHAINS},
-    **{
-        f"{part}.samples": lambda part=part: samples(part)
-        for part in CHAINS
-        if make.PARTS[part].writes_texts
-    },
-    **{
-        f"{part}.{name}": lambda part=part, what=what: of_seed_0(part, what)
-        for part in CHAINS
-        for name, what in {
-            "systems": chain.systems_table,
-            "wins": lambda results: win_rate_table(results["win_rates"]),
-            "accuracy": lambda results: accuracy_table(results["comparison"]),
-            "generations": lambda results: generation_tables(results)[0],
-        }.items()
-    },
-    "scitldr.beside": lambda: beside("scitldr", "sft", ["dpo", "grpo"]),
+    "scitldr.beside": partial(beside, "scitldr", "sft", ["dpo", "grpo"]),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
 }
+for part in CHAINS:
+    TABLES |= {f"{part}.seeds": partial(by_seed, part), f"{part}.mean": partial(means, part)}
+    TABLES |= {f"{part}.{name}": partial(of_seed_0, part, f) for name, f in OF_SEED_0.items()}
+    TABLES[f"{part}.samples"] = partial(samples, part)

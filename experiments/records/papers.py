@@ -125,8 +125,8 @@ def at_equal_kl(method: str, other: str, gain: str = "gold_gain", scale: float =
             raise KeyError(f"no {method} within the reach of {other}")
         found = []
         for seed, order in enumerate(kls.argsort(1)):
-            path = ([0.0, *own[seed, order]] for own in (kls, others))
-            more = gains[seed] - np.interp(kl[seed], *path)
+            at, reward = (np.array([0.0, *own[seed, order]]) for own in (kls, others))
+            more = gains[seed] - np.interp(kl[seed], at, reward)
             found.append(scale * float(more[common].mean()))
         return found
 

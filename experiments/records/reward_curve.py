@@ -61,8 +61,8 @@ def read() -> Record:
     logs = [read_metrics(make.RECORDS / PART / f"seed_{seed}" / "grpo") for seed in found]
     run = {}
     for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
-        values = (tuple(line[name] for line in at) for name in ("eval_reward", "eval_kl"))
-        run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", *values)
+        rewards, kls = (tuple(line[name] for line in at) for name in ("eval_reward", "eval_kl"))
+        run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", rewards, kls)
     systems = [own for results in found.values() for own in results["systems"]]
     rates: dict[str, dict[str, list[float]]] = {"grpo": {}, "chat": {}}  # values by seed
     for system in systems:
@@ -70,10 +70,10 @@ def read() -> Record:
         for name, rate in system["pass_rates"][CHECK].items():
             of_model.setdefault(name, []).append(rate["mean"])
     best = {}
-    for name, rewards in rates["chat"].items():
+    for name, passes in rates["chat"].items():
         n = int(name.removeprefix("pass@"))
         policy = f"best of {n}" if n > 1 else "the chat model"
-        best[n] = Point(policy, tuple(rewards), (best_of_n_kl(n),) * len(rewards), n)
+        best[n] = Point(policy, tuple(passes), (best_of_n_kl(n),) * len(passes), n)
     passed = (own["reference_completions"]["rewards"][CHECK] for own in found.values())
     trained = f"GRPO, trained, {max(best)} samples"
     return Record(

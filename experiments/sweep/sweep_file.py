@@ -114,7 +114,8 @@ class Sweep:
         judging, base = self.evaluation, self.folders(seed)
         judged = [(name, base[name]) for name, stage in self.base.items() if stage.outcomes]
         judged += [(variant.stage, self.folder(seed, variant)) for variant in self.variants]
-        policies, models = [], []
+        policies: list[str] = []
+        models: list[str] = []
         for name, run_dir in judged:
             is_model = self.base[name].script == "train_reward.py"
             (models if is_model else policies).append(f"{run_dir}/model")
@@ -130,8 +131,8 @@ class Sweep:
             yield Stage("evaluate.py", root / "policies", config, flags | of_policies)
         if models:
             of_models = {"policies": [], "reward_models": models, "reward_funcs": []}
-            of_models["num_prompts"] = 0
-            yield Stage("evaluate.py", root / "reward_models", config, flags | of_models)
+            judged_alone = flags | of_models | {"num_prompts": 0}
+            yield Stage("evaluate.py", root / "reward_models", config, judged_alone)
 
 
 def filled_in(flags: Mapping[str, Any], folders: Mapping[str, Path]) -> dict[str, Any]:
