@@ -6,7 +6,7 @@
 # make sweep   what each detail of the papers matters on the embedded task, over seeds
 # make sweep SWEEP=assets/recipes/iterative/demo.yaml   iterative DPO beside GRPO, over seeds
 # make overoptimization   gold against proxy reward over the distance from SFT
-# make results   every recorded figure, on one commit; PARTS="demo kills", FLAGS=--list
+# make results   every recorded figure, on one commit; PARTS="demo kills" some of them
 # make clean   removes .venv and output
 #
 # PYTHON=python3.12 picks the interpreter of .venv, NPROC=4 the number of processes, SEED=1 the seed,
@@ -68,7 +68,7 @@ sweep: setup
 	$(RUN) $(BIN)/python -m experiments.sweep --config $(SWEEP) $(FLAGS)
 
 results: setup
-	exec $(BIN)/python -m experiments.records.make $(FLAGS) $(PARTS)
+	exec $(BIN)/python -m experiments.records.make $(PARTS)
 
 bench: $(BENCH_VENV)/.installed
 	$(RUN) $(BENCH_VENV)/bin/python -m experiments.bench --model $(BENCH_MODEL) $(BENCH_FLAGS)

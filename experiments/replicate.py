@@ -110,7 +110,6 @@ class Published:
     source: str
     value: float | None = None  # accuracies and rates as shares of 1
     note: str = ""
-    origin: bool = False  # the implementation that this project started from
 
 
 def main(config: ReplicateConfig) -> None:
@@ -263,21 +262,21 @@ def read_published(file: Path) -> list[Published]:
 
 
 def comparison(published: Sequence[Published], ours: Measured) -> Table:
-    """Published values, the origin's and ours, a row for each system and metric."""
-    headers = ["system", "metric", "published", "origin", "ours", "95% interval", "n"]
+    """Published values and ours, a row for each system and metric."""
+    headers = ["system", "metric", "published", "ours", "95% interval", "n"]
     sources, rows = list(dict.fromkeys(row.source for row in published)), []
     for key in dict.fromkeys([*((row.system, row.metric) for row in published), *ours]):
         outcome, cells = about(key[1]), ["", "", ""]
-        reported: dict[bool, list[str]] = {False: [], True: []}  # by whether it is the origin's
-        for row in published:
-            if (row.system, row.metric) == key and row.value is not None:
-                text = f"{outcome.scale * row.value:.4g} ({1 + sources.index(row.source)})"
-                reported[row.origin].append(text)
+        reported = [
+            f"{outcome.scale * row.value:.4g} ({1 + sources.index(row.source)})"
+            for row in published
+            if (row.system, row.metric) == key and row.value is not None
+        ]
         if key in ours:
             mean = over_seeds(ours[key].values())
             interval = seeds_interval(list(ours[key].values()), is_share=outcome.is_share)
             cells = [mean.spread, interval, str(mean.n)]
-        rows.append([key[0], outcome.heading, *map("; ".join, reported.values()), *cells])
+        rows.append([key[0], outcome.heading, "; ".join(reported), *cells])
     return Table(headers, rows, "Numbers in brackets are those of the sources below.")
 
 

@@ -2,7 +2,6 @@
 
     make results                              # all parts; resumes where it was stopped
     make results PARTS="demo variants"        # some
-    make results FLAGS=--list                 # the parts, what they run, and their records
 
 A part is a command, which runs on the CPU. What is kept of it goes to `assets/results/<part>`, with
 `record.json`: command, commit, machine, versions, date, checksums of its inputs, and minutes over
@@ -107,18 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make what has no record of this commit; the exit status is 1 if a part failed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--list", action="store_true", help="what there is, and run nothing")
-    arguments = parser.parse_args(argv)
-    if unknown := set(arguments.parts) - PARTS.keys():
+    parts = parser.parse_args(argv).parts
+    if unknown := set(parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if arguments.list:
-        print("\n".join(map(line_of, PARTS)))
-        return 0
     for asked in (signal.SIGTERM, signal.SIGHUP):  # a part's processes must end too
         signal.signal(asked, lambda number, _: sys.exit(128 + number))
     commit = code_commit()
     tree = worktree(commit)
-    made = [make(name, commit, tree) for name in arguments.parts or PARTS]
+    made = [make(name, commit, tree) for name in parts or PARTS]
     return 0 if all(made) else 1
 
 
@@ -154,7 +149,7 @@ def make(name: str, commit: str, tree: Path) -> bool:
 
     keep(name, tree, out, record)
     tables.write()
-    print(line_of(name), flush=True)
+    print(f"{name}: recorded in {record['minutes']} minutes", flush=True)
     return True
 
 
@@ -230,13 +225,6 @@ def keep_completions(folder: Path, new: Path) -> None:
 def write_jsonl(file: Path, lines: Sequence[Any]) -> None:
     """Write a JSON object to a line."""
     file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-
-
-def line_of(name: str) -> str:
-    """A line about a part and its record."""
-    record = read_record(name)
-    made = "{minutes} minutes, {date}, {git_commit:.12}, {cpu}" if record else "not recorded"
-    return f"{name}: {command_of(name)} ({made.format(**record)})"
 
 
 def command_of(name: str) -> str:

@@ -62,7 +62,7 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     (folder / "assets/recipes/demo/published.yaml").write_text(
         "published:\n"
         "  - {system: reward, metric: accuracy, value: 0.61, source: A paper, note: Of 1B.}\n"
-        "  - {system: reward, metric: accuracy, value: 0.5, source: The origin, origin: true}\n"
+        "  - {system: reward, metric: accuracy, value: 0.5, source: Another}\n"
         "  - {system: grpo, metric: win rate, value: 0.7, source: A paper}\n"
     )
     arguments = ["--recipe", "demo", "--seeds", "4", "7", "--overrides", *SHORT]
@@ -92,9 +92,9 @@ def test_the_demo_runs_from_end_to_end_for_every_seed(folder, made, capsys):
     assert ("grpo", "win rate") not in ours
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     (row,) = [line for line in lines if line.startswith("| reward") and "accuracy" in line]
-    assert [cell.strip() for cell in row.split("|")[3:5]] == ["61 (1)", "50 (2)"]
+    assert [cell.strip() for cell in row.split("|")[3:4]] == ["61 (1); 50 (2)"]
     (row,) = [line for line in lines if line.startswith("| grpo") and "win rate" in line]
-    assert [cell.strip() for cell in row.split("|")[3:8]] == ["0.7 (1)", "", "", "", ""]
+    assert [cell.strip() for cell in row.split("|")[3:7]] == ["0.7 (1)", "", "", ""]
     text = Path(root, "report.md").read_text()
     assert "This is not the recipe" in text
     assert "A paper: Of 1B." in text

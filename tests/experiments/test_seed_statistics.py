@@ -106,7 +106,7 @@ def test_an_interval_of_shares_never_leaves_0_to_100():
     assert sweep.level(shares, "stop_rate").endswith(f"6.09 {by_seed}")
     assert sweep.level(shares, "length").endswith("[75.85, 106.09]")
     found = {("sft", "stop_rate"): dict(enumerate(shares))}
-    assert replicate.comparison([], found).rows[0][5] == by_seed
+    assert replicate.comparison([], found).rows[0][4] == by_seed
     assert sweep.level([50.0, 51.0, 52.0], "accuracy").endswith("[48.52, 53.48]")
     assert sweep.level([50.0], "accuracy") == "50.00"
 
