@@ -9,6 +9,7 @@ stands the command that makes it.
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from common.evaluation.intervals import interval_cell
 from common.record.folder import read_metrics
@@ -164,20 +165,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "records": records,
     **chains.TABLES,
     "too-far": too_far,
-    "ablations": ablations.ablations,
+    "ablations": partial(ablations.tables, "ablations"),
     "ablations.short": ablations.what_matters,
     "ablations.papers": papers.table,
-    "iterative": ablations.iterative,
+    "iterative": partial(ablations.tables, "iterative"),
     "overoptimization": turns,
     "bench-tiny.short": speed.table,
     "one-sentence": reward_curve.shown,
     "one-sentence.short": reward_curve.short,
     "one-sentence.beside": reward_curve.beside,
-    "bench-tiny": lambda: speed.against_trl("bench-tiny"),
-    "bench-gpt2-small": lambda: speed.against_trl("bench-gpt2-small"),
+    "bench-tiny": partial(speed.against_trl, "bench-tiny"),
+    "bench-gpt2-small": partial(speed.against_trl, "bench-gpt2-small"),
     "plans": plans,
     "variants": variants,
-    "kills": lambda: printed("kills/printed.md"),
+    "kills": partial(printed, "kills/printed.md"),
 }
 
 

@@ -31,7 +31,7 @@ from common.model import load
 ROOT = Path(__file__).resolve().parents[2]
 CODE = sorted(
     path
-    for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "experiments/bench/*.py")
+    for pattern in ("*.py", "common/**/*.py", "assets/**/*.py", "experiments/**/*.py")
     for path in ROOT.glob(pattern)
 )
 TRACE = Path("trace")  # the file that untrusted code would make

@@ -1,4 +1,4 @@
-"""Claim: of a sweep first outcomes are shown, with what is left of them among those of a stage."""
+"""Claim: of a sweep the first outcomes are summed up, with the correction for those of a stage."""
 
 import json
 from pathlib import Path
@@ -35,13 +35,18 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (records / "ablations" / "sweep.json").write_text(json.dumps({"effects": LINES}))
 
 
-def test_the_primary_outcome_is_shown_with_what_is_left_of_it_among_all_lines():
-    _, _, base, *rows = (" ".join(row.split()) for row in ablations.ablations().splitlines())
-    assert base.startswith("| **reward** | base: accuracy on held-out pairs, points | 2.00")
-    assert rows == [
-        "| head | a | +1.03 [+0.89, +1.18] ** | yes | 3 |",
-        "| head | b | +0.90 [+0.24, +1.56] * | no larger than 1.85 | 3 |",
-        "| head | c | the same numbers on every seed | | 3 |",
+def test_the_tables_are_those_of_the_report():
+    text = "# T\n\nfacts\n\n![a](b.png)\n\n## reward\n\n| a |\n\n## dpo\n\n| b |\n"
+    (make.RECORDS / "ablations" / "report.md").write_text(text)
+    assert ablations.tables("ablations") == "**reward**\n\n| a |\n\n**dpo**\n\n| b |"
+
+
+def test_the_primary_outcome_of_a_stage_counts():
+    (effects,) = ablations.primary_effects()["reward"].values()
+    assert [effect.verdict for effect in effects] == [
+        "yes",
+        "no larger than 1.85",
+        "no larger than 0.00",
     ]
 
 
@@ -49,7 +54,7 @@ def test_the_sentence_names_what_is_told_and_which_way():
     told = ablations.what_matters()
     assert "task 1 of 1, by 3 paired seeds" in told
     assert "head (reward model): a (+1.0). These 1 of 3 choices" in told
-    assert ", 1 of them with all of the sweep" in told  # 7.649 standard errors of 0.033
+    assert ", 1 of them for all of the sweep" in told  # 7.649 standard errors of 0.033
 
 
 def test_the_picture_is_as_narrow_as_a_phone_needs():
