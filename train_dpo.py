@@ -115,7 +115,7 @@ def main(config: DPOConfig) -> None:
             shared = shared_lengths[batch.places // 2]  # (B,)
             logps = sequence_logps(token_logps, mask, shared, ld_alpha=config.ld_alpha)
             logps = logps.view(-1, 2)  # (N, 2): chosen, rejected
-            ref_logps = reference.of_batch(batch, shared_lengths, config.ld_alpha)  # (N, 2)
+            ref_logps = reference.of_batch(batch)  # (N, 2)
             lengths = mask.sum(-1).clamp(min=1).view(-1, 2)  # (N, 2)
             sums = token_logps.sum(-1).view(-1, 2)  # (N, 2) nats
             losses = pair_losses(logps, ref_logps, sums, lengths, config)  # (N,)

@@ -109,7 +109,6 @@ VARIANTS: dict[str, list[Flags]] = {
         {"sft_weight": 0.3},
         {"ld_alpha": 0.5},
         {"ref_model_name_or_path": "OTHER"},
-        {"precompute_ref_log_probs": False},
         {**ROLLOUTS, "num_candidates": 6, "num_generations": 2, "rejection_temperature": 0.3},
         {**ROLLOUTS, "pair_method": "best_worst", "temperature": 0.7},
         {**ROLLOUTS, "pair_method": "all", "num_generations": 2, "penalize_missing_eos": False},

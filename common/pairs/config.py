@@ -49,9 +49,6 @@ class DPOConfig(TrainConfig, EngineConfig):
     _reference: ClassVar = "reference"
     reference_free: bool = flag(False, "take every completion as equally likely in the reference")
     ref_model_name_or_path: str = path_flag("", "frozen reference (empty: model_name_or_path)")
-    precompute_ref_log_probs: bool = flag(
-        True, "score all pairs with the reference first and free it (false: beside each step)"
-    )
 
     _pairs: ClassVar = "pairs"
     pairs_from: str = flag(
@@ -103,11 +100,6 @@ class DPOConfig(TrainConfig, EngineConfig):
             *super().idle(),
             (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
             (not self.penalize_missing_eos, OF_PENALTY, "with --penalize_missing_eos false"),
-            (
-                not self.needs_reference,
-                ["precompute_ref_log_probs"],
-                "where no loss has a reference",
-            ),
             (no_tournament, OF_TOURNAMENT, "without --pair_method rso_tournament"),
             (not is_sampled, OF_ROLLOUTS, "without --pairs_from rollouts"),
         ]

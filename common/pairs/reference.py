@@ -28,33 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReferenceScores:
-    """What the frozen reference says of pairs: nothing where a loss needs none.
+    """Log-probabilities of pairs under the frozen reference, None where no loss needs them.
 
     Attributes:
-        module: asked in training, None where all of its pairs were scored before.
-        train: (rows, 2) float32 on the device, chosen first, where they were; tails count
-            `ld_alpha`.
+        train: (rows, 2) float32 on the device, chosen first; tails count `ld_alpha`.
         held_out: (rows, 2) float64 on the host; tails too.
         shown: of each token of the pairs in tables.
         first: (1, 2) of the first training pair, where every token counts 1.
     """
 
-    module: "Policy | AdapterReference | None" = None
     train: Tensor | None = None
     held_out: Tensor | None = None
     shown: Any = None
     first: Tensor | None = None
 
-    def of_batch(self, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float) -> Tensor:
+    def of_batch(self, batch: AnyBatch) -> Tensor:
         """Log-probabilities (N, 2) of a micro-batch's pairs; 0 without a reference."""
-        if self.train is not None:
-            return self.train[batch.places[::2] // 2]
-        if self.module is None:
-            return torch.zeros(len(batch.places) // 2, 2, device=shared_lengths.device)
-        with torch.no_grad():
-            return score.tail_weighted_logps(self.module, batch, shared_lengths, ld_alpha).view(
-                -1, 2
-            )
+        pairs = batch.places[::2] // 2
+        return pairs.new_zeros(len(pairs), 2).float() if self.train is None else self.train[pairs]
 
 
 def load_reference(
@@ -70,7 +61,7 @@ def load_reference(
     *,
     is_resumed: bool,
 ) -> tuple[ReferenceScores, Policy | None]:
-    """What the frozen reference says of pairs, with `precompute_ref_log_probs` of all. Collective.
+    """Score all pairs with the frozen reference, which is freed then. Collective.
 
     Paths and model configurations are those of policy and reference; training takes the rows of the
     train_set in the `order`, and `shown` are in tables.
@@ -90,7 +81,7 @@ def load_reference(
     self_checks.only_tokens_matter(reference, config)
 
     pad_id = tokenizer.pad_token_id
-    found = ReferenceScores(reference)
+    found = ReferenceScores()
     found.first = score.score_examples(reference, train_set[:1], config, pad_id, "reference")
     found.shown = token_records.token_logps(reference, shown, config, pad_id)
     if eval_set:
@@ -99,14 +90,12 @@ def load_reference(
         key = scores_key(eval_set, config, found.first)
         rows: Sequence[int] = range(len(eval_set))
         found.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
-    if config.precompute_ref_log_probs:
-        train = partial(training_logps, reference, train_set, order, config, pad_id)
-        rows = order.rows_until(order.total_steps(config))
-        key = scores_key(train_set, config, found.first)
-        logps = kept_logps(config, "train", train, rows, key, is_resumed)
-        # A filler has the place of row 0, which may be none of the rows.
-        found.train = logps.nan_to_num().float().to(distributed.device())
-        found.module = None
+    train = partial(training_logps, reference, train_set, order, config, pad_id)
+    rows = order.rows_until(order.total_steps(config))
+    key = scores_key(train_set, config, found.first)
+    logps = kept_logps(config, "train", train, rows, key, is_resumed)
+    # A filler has the place of row 0, which may be none of the rows.
+    found.train = logps.nan_to_num().float().to(distributed.device())
     return found, policy if is_policy else None
 
 

@@ -66,8 +66,6 @@ def step_flops(
     for prompt, group in zip(lengths["prompt"], completions, strict=True):
         with_head = group_flops(shape, prompt, group, head=row.stage != "reward")
         passes = TRAIN
-        if row.stage == "dpo":
-            passes += FORWARD * (not row.precompute_reference)
         if row.stage == "grpo":
             passes += 2 * FORWARD
         total += passes * with_head

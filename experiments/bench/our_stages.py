@@ -21,11 +21,6 @@ FAST_FLAGS: dict[str, dict[str, Any]] = {
     "dpo": {"micro_batch_tokens": 512},
     "grpo": {"micro_batch_tokens": 3072, "generation_batch_size": 64},
 }
-# Flags of the rows whose reference log-probabilities are computed ahead, and of the other DPO rows.
-PRECOMPUTE_FLAGS: dict[bool, dict[str, Any]] = {
-    True: {"precompute_ref_log_probs": "true"},
-    False: {"precompute_ref_log_probs": "false"},
-}
 COMMON_FLAGS: dict[str, Any] = {
     "dataset_test_split": "",
     "max_prompt_length": MAX_PROMPT_LENGTH,
@@ -49,7 +44,6 @@ def stage_flags(row: BenchRow, fixture: Path) -> dict[str, Any]:
         # The check of the loss takes another model as reference: with the policy it is ln 2.
         reference = fixture / "reference" if row.name.startswith("check") else ""
         flags |= {"ref_model_name_or_path": reference}
-        flags |= PRECOMPUTE_FLAGS[row.precompute_reference]
     if row.stage == "grpo":
         flags |= {
             "num_generations": row.num_generations,

@@ -25,7 +25,6 @@ class BenchRow:
     warmup: int  # steps that are run and not counted
     reach: float | None  # speed to reach with the tiny model, in units of TRL's
     num_generations: int = 0
-    precompute_reference: bool = False
     with_reward_model: bool = False
 
     @property
@@ -52,8 +51,7 @@ ROWS = {
     for row in (
         BenchRow("sft", "sft", "tokens/s", 16, 6, 2, 1.8),
         BenchRow("reward", "reward", "pairs/s", 8, 6, 2, 2.2),
-        BenchRow("dpo", "dpo", "pairs/s", 8, 5, 2, 3.3),
-        BenchRow("dpo-precomputed", "dpo", "pairs/s", 8, 6, 2, 3.0, precompute_reference=True),
+        BenchRow("dpo-precomputed", "dpo", "pairs/s", 8, 6, 2, 3.0),
         _grpo("grpo-1x8", 1, 8, 7, 6.0),
         _grpo("grpo-1x16", 1, 16, 5, 8.0),
         _grpo("grpo-8x8", 8, 8, 3, 9.0),

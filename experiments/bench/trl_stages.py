@@ -121,7 +121,7 @@ def make_dpo(row: BenchRow, fixture: Path, settings: dict[str, Any], rest: dict[
     """The reference is the starting policy; in the check of the loss it is another model."""
     reference = fixture / ("reference" if row.name.startswith("check") else "policy")
     config = trl.DPOConfig(
-        precompute_ref_log_probs=row.precompute_reference,
+        precompute_ref_log_probs=True,  # as this project does
         precompute_ref_batch_size=MICRO_BATCH_SIZE,
         padding_free=False,
         disable_dropout=True,

@@ -94,13 +94,11 @@ def parameter_bytes(run: Run, model: Footprint, shards: int, *, trains: bool = T
 def models_of(run: Run) -> list[Footprint]:
     """What stays in memory while the policy trains.
 
-    DPO frees a reference that scored ahead, and reward models that judged its rollouts.
+    DPO frees its reference, which scored ahead, and reward models that judged its rollouts.
     """
-    if not isinstance(run.config, DPOConfig):
-        return [run.policy, *([run.reference] if run.reference else []), *run.reward_models]
-    if run.reference is None or run.config.precompute_ref_log_probs:
+    if isinstance(run.config, DPOConfig):
         return [run.policy]
-    return [run.policy, run.reference]
+    return [run.policy, *([run.reference] if run.reference else []), *run.reward_models]
 
 
 def gathered(run: Run, model: Footprint, ranks: int, *, has_backward: bool) -> float:

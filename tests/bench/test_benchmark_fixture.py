@@ -129,7 +129,6 @@ def test_linear_layers_cost_what_pytorch_counts():
     [
         ("sft", 3 * 496),
         ("reward", 3 * (416 + 264)),  # no vocabulary head
-        ("dpo", 4 * (496 + 344)),
         ("dpo-precomputed", 3 * (496 + 344)),
         ("grpo-1x8", 5 * (496 + 7 * 344)),
         ("grpo-1x8-reward-model", 5 * (496 + 7 * 344) + 416 + 7 * 264),
@@ -144,22 +143,28 @@ def test_a_step_costs_its_passes(name: str, expected: int):
 
 def test_units_count_tokens_pairs_and_rollouts():
     assert flops.step_units(ROWS["sft"], {"prompt": [3, 4], "completion": [1, 2]}) == 10
-    assert flops.step_units(ROWS["dpo"], {}) == 8
+    assert flops.step_units(ROWS["dpo-precomputed"], {}) == 8
     assert flops.step_units(ROWS["grpo-8x8"], {}) == 64
 
 
 def test_figures_leave_the_warm_up_out():
-    row = ROWS["dpo"]  # 8 pairs per step, 2 steps of warm-up
+    row = ROWS["dpo-precomputed"]  # 8 pairs per step, 2 steps of warm-up
     seconds = {"trl": [[90, 90, 4, 2, 2], [90, 90, 4, 4, 4]], "ours": [[90, 90, 1, 1, 8]] * 2}
     runs = [
-        {"row": "dpo", "side": side, "round": i, "step_seconds": steps, "peak_mb": 100.0 * (i + 1)}
+        {
+            "row": "dpo-precomputed",
+            "side": side,
+            "round": i,
+            "step_seconds": steps,
+            "peak_mb": 100.0 * (i + 1),
+        }
         for side, both in seconds.items()
         for i, steps in enumerate(both)
     ]
     results = {"model": "tiny", "ceiling": 1e9, "runs": runs}
     lengths = {name: [10] * 8 for name in ("prompt", "chosen", "rejected")}
     stamp = {"lengths": {row.data_name: lengths}}
-    (line,) = bench.summarise(results, argparse.Namespace(stages=["dpo"]), stamp)
+    (line,) = bench.summarise(results, argparse.Namespace(stages=["dpo-precomputed"]), stamp)
     assert line["trl"]["by_round"] == [4, 2]
     assert line["trl"]["speed"] == pytest.approx(8 / 3)
     assert line["ratio_by_round"] == [2, 4]

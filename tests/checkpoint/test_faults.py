@@ -89,7 +89,7 @@ def test_the_rows_are_named(
     tmp_path: Path,
 ) -> None:
     main, _ = CONFIGS[stage]
-    more = {"precompute_ref_log_probs": False} if stage == "dpo" else {}
+    more = {"reference_free": True} if stage == "dpo" else {}
     config = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", **more)
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
         main(config)

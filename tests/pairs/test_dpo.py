@@ -64,7 +64,6 @@ JOBS: dict[str, dict[str, Any]] = {
         "loss_type": ["robust"],
         "label_smoothing": 0.1,
         "ld_alpha": 0.5,
-        "precompute_ref_log_probs": False,
         "ref_model_name_or_path": "OTHER",
     },
     "per_token": {

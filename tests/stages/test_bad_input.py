@@ -459,11 +459,6 @@ FLAGS: list[Case] = [
         )
     ),
     (
-        "train_dpo",
-        {"loss_type": "simpo", "precompute_ref_log_probs": False},
-        ["--precompute_ref_log_probs has no effect where no loss has a reference"],
-    ),
-    (
         "train_grpo",
         {"metric_for_best_model": "reward/gold", "save_steps": 1},
         ["--metric_for_best_model is reward/gold", "lengths"],
