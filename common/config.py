@@ -101,10 +101,12 @@ class CommonConfig:
         "tldr: cut the post at a newline or sentence, keep header and cue; start: drop tokens",
         ["tldr", "start"],
     )
-    max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
-    token_cache_dir: str = free_flag(
-        "output/token_cache", "folder where runs find tokenised rows; may be deleted (empty: none)"
+    prompt_cue: str = flag(
+        "",
+        "end of every prompt, which tldr keeps as it keeps TL;DR: (empty: what follows the last "
+        "blank line, up to 100 characters)",
     )
+    max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
 
     _speed: ClassVar = "speed, memory and sharding: none but bf16 changes a loss"
     layout: str = free_flag(

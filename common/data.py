@@ -71,7 +71,7 @@ def load_splits(
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:
     """(rows, 1 + K) int64, tokens of each prompt and of its K completions."""
-    if hasattr(examples, "lengths"):  # they stand on disk
+    if hasattr(examples, "lengths"):  # known without decoding a row
         return torch.from_numpy(examples.lengths)
     return torch.tensor([[len(e.prompt_ids), *map(len, e.completions)] for e in examples])
 

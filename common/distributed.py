@@ -301,6 +301,11 @@ def is_first_on_host() -> bool:
     return number_in("LOCAL_RANK") == 0
 
 
+def num_on_host() -> int:
+    """Number of processes on this machine."""
+    return number_in("LOCAL_WORLD_SIZE", 1)
+
+
 @contextlib.contextmanager
 def host_first() -> Iterator[None]:
     """One process of each machine goes through the block before the others do. Collective."""

@@ -124,7 +124,6 @@ def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
     flags |= {
         "model_name_or_path": str(folder / "gpt2.json"),
         "tokenizer_name_or_path": str(folder / "tokenizer"),
-        "token_cache_dir": "",
         "output_dir": str(output_dir),
     }
     if case.stage != "sft":  # policy and reference start from the same weights

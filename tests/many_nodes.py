@@ -57,7 +57,6 @@ COMMON = {
     "learning_rate": 1e-3,
     "max_steps": STEPS,
     "logging_steps": 1,
-    "token_cache_dir": "",
 }
 
 

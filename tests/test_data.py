@@ -33,10 +33,10 @@ from common.text import synthetic
 from common.text.rows import load_rows
 from common.text.tokenise import count_boundary_merges, tokenize_rows
 from common.text.truncate import (
+    closing_cue,
     cut_body,
     encode,
     leading_ids,
-    shared_cues,
     split_prompt,
     truncate_prompt,
 )
@@ -224,7 +224,28 @@ def test_real_prompts_fit_and_keep_their_structure(gpt2):
     assert report.prompt_lengths[0] > 170  # the cuts waste little
 
 
-def test_cues_that_prompts_share_are_kept(gpt2):
+@pytest.mark.parametrize(
+    ("prompt", "flag", "cue"),
+    [
+        ("Some text.\n\nSubject:", "", "\n\nSubject:"),
+        ("Some text. \n\n\nTo whom?\nAnswer: \n", "", " \n\n\nTo whom?\nAnswer: \n"),
+        ("Some\n\ntext.\n\n" + "x" * 100, "", "\n\n" + "x" * 100),
+        ("Some\n\ntext.\n\n" + "x" * 101, "", ""),  # a paragraph, and no cue
+        ("Some text.\nSubject:", "", ""),  # no blank line
+        ("Some text.\nSubject:", "Subject:", "\nSubject:"),
+        ("Some text. Subject: ", "\nSubject:\n", " Subject: "),
+        ("Some text.\n\nAnswer:", "Subject:", ""),  # a prompt that does not end so
+        ("", "", ""),
+        ("\n\n", "", ""),
+    ],
+)
+def test_the_closing_cue_is_what_the_flag_says_or_what_follows_the_last_blank_line(
+    prompt, flag, cue
+):
+    assert closing_cue(prompt, flag) == cue
+
+
+def test_cues_are_kept_by_a_cut(gpt2):
     """Mails that end in two ways, among them one without an ending and one with TL;DR's."""
     folder = str(SHARED / "scitldr")
     rows = load_rows(folder, "validation", kind="sft", num_rows=60)
@@ -238,7 +259,6 @@ def test_cues_that_prompts_share_are_kept(gpt2):
     limits = {"max_prompt_length": 160, "max_completion_length": 200}
     examples, report = tokenize(mixed, gpt2, **limits)
     assert report.num_prompts_truncated > 50
-    assert report.num_cues_cut == 0
     for example, end in zip(examples, ends, strict=False):
         assert example.prompt.endswith(f"\n\n{end}")
     assert examples[60].prompt == tokenize(rows, gpt2, **limits)[0][0].prompt
@@ -248,38 +268,15 @@ def test_cues_that_prompts_share_are_kept(gpt2):
     _, report = tokenize(own[50:], gpt2, **limits)
     assert report.num_prompts_truncated > 5
     assert "prompt ended in" not in str(report), "of the shown part nothing has changed"
+    examples, _ = tokenize(own[:9], gpt2, prompt_cue="Subject:", **limits)
+    assert all(example.prompt.endswith("\nSubject:") for example in examples)
+    assert any(not example.prompt.endswith("In short.\nSubject:") for example in examples)
 
 
-@pytest.mark.parametrize(
-    ("max_length", "ending"), [(60, "\n\nOne.\nTwo.\nSubject:"), (8, "\nSubject:"), (3, "")]
-)
-def test_as_much_of_a_shared_ending_is_kept_as_there_is_room_for(gpt2, max_length, ending):
-    posts = ["a b c " * 30, "d e f " * 30, "g h i " * 30]
-    prompts = [f"{post}.\n\nOne.\nTwo.\nSubject:" for post in posts]
-    rows = [{"prompt": prompt, "completion": " x"} for prompt in prompts]
-    examples, report = tokenize(rows, gpt2, max_prompt_length=max_length)
-    for post, example in zip(posts, examples, strict=True):
-        kept = example.prompt.removesuffix(ending)
-        assert example.prompt == kept + ending
-        assert kept
-        assert post.startswith(kept)
-    assert report.num_cues_cut == (0 if max_length == 60 else 3)
-    assert ("3 prompts lost closing lines" in str(report)) == (max_length != 60)
-
-
-def test_a_cue_is_the_last_lines_that_prompts_share():
-    assert shared_cues(["a b.\n\nSubject:", "c.\n\nSubject:", "d"]) == {
-        "\nSubject:": "\n\nSubject:"
-    }
-    two = ["a.\nNow\nwrite: ", "b?\nNow\nwrite: ", "c.\nDo:", "d\nDo:", "e\nDo it:"]
-    assert shared_cues(two) == {"\nwrite: ": "\nNow\nwrite: ", "\nDo:": "\nDo:"}
-    assert shared_cues(["a\nx\n", "b\nx"]) == {}, "other white space is another cue"
-    few = [f"{i}\nx" for i in range(3)]
-    assert shared_cues([*few, *map(str, range(56))]) == {"\nx": "\nx"}
-    assert shared_cues([*few, *map(str, range(57))]) == {}, "3 of 60 are 5%"
-    assert shared_cues(["a\nx", "a\nx"]) == {}, "one prompt is shared as a whole"
-    assert shared_cues(["one Subject:", "two Subject:"]) == {}, "no line of its own"
-    assert shared_cues([]) == {}
+def test_a_cue_without_room_drops_its_prompt(gpt2):
+    rows = [{"prompt": "a b c " * 30 + ".\n\nOne.\nTwo.\nSubject:", "completion": " x"}] * 3
+    with pytest.raises(UserError, match="3 prompt over max_prompt_length"):
+        tokenize(rows, gpt2, max_prompt_length=8)
 
 
 def test_start_drops_tokens_from_the_start(tokenizer):

@@ -26,10 +26,9 @@ from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from common.text.chat import is_messages
-from common.text.forms import Opening
 from common.text.rows import COMPLETION_COLUMNS, load_rows
 from common.text.tokenise import tokenize_rows
-from common.text.truncate import last_line, shared_cues, split_prompt
+from common.text.truncate import closing_cue, split_prompt
 from train_sft import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -147,7 +146,6 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
         assert_one_sentence(error, f"would lose {len(rows)} of {len(rows)} rows")
         return
     assert len(examples) + report.num_dropped == len(rows)
-    cues = shared_cues(prompt for prompt, _ in texts)
     for example in examples:
         prompt, text = texts[example.row]
         assert 1 <= len(example.prompt_ids) <= max_prompt_length
@@ -155,14 +153,10 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
             example.prompt_ids
         ) or (truncation == "start" and example.prompt != prompt)  # a cut inside a character
         if truncation == "tldr":
-            own = cues.get(last_line(prompt), "")
-            parts = [split_prompt(prompt, cue) for cue in (own, last_line(own), "")]
-            assert any(
-                example.prompt.startswith(header)
-                and example.prompt.endswith(cue)
-                and body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
-                for header, body, cue in parts
-            )
+            header, body, cue = split_prompt(prompt, closing_cue(prompt))
+            assert example.prompt.startswith(header)
+            assert example.prompt.endswith(cue)
+            assert body.startswith(example.prompt[len(header) : len(example.prompt) - len(cue)])
         (ids,) = example.completions
         assert 1 <= len(ids) <= max_completion_length
         assert stop_id not in ids[:-1]
@@ -266,7 +260,7 @@ KINDS = st.sampled_from(list(COMPLETION_COLUMNS))
 def assert_read_or_refused(file: Path, kind: Any) -> None:
     """By a stage: read, rendered, tokenised. Text that passes is text."""
     tokenizer = tiny.tokenizer()
-    config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1, token_cache_dir="")
+    config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1)
     try:
         rows = load_rows(str(file), "train", kind=kind)
         rest = (kind, tokenizer, [tokenizer.eos_token_id])
@@ -282,7 +276,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
         json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
     for example in examples:
         values = [rows[example.row][name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
-        assert all(isinstance(v, Opening) or is_messages(v) or v.strip() for v in values)
+        assert all(is_messages(v) or v.strip() for v in values)
 
 
 def assert_one_sentence(error: Exception, *words: str) -> None:

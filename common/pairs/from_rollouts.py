@@ -25,15 +25,14 @@ from common.errors import UserError
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
 from common.pairs.config import DPOConfig
-from common.record.jsonl import json_line, write_atomically
+from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.terminal import progress_bar, show_status
 from common.rewards.score import RewardFunctions
 from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy
-from common.text import token_cache
 
-PAIRS_FILE = "pairs.tokens"  # in a run's folder: what it has sampled, as token ids
+PAIRS_FILE = "pairs.tokens"  # in a run's folder: its flags, then what it has sampled, as JSON lines
 
 
 def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Example]:
@@ -42,17 +41,17 @@ def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Ex
     made_by = {
         f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["may_change"]
     }
-    found: Sequence[Example] | None = None
     if is_resumed:
-        stored = token_cache.read(file) if distributed.is_rank0() else None
-        is_own = stored is not None and stored.report == made_by
-        found = distributed.from_rank0(list(stored) if stored and is_own else None)
-    if found:
-        distributed.print_rank0(f"pairs from rollouts: the {len(found)} of this run, from {file}")
-        return found
+        of_flags, *rows = (distributed.is_rank0() and read_jsonl(file)) or [{}]
+        rows = distributed.from_rank0(rows if of_flags == made_by else [])
+        if rows:
+            distributed.print_rank0(
+                f"pairs from rollouts: the {len(rows)} of this run, from {file}"
+            )
+            return [Example(**row) for row in rows]
     found = pairs_from_rollouts(config, *rest)
     if distributed.is_rank0():
-        token_cache.write(file, found, made_by)
+        write_atomically(file, map(json_line, [made_by, *map(vars, found)]))
     return found
 
 
@@ -253,7 +252,9 @@ def as_examples(pairs: Sequence[SampledPair]) -> list[Example]:
             "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
             "--temperature or --num_candidates."
         )
-    return [replace(pair.example, row=row, messages=[]) for row, pair in enumerate(pairs)]
+    return [
+        replace(pair.example, row=row, columns={}, messages=[]) for row, pair in enumerate(pairs)
+    ]
 
 
 def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the rows of a split: a bar, and a report that is kept with the tokens."""
+"""What becomes of the rows of a split: a bar, and a report."""
 
 import sys
 from collections import Counter
@@ -43,7 +43,6 @@ class DataReport:
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
     truncated_prompt: str = ""  # the row of them that changed most, before and after
-    num_cues_cut: int = 0
     num_completions_truncated: int = 0
     num_duplicates: int = 0
     num_boundary_merges: int = 0
@@ -74,11 +73,6 @@ class DataReport:
         ]
         if self.truncated_prompt:
             lines.append(f"  {self.truncated_prompt}")
-        if self.num_cues_cut:
-            lines.append(
-                f"  {self.num_cues_cut} prompts lost closing lines that others share, for which "
-                "max_prompt_length leaves no room"
-            )
         lengths = (self.prompt_lengths, self.completion_lengths)
         prompt, completion = ("/".join(map(str, own)) for own in lengths)
         lines.append(f"  tokens at 50/90/99/100 %: prompt {prompt}")

@@ -2,13 +2,11 @@
 
 TRL's rows have the prompt in a column, or in front of both completions of a pair, or in the
 messages of a conversation, or in two of these places. What comes out has it in `prompt` alone.
-ShareGPT's, Alpaca's and plain texts get TRL's names before.
 """
 
 import operator
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -18,20 +16,10 @@ from common.text.chat import content, is_call, is_messages
 
 Row = dict[str, Any]
 
-# ShareGPT's words for the roles, as data sets on the hub have them; a call stays text
-SHARE_GPT = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **{"human": "user", "observation": "tool", "function_call": "assistant"},
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
-}
+# Columns of schemas that are not TRL's
+FOREIGN = {"conversations", "instruction", "text"}
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
-# Taori et al. 2023 (github.com/tatsu-lab/stanford_alpaca), as in the column `text` of their rows
-ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately "
-    "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
-)
-ALPACA_INPUT = ", paired with an input that provides further context"
 
 
 def renamed(
@@ -55,48 +43,17 @@ def renamed(
     return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
 
 
-class Opening(str):
-    """The prompt of a text that has none: the token that opens a document, without words."""
-
-
-def in_trl_names(row: Row, columns: Sequence[str]) -> tuple[Row, str]:
-    """A row of another schema in the columns of TRL's, and what was taken for what."""
-    told = ""
-    for name in ("prompt", "completion", "chosen", "rejected", "messages", "conversations"):
-        value = row.get(name)
-        if isinstance(value, list) and any(map(_is_share_gpt, value)):
-            row = {**row, name: [_from_share_gpt(turn) for turn in value]}
-            told = "`from` and `value` taken as `role` and `content`"
-    lacks_prompt, lacks_completion = "prompt" not in row, "completion" not in row
-    is_alpaca = "instruction" in row and ("input" in row or "output" in row)
-    if len(columns) == 2:
-        is_alpaca = is_alpaca and all(isinstance(row.get(column), str) for column in columns)
-    own = "messages" if "messages" in row else "conversations"
-    if own in row:
-        return _split_conversation(row, own, columns, told)
-    if lacks_prompt and is_alpaca:
-        row = {**row, "prompt": _alpaca_prompt(row["instruction"], row.get("input"))}
-        told = "`instruction` and `input` taken as `prompt` by Alpaca's template"
-        if len(columns) == 1 and lacks_completion and "output" in row:
-            return {**row, "completion": row["output"]}, f"{told}, `output` as `completion`"
-    elif lacks_prompt and lacks_completion and "text" in row and columns == ("completion",):
-        told = "`text` taken as `completion` behind the tokenizer's bos, or eos where it has none"
-        return {**row, "prompt": Opening(), "completion": row["text"]}, told
-    return row, told
-
-
-def _split_conversation(row: Row, own: str, columns: Sequence[str], told: str) -> tuple[Row, str]:
-    """A row whose column `own` is prompt, and completion, in one; as it is where it is neither."""
-    turns, target = row[own], columns[0] if columns else "prompt"
-    if len(columns) > 1 or target in row or not (is_messages(turns) or is_blank(turns)):
-        return row, told
-    row = {"messages" if name == own else name: row[name] for name in row}
-    told = "`conversations` taken as `messages`" if own == "conversations" else told
-    if not columns:
-        told = f"{told or '`messages` taken'}, without a last answer as `prompt`"
-        is_answered = is_messages(turns) and turns[-1]["role"] == "assistant"
-        turns = turns[:-1] if is_answered else turns
-    return {**row, target: turns}, told
+def _from_messages(row: Row, columns: Sequence[str]) -> Row:
+    """A row whose messages are prompt and completion in one, in columns; another one as it is."""
+    turns: Any = row.get("messages")
+    target = columns[0] if columns else "prompt"
+    if len(columns) > 1 or target in row or "messages" not in row:
+        return row
+    if not (is_messages(turns) or is_blank(turns)):
+        return row
+    if not columns and is_messages(turns) and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return {**row, target: turns}
 
 
 def way_out(row: Row, kind: str, column: str) -> str:
@@ -110,8 +67,9 @@ def way_out(row: Row, kind: str, column: str) -> str:
             f"{name!r} is not in the beginning that both texts share; "
             f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
         )
-    answered = {"messages", "conversations", "text", "completion", "output"}
-    if kind == "preference" and row.keys() & answered:
+    if row.keys() & FOREIGN and not row.keys() & {"prompt", "chosen", "completion"}:
+        return "docs/data.md has a short `map` for rows of ShareGPT, Alpaca and plain text"
+    if kind == "preference" and row.keys() & {"messages", "completion"}:
         return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
     if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
         return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
@@ -119,33 +77,7 @@ def way_out(row: Row, kind: str, column: str) -> str:
         return "of pairs it is needed in a column of its own"
     if row.keys() == {"prompt"}:
         return "train_grpo.py takes prompts alone"
-    if kind != "preference" and "instruction" in row:
-        return "--column_map input=NAME output=NAME gives other columns Alpaca's names"
     return f"--column_map {column}=NAME takes another one"
-
-
-def _is_share_gpt(turn: Any) -> bool:
-    """Whether a message is one by ShareGPT's names, of a role that is known."""
-    return isinstance(turn, dict) and str(turn.get("from")) in SHARE_GPT and "value" in turn
-
-
-def _from_share_gpt(turn: Any) -> Any:
-    """A message by TRL's names; another one as it is."""
-    if not _is_share_gpt(turn):
-        return turn
-    rest = {name: turn[name] for name in turn if name not in ("from", "value")}
-    return {"role": SHARE_GPT[turn["from"]], "content": turn["value"], **rest}
-
-
-def _alpaca_prompt(instruction: Any, given: Any) -> Any:
-    """Alpaca's prompt, with its input if there is one; what is blank or no text as it is."""
-    if not isinstance(instruction, str) or is_blank(instruction):
-        return instruction
-    if is_blank(given):
-        return ALPACA.format("", instruction, "")
-    if not isinstance(given, str):
-        return given
-    return ALPACA.format(ALPACA_INPUT, instruction, f"### Input:\n{given}\n\n")
 
 
 def _question(row: Row, shared: str = "") -> str:
@@ -158,7 +90,7 @@ def _question(row: Row, shared: str = "") -> str:
 def is_blank(cell: Any) -> bool:
     """Whether a cell is null, white space, no messages or empty ones, or has null for content."""
     if isinstance(cell, str):
-        return not cell.strip() and not isinstance(cell, Opening)
+        return not cell.strip()
     if is_messages(cell):
         return not any(content(turn).strip() or is_call(turn) for turn in cell)
     turns = cell if isinstance(cell, list) else []
@@ -180,10 +112,7 @@ def with_own_prompts(
     What does not fit a form stays as it is, and is refused by its own names. A row with a blank
     cell becomes one of texts with an empty one, which is dropped and counted with the others.
     """
-    read = [in_trl_names(row, columns) for row in rows]
-    for told, number in Counter(told for _, told in read if told).items():
-        tell(f"{source}: {told} in {number} of {len(rows)} rows")
-    rows = [row for row, _ in read]
+    rows = [_from_messages(row, columns) for row in rows]
     lacking = [i for i, row in enumerate(rows) if "prompt" not in row and len(columns) == 2]
     if columns:
         rows = _without_repetitions(rows, columns, source, tell)

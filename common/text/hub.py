@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,13 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}{there}."
         ) from None
+
+
+def commit_read(name: str, split: str, how: Mapping[str, Any]) -> str:
+    """The commit that a split was read at; empty for what is not of the hub."""
+    if not is_id(name) or is_saved(os.path.expanduser(name)):
+        return ""
+    return commit_of(rows_of(name, split, how["dataset_config"], how["dataset_revision"]))
 
 
 def commit_of(data: Any) -> str:

@@ -1,12 +1,8 @@
 """Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
 
 import contextlib
-import gzip
-import json
 import os
-import re
 import reprlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -15,8 +11,8 @@ from typing import Any
 
 from common import distributed
 from common.config import AUTO, CommonConfig
-from common.errors import UserError, gist, why_missing
-from common.text import forms, hub
+from common.errors import UserError
+from common.text import files, forms, hub
 from common.text.chat import content, is_messages
 from common.text.data_report import progress
 from common.text.forms import Row
@@ -33,9 +29,7 @@ ARGUMENTS = (
     *("prompts", "completions", "completion_ids", "prompt_ids", "has_stop"),
     *("trainer_state", "log_extra", "log_metric"),
 )
-RECIPES = Path("assets/recipes")
 TEST_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 LIST = "list of messages, each with the texts 'role' and 'content'"
 
 
@@ -105,11 +99,10 @@ def _read(
 ) -> tuple[str, Iterator[Row]]:
     """What names a split, and its rows as they are."""
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    if files := data_files(dataset_name, split):
+    if paths := files.data_files(dataset_name, split):
         part = hub.part_of(split)[1]
-        every = (row for file in files for row in _read_file(file))
-        name = os.fspath(files[0]) if len(files) == 1 else source
-        return name, islice(every, part.start, part.stop)
+        name = os.fspath(paths[0]) if len(paths) == 1 else source
+        return name, islice(files.read(paths), part.start, part.stop)
     data = hub.rows_of(dataset_name, split, config, revision)
     if commit := hub.commit_of(data):
         tell(f"{source} is of commit {commit}")
@@ -131,10 +124,10 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
         return split
     path = Path(os.path.expanduser(dataset_name))
     if not path.exists():
-        data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
+        files.data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
     for name in TEST_SPLITS if not path.is_file() else ():
         if path.is_dir() and not hub.is_saved(path):
-            if any(_split_name(name).fullmatch(file.name) for file in _files_in(path)):
+            if files.has_split(path, name):
                 return name
             continue
         with contextlib.suppress(hub.NoSuchSplitError):
@@ -198,154 +191,6 @@ def row_source(row: Row) -> str:
     return "cnn_dm" if prompt.startswith("TITLE:") and "\n\nPOST:" not in prompt else "other"
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
-def data_files(dataset_name: str, split: str) -> list[Path]:
-    """The files of one split; none of a folder of `save_to_disk` and of what must be a hub id."""
-    split, _ = hub.part_of(split)
-    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
-    if hub.is_saved(path):
-        return []
-    if path.is_dir():
-        return _split_files(path, split)
-    is_named = path.name.endswith(SUFFIXES)
-    if path.is_file():
-        if not is_named:
-            raise UserError(f"dataset_name {os.fspath(path)!r} must end in {', '.join(SUFFIXES)}.")
-        if split not in ("train", path.name.split(".")[0]):
-            raise UserError(
-                f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', "
-                f"not {split!r}; put {split}.jsonl next to train.jsonl in a folder, or leave "
-                "--dataset_test_split out."
-            )
-        return [path]
-    how = _how_it_is_made(dataset_name)
-    if how or is_named or not hub.may_be_id(dataset_name):
-        end = f": {how}" if how else f" {hub.NO_ID}; give a file or a folder"
-        end = why_missing(dataset_name) or end
-        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
-    return []
-
-
-def _how_it_is_made(name: str) -> str:
-    """Who makes a folder `data/...` that is not there, if a recipe of this checkout names it."""
-    for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
-        text = recipe.read_text(encoding="utf-8")
-        is_own = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
-        if is_own and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
-            maker = recipe.with_name("make_rows.py")
-            if maker.is_file():
-                return f"`python {maker}` makes it; its first lines say from what"
-            return f"the first lines of {recipe} say how it is made"
-    return ""
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """All data files of a folder, in order."""
-    return sorted(
-        file
-        for part in (folder, folder / "data")
-        if part.is_dir()
-        for file in part.iterdir()
-        if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
-    )
-
-
-def _split_name(split: str) -> re.Pattern[str]:
-    """Names of the file or of the shards of a split."""
-    return re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
-
-
-def _split_files(folder: Path, split: str) -> list[Path]:
-    """The file or the shards of one split, in order."""
-    files = _files_in(folder)
-    matches = {file: m for file in files if (m := _split_name(split).fullmatch(file.name))}
-    there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
-    if not matches:
-        raise UserError(
-            f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "
-            f".jsonl.gz, .json or .parquet), it has: {there}; name another split or folder."
-        )
-    shards = [match["shards"] for match in matches.values()]
-    if len(matches) != int(shards[0] or 1) or len(set(shards)) > 1:
-        raise UserError(
-            f"folder {os.fspath(folder)!r} must have one file for the split {split!r}, or all its "
-            f"shards once; it has: {there}."
-        )
-    return list(matches)
-
-
-@contextlib.contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Make a UserError that names the file of whatever is raised where it cannot be read."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
-        # pyarrow raises the first two, NotImplementedError, and for dates that Python cannot hold
-        # OverflowError; lists in lists a RecursionError
-        raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
-
-
-def _read_file(path: Path) -> Iterator[Row]:
-    """Rows of one local file; a UserError names the file, and the line where one is at fault."""
-    with readable(path):
-        if path.suffix == ".parquet":
-            import pyarrow.parquet  # type: ignore[import-untyped]
-
-            for part in pyarrow.parquet.ParquetFile(path).iter_batches():
-                yield from part.to_pylist()
-            return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            yield from _json_rows(stream, os.fspath(path))
-
-
-def _json_rows(stream: Any, source: str) -> Iterator[Row]:
-    """Rows of a JSON list of objects, or of one object per line."""
-    is_list = None  # until there is more than white space
-    # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
-    for number, line in enumerate(stream, start=1):
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if not text.strip():
-                continue
-            is_list = is_list is None and text.lstrip().startswith("[")
-            found = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
-        except (ValueError, RecursionError) as error:
-            fault, line_number = gist(error), number
-            if isinstance(error, json.JSONDecodeError):
-                fault = f"it is not JSON, at column {error.colno}: {error.msg}"
-                line_number += error.lineno - 1
-            elif isinstance(error, UnicodeDecodeError):
-                byte = f"byte 0x{error.object[error.start]:02x}"
-                fault = f"{byte} is no text in UTF-8; save the file in that encoding"
-                line_number += bool(is_list) + error.object.count(b"\n", 0, error.start)
-            raise UserError(f"{source}, line {line_number}: {fault}.") from None
-        for index, row in enumerate(found if is_list else [found], start=1):
-            if not isinstance(row, dict):
-                place = f"row {index}" if is_list else f"line {number}"
-                raise UserError(
-                    f"{source}, {place}: expected an object with named columns, found "
-                    f"{type(row).__name__}."
-                )
-            yield row
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which Python would keep the last of two equal keys in silence."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice in an object")
-    return values
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
-
-
 # ---- the schema ----------------------------------------------------------------------------------
 
 
@@ -371,9 +216,9 @@ def _fault(row: Row, kind: str) -> str:
 def _column_fault(row: Row, column: str, kind: str) -> str:
     """What is wrong with a text column, empty if nothing is."""
     if column not in row:
-        named = (name for name in ("messages", "conversations") if name in row)
-        odd = next((name for name in named if not is_messages(row[name])), "")
-        way = f"{odd!r} is no {LIST}{_odd(row[odd])}" if odd else forms.way_out(row, kind, column)
+        way = forms.way_out(row, kind, column)
+        if "messages" in row and not is_messages(row["messages"]):
+            way = f"'messages' is no {LIST}{_odd(row['messages'])}"
         return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {way}"
     value = row[column]
     if not isinstance(value, str) and not is_messages(value):
@@ -394,5 +239,5 @@ def _odd(value: Any) -> str:
     if not isinstance(turn, dict):
         return ""
     if "from" in turn:
-        return f"; {reprlib.repr(turn)} is from none of {', '.join(forms.SHARE_GPT)}"
+        return "; docs/data.md has a short `map` for rows of ShareGPT"
     return f"; {reprlib.repr(turn)} is none: make its content one text"

@@ -1,56 +1,43 @@
 """Rows become token ids, and what is lost on the way is counted.
 
-`load` reads a split, renders messages, and tokenises prompts and completions apart, or takes the
-result of an earlier run from the cache.
+`load` reads a split, renders messages, and tokenises prompts and completions apart.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
-from common.text import hub, token_cache
+from common.text import hub, shared_rows
 from common.text.chat import Conversation, render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example
-from common.text.forms import Opening, Row
-from common.text.rows import (
-    COMPLETION_COLUMNS,
-    data_files,
-    load_rows,
-    options,
-    row_source,
-)
+from common.text.forms import Row
+from common.text.rows import COMPLETION_COLUMNS, load_rows, options, row_source
 from common.text.truncate import (
     CHUNK_ROWS,
+    closing_cue,
     encode,
-    last_line,
     leading_ids,
-    shared_cues,
-    split_prompt,
     truncate_prompt,
     without_leading,
 )
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
 SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
-# Flags on which tokens depend
-SETTINGS = ("max_prompt_length", "max_completion_length", "prompt_truncation", "column_map")
 
 
 class _Text(NamedTuple):
-    """A prompt or a completion: its text, its ids, whether tokens, or some of its cue, were cut."""
+    """A prompt or a completion: its text, its ids, whether tokens were cut."""
 
     text: str
     ids: list[int]
     is_truncated: bool
-    is_cue_cut: bool = False
 
 
 def load(
@@ -64,43 +51,35 @@ def load(
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`.
 
+    Many rows are tokenised by the first process of each machine, and shared by the others.
+    Collective.
+
     Raises:
         UserError: Too many rows are dropped, or all.
     """
-    how = options(config, dataset_name)
-    settings = {name: getattr(config, name) for name in SETTINGS}
-    settings |= {"data": [dataset_name, split, kind, num_rows], "stop_ids": list(stop_ids)}
-    of_data = partial(token_cache.identity, dataset_name, split, **how)
-    file = token_cache.file_for(config.token_cache_dir, tokenizer, settings, of_data)
-    with distributed.host_first():
-        stored = token_cache.read(file)
-        if stored is None:
-            notes: list[str] = []
-            rows = load_rows(
-                dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
-            )
-            numbers: list[int] = []
-            texts: list[Row] = []  # one of each answer of a conversation
-            for number, row in enumerate(progress(rows, "rendering", len(rows))):
-                texts += render(row, COMPLETION_COLUMNS[kind], tokenizer)
-                numbers += [number] * (len(texts) - len(numbers))
-            found, report = tokenize_rows(
-                texts, tokenizer, config, kind=kind, stop_ids=stop_ids, split=split, numbers=numbers
-            )
-            report.notes = notes
-            is_kept = found and len(rows) >= token_cache.MIN_ROWS
-            if file and is_kept and distributed.is_first_on_host():
-                token_cache.write(file, found, vars(report))
-                stored = token_cache.read(file)  # in place of what was made, which takes memory
-    is_on_hub = dataset_name != "synthetic" and not data_files(dataset_name, split)
-    if is_on_hub and dataset_name == config.dataset_name:
-        data = hub.rows_of(dataset_name, split, config.dataset_config, config.dataset_revision)
-        config.dataset_commit = hub.commit_of(data)  # read above; kept with the run
-    if stored is not None:
-        report = DataReport(**stored.report)
-    distributed.print_rank0(report)
-    report.refuse_lossy(config.max_dropped_fraction)
-    return found if stored is None else stored
+
+    def tokenised() -> list[Example]:
+        notes: list[str] = []
+        how = options(config, dataset_name)
+        rows = load_rows(
+            dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
+        )
+        if dataset_name == config.dataset_name:  # kept with the run
+            config.dataset_commit = hub.commit_read(dataset_name, split, how)
+        numbers: list[int] = []
+        texts: list[Row] = []  # one of each answer of a conversation
+        for number, row in enumerate(progress(rows, "rendering", len(rows))):
+            texts += render(row, COMPLETION_COLUMNS[kind], tokenizer)
+            numbers += [number] * (len(texts) - len(numbers))
+        examples, report = tokenize_rows(
+            texts, tokenizer, config, kind=kind, stop_ids=stop_ids, split=split, numbers=numbers
+        )
+        report.notes = notes
+        distributed.print_rank0(report)
+        report.refuse_lossy(config.max_dropped_fraction)
+        return examples
+
+    return shared_rows.once_per_host(tokenised)
 
 
 def tokenize_rows(
@@ -147,7 +126,6 @@ def tokenize_rows(
             continue
         if prompt.is_truncated:
             cut[number] = (row["prompt"], prompt.text)
-        report.num_cues_cut += prompt.is_cue_cut
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
         kept.append(_example(number, row, prompt, completions, columns))
         answers.append([text.text for text in completions])
@@ -176,12 +154,10 @@ def _in_chunks(
 
     A tokenizer leaves Python to the others while it works.
     """
-    texts = (row["prompt"] for row in rows)
-    cues = shared_cues(text for text in texts if not isinstance(text, Conversation))
 
     def tokenized(start: int) -> list[tuple[Any, ...]]:
         part = rows[start : start + CHUNK_ROWS]
-        prompts = _tokenize_prompts([row["prompt"] for row in part], tokenizer, config, cues)
+        prompts = _tokenize_prompts([row["prompt"] for row in part], tokenizer, config)
         limit = config.max_completion_length
         completions = (
             tokenize_completions([row[c] for row in part], tokenizer, stop_ids, limit)
@@ -196,7 +172,7 @@ def _in_chunks(
 
 
 def _tokenize_prompts(
-    prompts: Sequence[str], tokenizer: Any, config: CommonConfig, cues: Mapping[str, str]
+    prompts: Sequence[str], tokenizer: Any, config: CommonConfig
 ) -> list[_Text | None]:
     """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
 
@@ -211,11 +187,6 @@ def _tokenize_prompts(
         )
     result: list[_Text | None] = []
     for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
-        if isinstance(prompt, Opening):
-            bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-            start = leading or [eos if bos is None else bos]
-            result.append(_Text(tokenizer.decode(start), start, False))
-            continue
         if isinstance(prompt, Conversation):
             fits = len(ids) <= config.max_prompt_length
             result.append(_Text(str(prompt), ids, False) if fits else None)
@@ -233,12 +204,9 @@ def _tokenize_prompts(
                 f"{type(tokenizer).__name__}."
             )
         else:
-            own = cues.get(last_line(prompt), "")
-            endings = dict.fromkeys((own, last_line(own), ""))  # as much as there is room for
-            tries = (truncate_prompt(prompt, tokenizer, room, ending) for ending in endings)
-            text, ids = next(filter(None, tries), ("", []))
-            is_cue_cut = not text.endswith(split_prompt(prompt, own)[2])
-            result.append(_Text(text, leading + ids, True, is_cue_cut) if text else None)
+            cue = closing_cue(prompt, config.prompt_cue)
+            shorter = truncate_prompt(prompt, tokenizer, room, cue)
+            result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
     return result
 
 

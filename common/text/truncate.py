@@ -1,17 +1,15 @@
 """Texts as token ids, and prompts cut to a number of them.
 
-The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. The cue
-of other prompts are the last lines that they share with some of the others.
+The post of a TL;DR prompt is cut; the header (subreddit, title) and the closing cue stay. Other
+prompts have a cue too: `--prompt_cue`, else what follows their last blank line.
 """
 
-import os
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 CHUNK_ROWS = 1000  # texts per tokenizer call: its encodings take far more memory than the ids
-SHARED = 0.05  # of the prompts; a last line that more of them have is a cue
+LONGEST_CUE = 100  # characters behind the last blank line that are taken for a cue
 
 _CUE = re.compile(r"\s*TL;DR:\s*\Z")
 _POST = re.compile(r"(?:\A|\n\n)POST:")
@@ -24,27 +22,19 @@ _CUTS = (
 )
 
 
-def last_line(text: str) -> str:
-    """The last line with the line break before it; of a single line, the last character."""
-    return text[text.rstrip().rfind("\n") :]
+def closing_cue(prompt: str, cue: str = "") -> str:
+    """The end of a prompt that is never cut, with the white space around; empty if it has none.
 
-
-def shared_cues(prompts: Iterable[str]) -> dict[str, str]:
-    """The cues of a set of prompts, by their last line, which more than one and 5% of them share.
-
-    A cue is all in which the prompts with its last line end alike, from a line break on. Rows with
-    the same prompt count once, since all of it would be shared.
+    Args:
+        prompt: Text.
+        cue: What it ends in; empty: what follows its last blank line, if that is short.
     """
-    distinct = dict.fromkeys(prompts)
-    alike = defaultdict(list)
-    for prompt in distinct:
-        alike[last_line(prompt)].append(prompt)
-    cues = {}
-    for line, group in alike.items():
-        if line.startswith("\n") and len(group) > max(1, SHARED * len(distinct)):
-            shared = os.path.commonprefix([prompt[::-1] for prompt in group])[::-1]
-            cues[line] = shared[shared.index("\n") :]
-    return cues
+    text = prompt.rstrip()
+    if not cue:
+        _, blank_line, last = text.rpartition("\n\n")
+        cue = last if blank_line and len(last) <= LONGEST_CUE else ""
+    cue = cue.strip()
+    return prompt[len(text.removesuffix(cue).rstrip()) :] if cue and text.endswith(cue) else ""
 
 
 def split_prompt(prompt: str, own_cue: str = "") -> tuple[str, str, str]:

@@ -76,7 +76,6 @@ def config_of(stage: str, inputs: Path, tokenizer: Path, output_dir: Path, **fie
         "max_steps": 4,
         "logging_steps": 4,
         "self_check": False,
-        "token_cache_dir": "",
     }
     return CONFIGS[stage][1](**(values | fields))
 

@@ -377,7 +377,6 @@ def evaluation(folders: Path) -> Path:
         policy_scores=["implicit_reward", "logp_per_token"],
         num_eval_rows=NUM_PAIRS,
         num_prompts=2,
-        token_cache_dir="",
         **LENGTHS,
     )
     with tiny.process_group():
@@ -462,7 +461,6 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
         score_stop_token=False,
         num_eval_rows=NUM_PAIRS,
         num_prompts=0,
-        token_cache_dir="",
         **LENGTHS,
     )
     with tiny.process_group():
@@ -481,7 +479,7 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
 def foreign_rewards(root: str) -> list[list[list[float]]]:
     """Rewards of five pairs by the models of another vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
-    config, stop_ids = tiny.train_config(token_cache_dir="", **LENGTHS), [tokenizer.eos_token_id]
+    config, stop_ids = tiny.train_config(**LENGTHS), [tokenizer.eos_token_id]
     arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
     pairs = data.load_examples(config, *arguments)
     found = []

@@ -111,7 +111,6 @@ def arguments(folder: Path, output_dir: str) -> list[str]:
         "max_completion_length": LONGEST,
         "micro_batch_size": 5,
         "num_prompts": len(ROWS),
-        "token_cache_dir": "",
     }
     return [text for key, value in values.items() for text in ranks.flag(key, value)]
 

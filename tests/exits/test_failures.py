@@ -108,7 +108,6 @@ def run_grpo(folder: Path, function: str, *options: str, **flags: Any) -> Ended:
         "output_dir": folder / function,
         "model_name_or_path": folder / "tiny.json",
         "tokenizer_name_or_path": folder / "tokenizer",
-        "token_cache_dir": "",
         "dataset_test_split": "",
         "num_train_rows": 12,
         "num_sample_prompts": 0,
@@ -227,7 +226,6 @@ UNEVEN = {
     "logging_steps": 1,
     "max_steps": 2,
     "learning_rate": 1e-4,
-    "token_cache_dir": "",
     "num_eval_rows": 1,
     "batch_size": 2,
 }

@@ -25,7 +25,6 @@ def start(output_dir: Path, inputs: Path, **flags: object) -> subprocess.Popen[s
         "output_dir": output_dir,
         "model_name_or_path": inputs,
         "tokenizer_name_or_path": "synthetic",
-        "token_cache_dir": "",
         "dataset_name": "synthetic",
         "dataset_test_split": "",
         "num_train_rows": 32,

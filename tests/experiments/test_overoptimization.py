@@ -44,7 +44,6 @@ RECIPES = ROOT / "assets" / "recipes"
 LIMITS: dict[str, Any] = {
     "max_prompt_length": 90,
     "max_completion_length": 32,
-    "token_cache_dir": "",
     "num_sample_prompts": 0,
 }
 SCRIPTS: dict[str, Any] = {

@@ -479,7 +479,7 @@ def test_the_command_plans_and_writes_nothing(shapes: Path, tmp_path: Path):
     (model / "config.json").write_text((shapes / "llama.json").read_text())
     output = plan_script(
         ["train_sft.py", "--model_name_or_path", str(model), "--dataset_name", "nowhere.jsonl"]
-        + ["--output_dir", str(tmp_path / "run"), "--token_cache_dir", str(tmp_path / "cache")]
+        + ["--output_dir", str(tmp_path / "run")]
         + ["--max_prompt_length", "40", "--max_completion_length", "10", "--device", "cpu"]
         + ["--batch_size", "8192", "--ranks", "1", "8", "64", "4096"]
     )

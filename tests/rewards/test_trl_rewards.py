@@ -242,7 +242,6 @@ def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp
             output_dir=str(tmp_path / "run"),
             model_name_or_path=str(untrained),
             dataset_name=str(tmp_path / "pairs"),
-            token_cache_dir="",
             max_prompt_length=300,
             max_completion_length=120,
             num_sample_prompts=len(ROWS),

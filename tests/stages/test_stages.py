@@ -120,7 +120,7 @@ def test_a_patch_runs_before_a_real_stage_and_is_named(tmp_path, capfd):
     )
     root = stages.ROOT
     sizes = {"max_steps": 1, "logging_steps": 1, "num_train_rows": 8, "num_eval_rows": 4}
-    sizes |= {"batch_size": 4, "warmup_steps": 0, "num_sample_prompts": 0, "token_cache_dir": ""}
+    sizes |= {"batch_size": 4, "warmup_steps": 0, "num_sample_prompts": 0}
     flags = {**sizes, "model_name_or_path": root / "assets/recipes/demo/gpt2-tiny.json"}
     recipe = root / "assets" / "recipes" / "demo" / "sft.yaml"
     stage = Stage("train_sft.py", tmp_path / "sft", recipe, flags, patch)

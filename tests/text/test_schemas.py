@@ -1,24 +1,33 @@
 """Claim: a row of each of TRL's schemas is read by its stages, or refused with a way out.
 
-The rows are those of its page on dataset formats, and of ShareGPT and Alpaca; what a stage reads of
-them is written out by hand. Rows with a blank or null cell are dropped, counted and named; columns
-may have other names.
+The rows are those of its page on dataset formats; what a stage reads of them is written out by
+hand. Those of ShareGPT, Alpaca and plain text are refused with the page that has a `map` for each.
+Rows with a blank or null cell are dropped, counted and named; columns may have other names.
 """
 
-import copy
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tiny
 
 from common.data import load_examples
 from common.errors import UserError
 from common.text import synthetic
-from common.text.rows import load_rows
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 ASKED = [{"role": "user", "content": "What color is the sky?"}]
 BLUE, GREEN = ([{"role": "assistant", "content": f"It is {c}."}] for c in ("blue", "green"))
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+CALLS = [
+    *ASKED,
+    {"role": "assistant", "content": "look()"},
+    {"role": "tool", "content": "blue"},
+    *BLUE,
+]
 SHARE_GPT = [
     {"from": "system", "value": "Be brief."},
     {"from": "human", "value": "What color is the sky?"},
@@ -26,18 +35,12 @@ SHARE_GPT = [
 ]
 INSTRUCTION = {"instruction": "Name the sky's color.", "input": "A clear day", "output": "Blue."}
 IMPLICIT = {"chosen": "The sky is blue.", "rejected": "The sky is green."}
-CALLS = [
-    {"from": "human", "value": "What color is the sky?"},
-    {"from": "function_call", "value": "look()"},
-    {"from": "observation", "value": "blue"},
-    {"from": "chatgpt", "value": "It is blue."},
-]
 ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "The sky is blue."},
     "messages": {"messages": ASKED + BLUE},
     "conversations": {"conversations": SHARE_GPT},
-    "system beside": {"system": "Be brief.", "conversations": SHARE_GPT[1:]},
-    "one system": {"system": "Be long.", "conversations": SHARE_GPT},
+    "system beside": {"system": "Be brief.", "messages": ASKED + BLUE},
+    "one system": {"system": "Be long.", "messages": SYSTEM + ASKED + BLUE},
     "system beside a prompt": {"system": "Be brief.", "prompt": ASKED, "completion": BLUE},
     "system beside a pair": {
         "system": "Be brief.",
@@ -45,12 +48,10 @@ ROWS: dict[str, dict[str, Any]] = {
         "rejected": ASKED + GREEN,
     },
     "system beside text": {"system": "Be brief.", "prompt": "The sky is", "completion": " blue."},
-    "mixed names": {"conversations": [*SHARE_GPT[:2], *BLUE]},
-    "other roles": {"conversations": CALLS},
-    "unknown role": {"conversations": [*SHARE_GPT, {"from": "moderator", "value": "Ok."}]},
+    "other names": {"messages": SHARE_GPT},
+    "other roles": {"messages": CALLS},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "So?"}]}]},
     "alpaca": INSTRUCTION,
-    "alpaca without input": {**INSTRUCTION, "input": ""},
     "dolly": {"instruction": "Name its color.", "context": "The sky", "response": "Blue."},
     "prompt": {"prompt": "The sky is"},
     "chat prompt": {"prompt": ASKED},
@@ -61,6 +62,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "chat pair": {"prompt": ASKED, "chosen": BLUE, "rejected": GREEN},
     "implicit chat pair": {"chosen": ASKED + BLUE, "rejected": ASKED + GREEN},
     "alpaca pair": {**INSTRUCTION, "chosen": "Blue.", "rejected": "Green."},
+    "conversations in other words": {"conversations": ASKED + BLUE},
     "question beside": {"question": "Its color?", **IMPLICIT},
     "question inside": {"question": "The sky", **IMPLICIT},
     "messages beside": {"messages": ASKED + BLUE, **IMPLICIT},
@@ -76,42 +78,33 @@ END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
-PROMPT = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request.\n\n### Instruction:\nName the sky's color.\n\n### Response:\n"
-)
-PROMPT_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
-    "Name the sky's color.\n\n### Input:\nA clear day\n\n### Response:\n"
-)
 CHOSEN = "--column_map completion=chosen"
 OF_PAIRS = "of pairs it is needed in a column of its own"
 NO_PAIR = "a pair is `chosen` and `rejected`"
 NO_ANSWER = "train_grpo.py takes prompts alone"
-ALPACA = "--column_map input=NAME output=NAME gives"
+DOCS = "docs/data.md has a short `map` for rows of ShareGPT, Alpaca and plain text"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
 # with the stop token; or what they say.
 READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, ...] | str]] = {
-    "text": ((END, "The sky is blue."), NO_PAIR, "--column_map prompt=NAME"),
+    "text": (DOCS,) * 3,
     "messages": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
-    "conversations": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
+    "conversations": (DOCS,) * 3,
+    "conversations in other words": (DOCS,) * 3,
     "system beside": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "one system": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "system beside a prompt": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "system beside a pair": (CHOSEN, (BRIEF, "It is blue.", "It is green."), OF_PAIRS),
     "system beside text": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
-    "mixed names": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
     "other roles": (
         (f"{QUESTION}look(){CALLED}", "It is blue."),
         NO_PAIR,
         (f"{QUESTION}look(){CALLED}",),
     ),
-    "unknown role": ("'value': 'Ok.'} is from none of system, dev",) * 3,
+    "other names": ("'role' and 'content'; docs/data.md has a short `map` for rows of ShareGPT",)
+    * 3,
     "parts": ("'role': 'user'} is none: make its content one text",) * 3,
-    "alpaca": ((PROMPT_WITH_INPUT, "Blue."), NO_PAIR, (PROMPT_WITH_INPUT,)),
-    "alpaca without input": ((PROMPT, "Blue."), NO_PAIR, (PROMPT,)),
-    "dolly": (ALPACA, "--column_map prompt=NAME", ALPACA),
+    "alpaca": (DOCS,) * 3,
+    "dolly": (DOCS,) * 3,
     "prompt": (NO_ANSWER, NO_ANSWER, ("The sky is",)),
     "chat prompt": (NO_ANSWER, NO_ANSWER, (QUESTION,)),
     "completion": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
@@ -122,11 +115,7 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         ("The sky is", " blue.", " green."),
         OF_PAIRS,
     ),
-    "alpaca pair": (
-        (PROMPT_WITH_INPUT, "Blue."),
-        (PROMPT_WITH_INPUT, "Blue.", "Green."),
-        (PROMPT_WITH_INPUT,),
-    ),
+    "alpaca pair": (CHOSEN, "--column_map prompt=instruction takes it", OF_PAIRS),
     "question beside": (CHOSEN, "--column_map prompt=question takes it", OF_PAIRS),
     "question inside": (CHOSEN, ("The sky is", " blue.", " green."), OF_PAIRS),
     "messages beside": (
@@ -134,11 +123,7 @@ READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, .
         "--column_map prompt=messages takes it",
         (QUESTION,),
     ),
-    "conversations beside": (
-        (BRIEF, "It is blue."),
-        "--column_map prompt=conversations takes it",
-        (BRIEF,),
-    ),
+    "conversations beside": (CHOSEN, "--column_map prompt=conversations takes it", OF_PAIRS),
     "chat pair": (
         CHOSEN,
         (QUESTION, "It is blue.", "It is green."),
@@ -169,9 +154,7 @@ def read(tmp_path, tokenizer, kind, rows, **flags):
     """The examples that a stage makes of rows, which are those of its main data set."""
     name = str(tmp_path / "train.jsonl")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = tiny.train_config(
-        max_prompt_length=200, dataset_name=name, token_cache_dir="", **flags
-    )
+    config = tiny.train_config(max_prompt_length=200, dataset_name=name, **flags)
     return load_examples(config, name, "train", kind, tokenizer, [tokenizer.eos_token_id])
 
 
@@ -194,26 +177,6 @@ def test_each_schema_is_read_or_refused_with_a_way_out(tmp_path, tokenizer, sche
     if earlier:  # of a conversation's answers the last is written out above
         assert [texts(e, tokenizer) for e in earlier] == [(QUESTION, "look()" + END)]
     assert bool(earlier) == ((schema, kind) == ("other roles", "sft"))
-
-
-def test_texts_alone_begin_with_what_the_tokenizer_begins_with(tmp_path, tokenizer):
-    with_bos = copy.deepcopy(tokenizer)
-    with_bos.bos_token = "<|endoftext|>"
-    (example,) = read(tmp_path, with_bos, "sft", [ROWS["text"]])
-    assert texts(example, with_bos) == ("<|endoftext|>", "The sky is blue." + END)
-
-
-def test_share_gpt_is_read_as_by_trl(tmp_path, tokenizer, capsys):
-    """All but its words for the roles, which TRL leaves."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed (Python 3.11 or later)")
-    row = {"conversations": SHARE_GPT, "n": 3}
-    expected = trl.maybe_convert_to_chatml(copy.deepcopy(row))["messages"]
-    for turn, role in zip(expected, ("system", "user", "assistant"), strict=True):
-        turn["role"] = role
-    rows = [row, {"messages": expected, "n": 3}]
-    first, second = read(tmp_path, tokenizer, "sft", rows)
-    assert texts(first, tokenizer) == texts(second, tokenizer)
-    assert "`conversations` taken as `messages` in 1 of 2 rows" in capsys.readouterr().out
 
 
 def test_bars_count_the_rows_while_they_are_read_rendered_and_tokenised(
@@ -255,10 +218,6 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
             "rejected",
         ),
         ("sft", ROWS["messages"], {"messages": None}, "completion"),
-        ("sft", ROWS["conversations"], {"conversations": None}, "completion"),
-        ("sft", ROWS["alpaca"], {**INSTRUCTION, "output": None}, "completion"),
-        ("sft", ROWS["alpaca"], {**INSTRUCTION, "instruction": None}, "prompt"),
-        ("sft", ROWS["text"], {"text": None}, "completion"),
         ("sft", ROWS["messages"], {"messages": []}, "completion"),
         ("sft", ROWS["messages"], {"messages": ASKED}, "completion"),  # nobody answers
         ("sft", ROWS["messages"], {"messages": BLUE}, "completion"),  # nobody asks
@@ -337,7 +296,7 @@ def test_a_column_map_that_cannot_be_is_refused(tmp_path, tokenizer, column_map,
 def test_a_further_data_set_need_not_have_every_column_of_the_map(tmp_path, tokenizer):
     (tmp_path / "prompts.jsonl").write_text('{"question": "The sky is"}\n')
     config = tiny.train_config(
-        dataset_name="pairs", column_map=["prompt=question", "chosen=better"], token_cache_dir=""
+        dataset_name="pairs", column_map=["prompt=question", "chosen=better"]
     )
     rest = ("train", "prompts", tokenizer, [tokenizer.eos_token_id])
     (example,) = load_examples(config, str(tmp_path / "prompts.jsonl"), *rest)
@@ -353,20 +312,24 @@ def test_a_map_a_revision_or_a_configuration_without_effect_is_refused(tmp_path)
                 tiny.train_config(dataset_name=name, **{flag: "v1"})
 
 
-def test_a_new_map_is_not_served_with_the_tokens_of_an_old_one(tmp_path, tokenizer):
-    name = str(tmp_path / "train.jsonl")
-    (tmp_path / "train.jsonl").write_text((json.dumps(PAIR) + "\n") * 1000)
-    found = []
-    for column_map in ([], ["chosen=rejected", "rejected=chosen"]):
-        config = tiny.train_config(
-            dataset_name=name, column_map=column_map, token_cache_dir=str(tmp_path / "cache")
-        )
-        rest = ("train", "preference", synthetic.train_tokenizer(), [0])
-        found.append(load_examples(config, name, *rest)[0].completions)
-    assert found[0] == found[1][::-1]
-
-
-def test_rows_that_load_rows_gives_keep_what_a_reward_function_reads(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(INSTRUCTION) + "\n")
-    (row,) = load_rows(str(tmp_path / "a.jsonl"), "train", kind="prompts")
-    assert row == {**INSTRUCTION, "prompt": PROMPT_WITH_INPUT}
+@pytest.mark.parametrize(
+    ("schema", "title", "expected"),
+    [
+        ("conversations", "ShareGPT", (BRIEF, "It is blue." + END)),
+        ("alpaca", "Alpaca", ("Name the sky's color.\n\nA clear day\n\n", "Blue." + END)),
+        ("text", "Plain text", ("The", " sky is blue." + END)),
+    ],
+)
+def test_the_maps_of_the_page_make_rows_that_are_read(
+    tmp_path, tokenizer, monkeypatch, schema, title, expected
+):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps([ROWS[schema]]))
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[1]
+    head, *parts = code.split("\n# ")
+    (part,) = (part for part in parts if part.startswith(title))
+    exec(f"{head}\n# {part}", {})
+    rows = [json.loads(line) for line in (tmp_path / "data/mine/train.jsonl").open()]
+    (example,) = read(tmp_path, tokenizer, "sft", rows)
+    assert texts(example, tokenizer) == expected

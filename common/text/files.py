@@ -1,0 +1,173 @@
+"""Local files of rows: which ones are a split, and what they hold."""
+
+import codecs
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, gist, why_missing
+from common.text import hub
+from common.text.forms import Row
+
+RECIPES = Path("assets/recipes")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+
+
+def data_files(dataset_name: str, split: str) -> list[Path]:
+    """The files of one split; none of a folder of `save_to_disk` and of what must be a hub id."""
+    split, _ = hub.part_of(split)
+    path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
+    if hub.is_saved(path):
+        return []
+    if path.is_dir():
+        return _split_files(path, split)
+    is_named = path.name.endswith(SUFFIXES)
+    if path.is_file():
+        if not is_named:
+            raise UserError(f"dataset_name {os.fspath(path)!r} must end in {', '.join(SUFFIXES)}.")
+        if split not in ("train", path.name.split(".")[0]):
+            raise UserError(
+                f"dataset_name {os.fspath(path)!r} is a single file, which is the split 'train', "
+                f"not {split!r}; put {split}.jsonl next to train.jsonl in a folder, or leave "
+                "--dataset_test_split out."
+            )
+        return [path]
+    how = _how_it_is_made(dataset_name)
+    if how or is_named or not hub.may_be_id(dataset_name):
+        end = f": {how}" if how else f" {hub.NO_ID}; give a file or a folder"
+        end = why_missing(dataset_name) or end
+        raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
+    return []
+
+
+def _how_it_is_made(name: str) -> str:
+    """Who makes a folder `data/...` that is not there, if a recipe of this checkout names it."""
+    for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
+        text = recipe.read_text(encoding="utf-8")
+        is_own = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
+        if is_own and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
+            maker = recipe.with_name("make_rows.py")
+            if maker.is_file():
+                return f"`python {maker}` makes it; its first lines say from what"
+            return f"the first lines of {recipe} say how it is made"
+    return ""
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """All data files of a folder, in order."""
+    return sorted(
+        file
+        for part in (folder, folder / "data")
+        if part.is_dir()
+        for file in part.iterdir()
+        if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
+    )
+
+
+def _split_name(split: str) -> re.Pattern[str]:
+    """Names of the file or of the shards of a split."""
+    return re.compile(re.escape(split) + r"(-\d+-of-(?P<shards>\d+)(-\w+)?)?(\.\w+)+")
+
+
+def has_split(folder: Path, split: str) -> bool:
+    """Whether a folder has a file, or a shard, of the split."""
+    return any(_split_name(split).fullmatch(file.name) for file in _files_in(folder))
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    """The file or the shards of one split, in order."""
+    files = _files_in(folder)
+    matches = {file: m for file in files if (m := _split_name(split).fullmatch(file.name))}
+    there = ", ".join(os.fspath(file.relative_to(folder)) for file in files) or "no data files"
+    if not matches:
+        raise UserError(
+            f"folder {os.fspath(folder)!r} has no file for the split {split!r} ({split}.jsonl, "
+            f".jsonl.gz, .json or .parquet), it has: {there}; name another split or folder."
+        )
+    shards = [match["shards"] for match in matches.values()]
+    if len(matches) != int(shards[0] or 1) or len(set(shards)) > 1:
+        raise UserError(
+            f"folder {os.fspath(folder)!r} must have one file for the split {split!r}, or all its "
+            f"shards once; it has: {there}."
+        )
+    return list(matches)
+
+
+def read(files: Iterable[Path]) -> Iterator[Row]:
+    """The rows of files, one after another.
+
+    By `json`, not by `datasets.load_dataset("json")`, which takes texts for something else: a
+    column of dates for times, "007" for 7 behind 10 MB of numbers. It also gives an object the keys
+    that others have and rounds the numbers of a list (seen in datasets 5.2).
+
+    Raises:
+        UserError: Names a file that cannot be read, and the line or row that is at fault.
+    """
+    for file in files:
+        for number, row in enumerate(_read_file(file), start=1):
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{os.fspath(file)}, row {number}: expected an object with named columns, "
+                    f"found {type(row).__name__}."
+                )
+            yield row
+
+
+def _read_file(path: Path) -> Iterator[Any]:
+    """The rows of one file."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet  # type: ignore[import-untyped]
+
+            for part in pyarrow.parquet.ParquetFile(path).iter_batches():
+                yield from part.to_pylist()
+            return
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            yield from _json_rows(stream, os.fspath(path))
+    except UserError:
+        raise
+    except (OSError, ValueError, EOFError, RuntimeError, OverflowError, zlib.error) as error:
+        # pyarrow raises the first two, NotImplementedError, and OverflowError for dates that Python
+        # cannot hold.
+        raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
+
+
+def _json_rows(stream: Any, source: str) -> Iterator[Any]:
+    """The items of a JSON list, or of one JSON text per line."""
+    has_rows = False  # before this line
+    # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
+    for number, line in enumerate(stream, start=1):
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        is_list = not has_rows and text.lstrip().startswith(b"[")
+        has_rows = has_rows or bool(text.strip())
+        try:
+            if is_list:
+                yield from _DECODER.decode((text + stream.read()).decode())
+            elif text.strip():
+                yield _DECODER.decode(text.decode().rstrip())
+        except ValueError as error:
+            fault, num_before = gist(error), 0
+            if isinstance(error, json.JSONDecodeError):
+                fault = f"it is not JSON, at column {error.colno}: {error.msg}"
+                num_before = error.lineno - 1
+            elif isinstance(error, UnicodeDecodeError):
+                num_before = error.object.count(b"\n", 0, error.start)
+            raise UserError(f"{source}, line {number + num_before}: {fault}.") from None
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which Python would keep the last of two equal keys in silence."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice in an object")
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)

@@ -1,0 +1,83 @@
+"""Tokenised rows that the processes of a machine share: on disk, mapped into memory by each."""
+
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import distributed
+from common.text.example import Example
+
+MIN_ROWS = 1000  # of fewer every process makes its list
+
+
+class MappedRows(Sequence[Example]):
+    """The examples of a folder that `write` has made, each decoded when it is looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        """Map the folder, which may be removed afterwards."""
+        import datasets
+
+        self.rows = datasets.load_from_disk(str(folder))
+        columns = self.rows.with_format("numpy")
+        self.lengths = columns["lengths"][:]  # (rows, 1 + K) int64, of prompt and completions
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        """An example, or a list of some."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        cells = self.rows[range(len(self))[index]]
+        columns, messages = json.loads(cells["others"])
+        ids = (cells["prompt_ids"], cells["completions"])
+        return Example(cells["row"], cells["prompt"], *ids, columns, cells["source"], messages)
+
+
+def once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
+    """What `make` returns, called by the first process of each machine only. Collective.
+
+    The others map its rows, if they are many and JSON can hold their columns, else they call it
+    too. The folder has a new name in every run and is gone once all have mapped it, so that no run
+    reads rows of another one.
+    """
+    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}"
+    folder = Path(tempfile.gettempdir(), name)
+    is_first = distributed.is_first_on_host()
+    with distributed.host_first():
+        made = [] if folder.exists() else make()
+        if is_first and distributed.num_on_host() > 1 and len(made) >= MIN_ROWS:
+            write(folder, made)
+        # What is mapped takes the place of what was made, which takes memory.
+        examples = MappedRows(folder) if folder.exists() else made
+    distributed.barrier()
+    if is_first:
+        shutil.rmtree(folder, ignore_errors=True)
+    return examples
+
+
+def write(folder: Path, examples: Sequence[Example]) -> None:
+    """Write examples, all with as many completions; nothing if JSON cannot hold their columns."""
+    import datasets
+
+    try:
+        others = [json.dumps([e.columns, e.messages]) for e in examples]
+    except TypeError:  # of a Parquet file's dates, for example
+        return
+    ids = datasets.List(datasets.Value("int32"))
+    types = {"row": datasets.Value("int64"), "prompt": datasets.Value("string"), "prompt_ids": ids}
+    types |= {"completions": datasets.List(ids), "source": datasets.Value("string")}
+    cells: dict[str, list[Any]] = {name: [getattr(e, name) for e in examples] for name in types}
+    cells |= {
+        "others": others,
+        "lengths": [[len(e.prompt_ids), *map(len, e.completions)] for e in examples],
+    }
+    types |= {"others": datasets.Value("string"), "lengths": datasets.List(datasets.Value("int64"))}
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict(cells, features=datasets.Features(types))
+    rows.save_to_disk(str(folder))
