@@ -1,6 +1,6 @@
 # make demo    the whole chain on the embedded task: table, picture, report (minutes on a laptop)
 # make test    lint, types, every test
-# make test-vllm   sampling through vLLM, on a CPU (an environment of its own: 4 GB)
+# make test-vllm   sampling through a vLLM server, on a CPU (an environment of its own: 4 GB)
 # make bench   speed and memory of every stage against TRL, in turns (tiny: 13 minutes)
 # make replicate RECIPE=tldr-gpt2   a recipe for several seeds, beside what others have published
 # make sweep   what each detail of the papers matters on the embedded task, over seeds

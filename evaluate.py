@@ -259,16 +259,14 @@ def sample(
     title: str,
 ) -> Rollouts:
     """`num_generations` completions of each prompt, prompt-major. Collective."""
-    from common.sampling.engine import new_sampler
+    from common.sampling.vllm.sampler import new_sampler
 
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     own = replace(config, max_completion_length=max_new_tokens)
     sampler = new_sampler(policy, tokenizer, stop_ids, own)
-    rollouts = sampler.sample_shared(
+    return sampler.sample_shared(
         prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
     )
-    sampler.close()
-    return rollouts
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:

@@ -71,7 +71,7 @@ def main(config: GRPOConfig) -> None:
     from common.grpo.held_out import HeldOut
     from common.model import lora
     from common.rewards.score import RewardFunctions
-    from common.sampling.engine import new_sampler
+    from common.sampling.vllm.sampler import new_sampler
 
     distributed.seed_everything(config.seed)
 
@@ -157,7 +157,6 @@ def main(config: GRPOConfig) -> None:
 
     # Export, final evaluation
     run.finish(looks=[evaluate, show_samples])
-    sampler.close()
 
 
 def load_reference(

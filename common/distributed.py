@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import UserError
 
-OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
 _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 
@@ -80,30 +79,10 @@ def let_segments_grow() -> None:
     """Have memory of a GPU given out in segments that grow, unless the user has set anything.
 
     Micro-batches differ in size: in segments of fixed sizes they leave gaps that none fits into.
-    torch reads this at the first allocation. vLLM, which turns it off for what it lets sleep, looks
-    for the older of the two names only.
+    torch reads this at the first allocation.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
-
-@contextlib.contextmanager
-def shareable_segments() -> Iterator[None]:
-    """Allocate memory of a GPU that other processes may open.
-
-    They open segments that grow only with the rights of a debugger in this one
-    (github.com/pytorch/pytorch/issues/165685).
-    """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    grow = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
-    if grow:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-    try:
-        yield
-    finally:
-        if grow:
-            torch.cuda.empty_cache()
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def refuse_without_gpu() -> None:
@@ -135,26 +114,6 @@ def die_with_launcher() -> None:
         name = Path(f"/proc/{parent}/comm").read_text().strip()
         if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this process, just forked, with the one that forked it."""
-    set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
-    ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGTERM)
-
-
-def child_environment(num_devices: int, **variables: str) -> dict[str, str]:
-    """The variables of a program that this process starts, without what torchrun set.
-
-    Of several GPUs it sees this process's and the next ones, so many in all.
-    """
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_TORCHRUN)}
-    if torch.cuda.is_available():
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = listed.split(",") if listed else list(map(str, range(torch.cuda.device_count())))
-        first = torch.cuda.current_device()
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + num_devices])
-    return own | variables
 
 
 def tell_torchrun(text: str) -> None:
@@ -224,13 +183,6 @@ def refuse_uneven(batch_size: int, num_ranks: int) -> None:
             f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
             f"make it a multiple of {num_ranks}."
         )
-
-
-def refuse_uneven_host(flag: str, size: int) -> None:
-    """Raise a UserError for groups of `size` that the processes of this machine do not fill."""
-    here = number_in("LOCAL_WORLD_SIZE", 1)
-    if here % size != 0:
-        raise UserError(f"--{flag} is {size}; it must divide the {here} processes of a machine.")
 
 
 def mesh(num_replicas: int = 1) -> DeviceMesh:

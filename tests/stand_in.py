@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from common.sampling.server import EXTENSION
-from common.sampling.vllm_worker import unpacked
+from common.sampling.vllm.weights import EXTENSION
+from common.sampling.vllm.worker import unpacked
 
 VLLM_CONFIG = {
     "model_config": {"logprobs_mode": "processed_logprobs", "max_model_len": 1024},
-    "scheduler_config": {"max_num_seqs": 128},
     "parallel_config": {"worker_extension_cls": EXTENSION},
     "weight_transfer_config": {"backend": "ipc"},
 }

@@ -7,7 +7,7 @@ from typing import ClassVar
 from common.config import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
-from common.sampling.engine_config import EngineConfig
+from common.sampling.vllm.config import EngineConfig
 
 OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
 OF_PAIRS = (*OF_POLICIES[1:], "margin_column", "num_eval_rows")
@@ -91,8 +91,8 @@ class EvaluateConfig(EngineConfig):
         if self.max_new_tokens > self.max_completion_length:
             most = f"at most --max_completion_length, {self.max_completion_length}"
             raise self.refused("max_new_tokens", most)
-        if self.rollout_engine != "own" and not self.generates:
-            raise self.refused("rollout_engine", "own without --policies that generate")
+        if self.rollout_server and not self.generates:
+            raise self.refused("rollout_server", "empty without --policies that generate")
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         if len(self.policies) == 1 and not self.ref_model_name_or_path:

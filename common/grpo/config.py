@@ -13,7 +13,7 @@ from common.losses import (
     RATIO_LEVELS,
     SAMPLER_CORRECTIONS,
 )
-from common.sampling.engine_config import EngineConfig
+from common.sampling.vllm.config import EngineConfig
 
 
 @dataclass

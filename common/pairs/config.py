@@ -11,7 +11,7 @@ from common.losses import (
     PREFERENCE_LOSSES,
     SMOOTHED_LOSSES,
 )
-from common.sampling.engine_config import EngineConfig
+from common.sampling.vllm.config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 OF_PENALTY = ("missing_eos_penalty",)
@@ -87,8 +87,8 @@ class DPOConfig(TrainConfig, EngineConfig):
             refuse_rollouts(self)
         elif self.reward_funcs:
             raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
-        elif self.rollout_engine != "own":
-            raise self.refused("rollout_engine", "own without --pairs_from rollouts")
+        elif self.rollout_server:
+            raise self.refused("rollout_server", "empty without --pairs_from rollouts")
 
     def idle(self) -> Idle:
         """Flags that change nothing beside the others."""

@@ -28,8 +28,8 @@ from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.terminal import progress_bar, show_status
 from common.rewards.score import RewardFunctions
-from common.sampling.engine import new_sampler
 from common.sampling.sampler import Rollouts
+from common.sampling.vllm.sampler import new_sampler
 from common.scoring import Policy
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder: its flags, then what it has sampled, as JSON lines
@@ -108,7 +108,6 @@ def pairs_from_rollouts(
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()
     bar.close()
-    sampler.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
     pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
     train_set = as_examples(pairs)

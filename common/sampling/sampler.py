@@ -243,6 +243,3 @@ class Sampler:
             }
             for i, text in enumerate(texts)
         ]
-
-    def close(self) -> None:
-        """End what was started for it: nothing."""

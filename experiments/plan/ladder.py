@@ -52,11 +52,7 @@ RUNGS: list[dict[str, Any]] = [  # beside those; each is tried with whole and sh
     {},
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "cpu_offload": True},
-    {
-        "gradient_checkpointing": True,
-        "rollout_engine": "vllm",
-        "rollout_server": "http://HOST:8000",
-    },
+    {"gradient_checkpointing": True, "rollout_server": "http://HOST:8000"},
     {"gradient_checkpointing": True, "lora_r": 16},
 ]
 
@@ -98,7 +94,7 @@ def run_of(stage: str, model: Path, lora_r: int = 0) -> Run:
 def rungs(stage: str, model: Path) -> Iterator[tuple[str, Run]]:
     """Flags and the plan with them, one after the other: a model is counted when it is needed."""
     for flags in RUNGS:
-        if "rollout_engine" in flags and stage != "GRPO":
+        if "rollout_server" in flags and stage != "GRPO":
             continue
         run = run_of(stage, model, flags.get("lora_r", 0))
         named = " ".join(f"--{name} {str(value).lower()}" for name, value in flags.items())
@@ -124,7 +120,7 @@ def sent_bytes(run: Run, ranks: int) -> float:
     in every micro-batch if they are sharded.
     """
     number = micro_batch(run, ranks).number
-    passes = 2 * number + (run.config.stage == "GRPO" and run.config.rollout_engine == "own")
+    passes = 2 * number + (run.config.stage == "GRPO" and not run.config.rollout_server)
     frozen = [*([run.reference] if run.reference else []), *run.reward_models]
     gathered = passes * run.policy.numbers() + number * sum(model.numbers() for model in frozen)
     reductions = number if run.shards_gradients else 1

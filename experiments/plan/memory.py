@@ -206,7 +206,7 @@ def scoring_moment(run: Run, ranks: int, name: str, model: Footprint, base: Part
 def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     """Rollouts and their rewards; of DPO before the policy trains; else the printed samples.
 
-    What another engine takes is not counted.
+    What a server that samples takes is not counted.
     """
     config = run.config
     if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
@@ -215,7 +215,7 @@ def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
         if config.stage == "reward model" or not config.num_sample_prompts:
             return []
         return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
-    rows, is_here = config.batch_size // ranks, config.rollout_engine == "own"
+    rows, is_here = config.batch_size // ranks, not config.rollout_server
     return [
         *([rollout_moment(run, ranks, base, rows, config.num_candidates)] * is_here),
         *(scoring_moment(run, ranks, "rewards", model, base) for model in run.reward_models),

@@ -376,7 +376,7 @@ def test_every_rank_samples_from_a_whole_copy(shapes: Path):
     whole = 2 * NUMBERS + 4 * VOCABULARY * WIDTH  # and the head in float32
     assert memory.copy_bytes(run, 8) == memory.copy_bytes(run, 64) == whole
     assert memory.copy_bytes(run_of(shapes, **flags | {"bf16": False}), 1) == 0  # its own weights
-    elsewhere = run_of(shapes, **flags, rollout_engine="vllm")
+    elsewhere = run_of(shapes, **flags, rollout_server="http://HOST:8000")
     assert "rollout" not in {moment.name for moment in memory.moments(elsewhere, 8)}
 
 

@@ -7,10 +7,8 @@ the run in a sentence, and the run goes on from the step before.
 """
 
 import copy
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,16 +25,17 @@ from common.grpo.config import GRPOConfig
 from common.model import lora
 from common.pairs.config import DPOConfig
 from common.record.jsonl import read_jsonl
-from common.sampling import server, token_records
-from common.sampling.engine import EngineSampler, new_sampler
+from common.sampling import token_records
 from common.sampling.sampler import Sampler
+from common.sampling.vllm import server
+from common.sampling.vllm.sampler import EngineSampler, new_sampler
 from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0
 EXAMPLES = tiny.ragged_examples([(5,), (9,), (13,)])
 REQUIRED = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["gold"]}
-VLLM = {"rollout_engine": "vllm"}
+SERVER = {"rollout_server": "http://a:1"}
 
 
 @pytest.fixture
@@ -46,14 +45,10 @@ def stand_in() -> Iterator[StandIn]:
     started.close()
 
 
-def config(stand_in: StandIn | None, **fields: Any) -> GRPOConfig:
-    lengths = {"max_prompt_length": 24, "max_completion_length": 12}
-    url = stand_in.url if stand_in else ""
-    return GRPOConfig(**(REQUIRED | VLLM | lengths | {"rollout_server": url} | fields))
-
-
 def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
-    made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], config(stand_in, **fields))
+    lengths = {"max_prompt_length": 24, "max_completion_length": 12}
+    needed = REQUIRED | lengths | {"rollout_server": stand_in.url}
+    made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], GRPOConfig(**(needed | fields)))
     assert isinstance(made, EngineSampler)
     return made
 
@@ -147,20 +142,8 @@ def test_a_policy_that_does_not_train_is_sent_once(stand_in):
     assert stand_in.calls.count("/start_weight_update") == 1
 
 
-def test_a_server_wakes_in_the_memory_that_training_gave_back(stand_in, monkeypatch):
-    through = sampler(stand_in, tiny.causal_lm("gpt2"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: stand_in.calls.append("empty_cache"))
-    monkeypatch.setattr(through, "manage", stand_in.calls.append)
-    stand_in.calls.clear()
-    through.sample(EXAMPLES[:1])
-    sending = ["/start_weight_update", "load_parts", "/finish_weight_update", "pack_heads"]
-    sampling = ["/wake_up?tags=kv_cache", "/reset_prefix_cache", "/inference/v1/generate"]
-    waking = ["empty_cache", "/wake_up?tags=weights"]
-    assert stand_in.calls == [*waking, *sending, *sampling, "/sleep?level=2"]
-
-
 def test_large_models_are_sent_in_several_requests(stand_in, monkeypatch):
-    monkeypatch.setattr("common.sampling.weights.PART_BYTES", 4096)
+    monkeypatch.setattr("common.sampling.vllm.weights.REQUEST_BYTES", 4096)
     lm = tiny.causal_lm("gpt2")
     sampler(stand_in, lm).sample(EXAMPLES)
     assert stand_in.calls.count("load_parts") > 5
@@ -188,7 +171,6 @@ def content(*logps: Any) -> dict[str, Any]:
         (lambda answer: {"choices": answer["choices"][1:]}, "1 completions, not 2"),
         (lambda answer: choice(answer, token_ids=[]), "of 0 tokens and"),
         (lambda answer: choice(answer, token_ids=[5, 0]), "of 2 tokens and"),
-        (lambda a: choice(a, token_ids=[61, 0], logprobs=content(-1, -1)), "beyond the vocabulary"),
         (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, 0.5)), "that are none"),
         (lambda a: choice(a, token_ids=[5, 0], logprobs=content(-1, None)), "no completions"),
         (lambda a: choice(a, token_ids=[5, 6], logprobs=content(-1, -1)), "nor by its length"),
@@ -214,7 +196,11 @@ def setting(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "change", "reason"),
     [
-        ("/version", lambda usual: {"version": "0.29.4"}, "needs vLLM 0.30 or newer, and .*0.29.4"),
+        (
+            "/version",
+            lambda usual: {"version": "0.29.4"},
+            "has vLLM 0.29.4; it must be 0.30 or newer",
+        ),
         ("/version", lambda usual: [], "answers /version without version"),
         ("/server_info", lambda usual: {}, "answers /server_info.* without vllm_config"),
         (
@@ -227,7 +213,7 @@ def setting(**changes: Any) -> Any:
         (
             "/server_info",
             setting(parallel_config={"worker_extension_cls": ""}),
-            "from a CPU the server needs --worker-extension-cls common.sampling.vllm_worker",
+            "from a CPU the server needs --worker-extension-cls common.sampling.vllm.worker",
         ),
         ("/reset_prefix_cache", lambda usual: {"success": False}, "does not forget"),
     ],
@@ -254,46 +240,15 @@ def test_a_server_without_the_calls_is_told_from_its_status(stand_in, monkeypatc
         sampler(stand_in, tiny.causal_lm("gpt2"))
 
 
-def test_without_vllm_it_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(server, "distributions", lambda name: [])
-    with pytest.raises(UserError, match="pip install -r assets/requirements-vllm.txt"):
-        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], config(None))
-
-
-def test_a_server_that_never_serves_is_ended_while_the_other_ranks_still_wait(
-    monkeypatch, tmp_path
-):
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    started: list[Any] = []
-
-    def command(self: Any, *_: Any) -> list[str]:
-        started.append(self)
-        return ["-c", deaf]
-
-    monkeypatch.setattr(server.OwnServer, "command", command)
-    monkeypatch.setattr(server, "distributions", lambda name: [SimpleNamespace(version="0.30.0")])
-    monkeypatch.setattr(server, "GRACE", 0.2)
-    fields = config(None, output_dir=str(tmp_path), ddp_timeout=3)
-    with pytest.raises(EngineError, match="did not start within 1.5 s; see .*vllm_rank_0.log"):
-        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], fields)
-    assert started[0].process.poll() == -signal.SIGKILL
-    assert not Path(started[0].address).parent.exists()
-
-
 # ---- flags ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"rollout_server": "http://a:1"}, "--rollout_server is http://a:1; it must be empty with"),
-        ({"rollout_memory": 0.5}, "--rollout_memory is 0.5; it must be 0.3 without"),
-        ({"rollout_tensor_parallel": 2}, "must be 1 without --rollout_engine vllm"),
-        (VLLM | {"rollout_server": "http://a", "rollout_memory": 0.5}, "0.3 with --rollout_server"),
-        (VLLM | {"rollout_server": "node7:8000"}, "it must be a URL, as http://node7:8000"),
-        (VLLM | {"generation_cache_tokens": 7}, "must be 65536 with --rollout_engine vllm"),
-        (VLLM | {"temperature": 0.001}, "--temperature is 0.001; it must be at least 0.01"),
-        (VLLM | {"temperature": 0.7, "top_p": 0.9}, "must be 1 with .* and --top_k or --top_p"),
+        ({"rollout_server": "node7:8000"}, "it must be a URL, as http://node7:8000"),
+        (SERVER | {"temperature": 0.001}, "--temperature is 0.001; it must be at least 0.01"),
+        (SERVER | {"temperature": 0.7, "top_p": 0.9}, "must be 1 with .* and --top_k or --top_p"),
     ],
 )
 def test_flags_that_contradict_are_refused(fields, sentence):
@@ -302,18 +257,16 @@ def test_flags_that_contradict_are_refused(fields, sentence):
 
 
 def test_a_stage_that_samples_nothing_refuses_the_engine():
-    with pytest.raises(UserError, match="--rollout_engine is vllm; it must be own without --pairs"):
-        DPOConfig(output_dir="unused", model_name_or_path="unused", **VLLM)
+    with pytest.raises(UserError, match="--rollout_server is .*; it must be empty without --pairs"):
+        DPOConfig(output_dir="unused", model_name_or_path="unused", **SERVER)
     needed = ["--output_dir", "a", "--dataset_name", "b", "--policies", "c", "--num_prompts", "0"]
-    with pytest.raises(UserError, match="must be own without --policies that generate"):
-        parse(evaluate.EvaluateConfig, [*needed, "--rollout_engine", "vllm"])
-    assert server.logprobs_mode(config(None, top_k=3)) == "raw_logprobs"
+    with pytest.raises(UserError, match="must be empty without --policies that generate"):
+        parse(evaluate.EvaluateConfig, [*needed, "--rollout_server", "http://a:1"])
 
 
-def test_processes_that_do_not_fill_a_server_are_refused():
-    settings = config(None, rollout_tensor_parallel=2)
-    with pytest.raises(UserError, match="--rollout_tensor_parallel is 2; it must divide the 1 "):
-        new_sampler(Policy(tiny.causal_lm("gpt2")), tiny.tokenizer(), [STOP], settings)
+def test_a_restricted_distribution_needs_log_probabilities_before_it():
+    assert server.logprobs_mode(GRPOConfig(**REQUIRED, top_k=3)) == "raw_logprobs"
+    assert server.logprobs_mode(GRPOConfig(**REQUIRED, temperature=0.7)) == "processed_logprobs"
 
 
 # ---- stages --------------------------------------------------------------------------------------
@@ -326,7 +279,6 @@ TASK = {
     "max_prompt_length": 128,
     "max_completion_length": 6,
     "reward_funcs": "count:e",
-    "rollout_engine": "vllm",
 }
 GRPO = TASK | {
     "batch_size": 4,

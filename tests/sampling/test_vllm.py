@@ -1,6 +1,7 @@
-"""Claim: what vLLM samples is what the policy gives, with the weights of the moment.
+"""Claim: what a vLLM server samples is what the policy gives, with the weights of the moment.
 
-For real, on a CPU: `make test-vllm`. Log-probabilities are within 1e-5 nats of ours in float32.
+For real, on a CPU: `make test-vllm`. Servers are started by the lines in `docs/rollout_engine.md`.
+Log-probabilities are within 1e-5 nats of ours in float32.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import EngineError
 from common.grpo.config import GRPOConfig
 from common.sampling import token_records
-from common.sampling.engine import EngineSampler, new_sampler
 from common.sampling.sampler import Rollouts, Sampler
-from common.sampling.server import Server
-from common.sampling.weights import Weights, gpu_sender, send_in_requests
+from common.sampling.vllm.sampler import EngineSampler, new_sampler
+from common.sampling.vllm.server import Server
+from common.sampling.vllm.weights import Weights, nccl_sender, send_in_requests
 from common.scoring import Policy
 
 if importlib.util.find_spec("vllm") is None:
@@ -44,36 +46,77 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE: dict[str, Any] = {"width": 128, "initializer_range": 0.05}
 
 
-def config(folder: Path, **fields: Any) -> GRPOConfig:
-    needed = {"output_dir": str(folder), "model_name_or_path": "unused", "reward_funcs": ["gold"]}
-    lengths = {"max_prompt_length": 24, "max_completion_length": 12, "generation_batch_size": 8}
-    engine = {"rollout_engine": "vllm", "rollout_memory": 0.1}
-    return GRPOConfig(**(needed | lengths | engine | fields))
+@contextmanager
+def served(model: Path, folder: Path, **changes: str) -> Iterator[str]:
+    """The URL of a server that the page's lines for CPUs start, with other values of flags."""
+    page = (ROOT / "docs" / "rollout_engine.md").read_text()
+    (block,) = (part for part in page.split("```") if "VLLM_TARGET_DEVICE=cpu" in part)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = block.removeprefix("sh\n").replace("PORT=8000", f"PORT={port}")
+    lines = lines.replace("MODEL=output/demo/sft/model", f"MODEL={model}")
+    lines = lines.replace("--gpu-memory-utilization 0.3", "--gpu-memory-utilization 0.1")
+    for flag, value in changes.items():
+        lines, number = re.subn(f"--{flag.replace('_', '-')} \\S+", rf"--{flag} {value}", lines)
+        assert number == 1
+    environment = ranks.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", lines],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(url, process)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
 
 
-def started(folder: Path, family: str, **fields: Any) -> EngineSampler:
-    policy = Policy(tiny.causal_lm(family, **SHAPE))
-    made = new_sampler(policy, tiny.tokenizer(), [STOP], config(folder, **fields))
-    assert isinstance(made, EngineSampler)
-    return made
+def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
+    while True:
+        try:
+            Server(url, 10).call("/health", method="GET")
+            return
+        except EngineError:
+            assert process.poll() is None
+            time.sleep(0.5)
+
+
+@contextmanager
+def new_engine(folder: Path, family: str, mode: str, **fields: Any) -> Iterator[EngineSampler]:
+    """A sampler of a random model, and its server."""
+    with tiny.process_group():
+        lm = tiny.causal_lm(family, **SHAPE)
+        lm.save_pretrained(folder / "model")
+        with served(folder / "model", folder, max_model_len="36", logprobs_mode=mode) as url:
+            needed = {"output_dir": "unused", "model_name_or_path": "unused"}
+            needed |= {"max_prompt_length": 24, "max_completion_length": 12}
+            needed |= {"generation_batch_size": 8, "reward_funcs": ["gold"], "rollout_server": url}
+            config = GRPOConfig(**(needed | fields))
+            made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], config)
+            assert isinstance(made, EngineSampler)
+            yield made
 
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """Its head is tied to the embedding."""
-    with tiny.process_group():
-        made = started(tmp_path_factory.mktemp("gpt2"), "gpt2")
+    with new_engine(tmp_path_factory.mktemp("gpt2"), "gpt2", "processed_logprobs") as made:
         yield made
-        made.close()
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSampler]:
     """Draws among 5 tokens only."""
-    with tiny.process_group():
-        made = started(tmp_path_factory.mktemp("llama"), "llama", top_k=5)
+    folder = tmp_path_factory.mktemp("llama")
+    with new_engine(folder, "llama", "raw_logprobs", top_k=5) as made:
         yield made
-        made.close()
 
 
 def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
@@ -160,55 +203,40 @@ def test_weights_of_another_model_are_refused_by_name(gpt2):
     assert gap(gpt2, gpt2.sample(EXAMPLES, num_samples=4), 1.0) < 1e-5
 
 
-# ---- the transports of GPUs, as far as a CPU goes ------------------------------------------------
+# ---- the transport of GPUs, as far as a CPU goes -------------------------------------------------
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_the_transports_of_vllm_are_asked_for_by_their_arguments(is_own, monkeypatch):
+def test_the_transport_of_vllm_is_asked_for_by_its_arguments(monkeypatch):
     from vllm.distributed.weight_transfer import factory, nccl_engine
 
     weights = Weights(Policy(tiny.causal_lm("gpt2")), torch.bfloat16)
     stand_in = StandIn(tiny.causal_lm("gpt2"))
     stand_in.answers["/get_world_size"] = lambda usual: {"world_size": 4}
     asked: dict[str, Any] = {}
-    settings: list[str] = []
-    passes: list[list[str]] = []
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    monkeypatch.setattr("common.sampling.weights.PART_BYTES", 64)
 
     def send_weights() -> None:
-        assert settings[-1] == "expandable_segments:False"  # whose memory others may open
-        handles = {"names": ["a"], "ipc_handles": [{"GPU-1": (b"handle",)}]} if is_own else {}
         asked["client"].start_weight_update()
-        asked["client"].update_weights(handles)
+        asked["client"].update_weights({"names": ["a"]})
         asked["client"].finish_weight_update()
-        passes.append(stand_in.calls[-3:])
 
     def note(info: Any, **others: Any) -> Any:
         asked.update(others, info=info)
         return SimpleNamespace(send_weights=send_weights)
 
     monkeypatch.setattr(factory.WeightTransferTrainerFactory, "trainer_init", note)
-    send = gpu_sender(Server(stand_in.url, 10), weights, is_own, leads=True)
+    send = nccl_sender(Server(stand_in.url, 10), weights)
     send()
-    assert passes.pop() == ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    assert settings[-1] == "expandable_segments:True"
+    expected = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+    assert stand_in.calls[-3:] == expected
     info = asked["info"]
-    assert (info.backend, info.rank, info.packed) == ("ipc" if is_own else "nccl", 0, True)
-    assert is_own or (info.world_size, info.master_address) == (5, "127.0.0.1")
-    if is_own:  # a parameter that does not fit is refused
-        largest = max(p.numel() * 2 for p in weights.lm.parameters())
-        assert info.packed_buffer_size_bytes == largest
+    assert (info.backend, info.rank, info.packed) == ("nccl", 0, True)
+    assert (info.world_size, info.master_address) == (5, "127.0.0.1")
     weights.start()
     checked = nccl_engine.NCCLTrainerWeightTransferEngine._checked_iter(weights, weights.metadata())
     assert len(dict(checked)) == len(weights.metadata()) > 20
     stand_in.answers["/update_weights"] = lambda usual: b"<html>"
     with pytest.raises(EngineError, match="no JSON"):
         send()
-    assert len(passes) == is_own  # to the end: the other ranks' servers need this rank's part
-    stand_in.answers.clear()
-    send()
     stand_in.close()
 
 
@@ -217,6 +245,7 @@ def test_the_transports_of_vllm_are_asked_for_by_their_arguments(is_own, monkeyp
 STEPS = {"max_steps": 3, "logging_steps": 1, "learning_rate": 3e-3}
 TASK = {
     "dataset_name": "synthetic",
+    "dataset_test_split": "",
     "num_train_rows": 12,
     "num_sample_prompts": 1,
     "max_prompt_length": 128,
@@ -225,7 +254,6 @@ TASK = {
     "penalize_missing_eos": "false",
     "batch_size": 4,
     "num_generations": 3,
-    "rollout_engine": "vllm",
 }
 
 
@@ -239,91 +267,25 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> P
     return folder
 
 
-def grpo(model: Path, output_dir: Path, **flags: Any) -> list[dict[str, Any]]:
-    """The metrics of a run on two processes."""
-    paths = {"model_name_or_path": model, "output_dir": output_dir}
-    values = TASK | STEPS | paths | flags
-    words = [word for name, value in values.items() for word in (f"--{name}", value)]
-    ranks.run_script(["train_grpo.py", *map(str, words)], 2, timeout=400)
-    lines = ranks.untimed_lines(output_dir)
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert max(abs(line["sampler_kl"]) for line in lines) < 1e-5
-    return lines
-
-
-def test_two_processes_train_with_servers_of_their_own(model, tmp_path):
-    lines = grpo(model, tmp_path / "apart", rollout_memory=0.1)
-    assert len(list((tmp_path / "apart").glob("vllm_rank_*.log"))) == 2
-    assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) != lines[2]["kl"]
-
-
-def test_two_processes_train_with_a_server_that_they_share(model, tmp_path):
-    grpo(model, tmp_path / "shared", rollout_memory=0.1, rollout_tensor_parallel=2, lora_r=4)
-    assert len(list((tmp_path / "shared").glob("vllm_rank_*.log"))) == 1
-
-
 def test_two_processes_train_with_the_server_of_the_page(model, tmp_path):
-    """The server is started by the lines in `docs/rollout_engine.md`."""
-    page = (ROOT / "docs" / "rollout_engine.md").read_text()
-    (block,) = (part for part in page.split("```") if "VLLM_TARGET_DEVICE=cpu" in part)
-    lines = block.removeprefix("sh\n").replace("PORT=8000", f"PORT={free_port()}")
-    lines = lines.replace("MODEL=output/demo/sft/model", f"MODEL={model}")
-    lines = lines.replace("--max-model-len 176", "--max-model-len 136 --gpu-memory-utilization 0.1")
-    (port,) = re.findall(r"PORT=(\d+)", lines)
-    environment = ranks.environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            ["bash", "-c", lines],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(url, server)
-        grpo(model, tmp_path / "run", rollout_server=url)
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
-def wait_for(url: str, process: "subprocess.Popen[bytes]") -> None:
-    while True:
-        try:
-            Server(url, 10).call("/health", method="GET")
-            return
-        except EngineError:
-            assert process.poll() is None
-            time.sleep(0.5)
+    with served(model, tmp_path, max_model_len="136") as url:
+        for name, flags in {"whole": {}, "adapters": {"lora_r": 4}}.items():
+            output_dir = tmp_path / name
+            paths = {"model_name_or_path": model, "output_dir": output_dir, "rollout_server": url}
+            values = TASK | STEPS | paths | flags
+            words = [word for name, value in values.items() for word in (f"--{name}", value)]
+            ranks.run_script(["train_grpo.py", *map(str, words)], 2, timeout=400)
+            lines = ranks.untimed_lines(output_dir)
+            assert [line["step"] for line in lines] == [1, 2, 3]
+            assert max(abs(line["sampler_kl"]) for line in lines) < 1e-5
+            assert lines[0]["kl"] == pytest.approx(0, abs=1e-6) != lines[2]["kl"]
 
 
 # ---- the end -------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_killed_is_named_and_leaves_no_processes(gpt2):
-    gpt2.server.process.kill()
-    log = Path(gpt2.config.output_dir, "vllm_rank_0.log")
-    with pytest.raises(
-        EngineError, match=f"server of this run has ended with status -9; see {log}"
-    ):
-        gpt2.sample(EXAMPLES)
-    deadline = time.monotonic() + 60.0  # a busy machine takes its time to bury them
-    while has_processes(gpt2.server.process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def has_processes(group: int) -> bool:
-    """Whether any process of a group is left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def test_a_server_that_is_gone_is_named(tmp_path):
+    with new_engine(tmp_path, "gpt2", "processed_logprobs") as sampler:
+        assert len(sampler.sample(EXAMPLES).ids) == 3
+    with pytest.raises(EngineError, match=f"server {sampler.server.address} does not answer /"):
+        sampler.sample(EXAMPLES)

@@ -17,7 +17,7 @@ import train_grpo
 import train_reward
 import train_sft
 from common.config import TrainConfig
-from common.sampling.engine_config import EngineConfig
+from common.sampling.vllm.config import EngineConfig
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row
 
 CONFIGS: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """What this project adds to vLLM's workers: weights that come in the bodies of requests.
 
-vLLM's own transports of weights need GPUs. A worker is told of the class here by the flag
+vLLM's own transports of weights need GPUs. A worker gets the class by the flag
 `--worker-extension-cls`, and imports this file alone of the project.
 """
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-Part = dict[str, Any]  # name, dtype, shape and data of a parameter
+PackedWeight = dict[str, Any]  # name, dtype, shape and data of a parameter
 
 
-def packed(name: str, weight: torch.Tensor) -> Part:
+def packed(name: str, weight: torch.Tensor) -> PackedWeight:
     """A whole parameter, as JSON may hold it."""
     weight = weight.detach().cpu().contiguous()
     data = base64.b64encode(weight.view(-1).view(torch.uint8).numpy().tobytes()).decode()
@@ -21,7 +21,7 @@ def packed(name: str, weight: torch.Tensor) -> Part:
     return {"name": name, "dtype": dtype, "shape": list(weight.shape), "data": data}
 
 
-def unpacked(part: Part) -> tuple[str, torch.Tensor]:
+def unpacked(part: PackedWeight) -> tuple[str, torch.Tensor]:
     """Name and value of what `packed` has packed."""
     data = bytearray(base64.b64decode(part["data"]))
     weight = torch.frombuffer(data, dtype=getattr(torch, part["dtype"]))
@@ -33,7 +33,7 @@ class WeightsInRequests:
 
     weight_transfer_engine: Any  # vLLM's: of any kind, since only its model is asked for
 
-    def load_parts(self, parts: Sequence[Part]) -> None:
+    def load_parts(self, parts: Sequence[PackedWeight]) -> None:
         """Load some parameters; those of a layer count once all of them are there."""
         self.weight_transfer_engine.model.load_weights(map(unpacked, parts))
 
@@ -44,6 +44,6 @@ class WeightsInRequests:
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        for part in self.weight_transfer_engine.model.modules():
-            if isinstance(part, ParallelLMHead):
-                part.quant_method.process_weights_after_loading(part)
+        for module in self.weight_transfer_engine.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)

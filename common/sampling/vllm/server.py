@@ -1,0 +1,95 @@
+"""The calls of a vLLM server, which the user has started."""
+
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.errors import EngineError, gist
+from common.sampling.vllm.config import EngineConfig, is_restricted
+
+OLDEST = (0, 30)  # version of vLLM that has all the calls
+
+
+class Server:
+    """Calls of a server."""
+
+    def __init__(self, address: str, ddp_timeout: float) -> None:
+        """Name it by its URL.
+
+        A call waits for half as long as the other ranks wait, which then still get its error.
+        """
+        self.address, self.timeout = address, ddp_timeout / 2
+
+    def call(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
+        """What a call answers, from JSON; an EngineError if it fails."""
+        url = urlsplit(self.address)
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        connection = kinds[url.scheme](url.netloc, timeout=self.timeout)
+        headers = {"Content-Type": "application/json"}
+        try:
+            connection.request(method, url.path.rstrip("/") + path, json.dumps(body or {}), headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self.error(f"does not answer {path}: {gist(error)}") from None
+        finally:
+            connection.close()
+        if answer.status != http.client.OK:
+            reason = gist(ValueError(text[:2000].decode(errors="replace")))
+            raise self.error(f"answers {path} with status {answer.status}: {reason}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            raise self.error(f"answers {path} with {text[:40]!r}, which is no JSON") from None
+
+    def error(self, what: str) -> EngineError:
+        """The error for what it does."""
+        return EngineError(f"the vLLM server {self.address} {what}.")
+
+    def get(self, path: str, *keys: str) -> Any:
+        """What an answer has under these keys, each in that of the one before."""
+        value = self.call(path, method="GET")
+        try:
+            for key in keys:
+                value = value[key]
+        except (KeyError, TypeError):
+            raise self.error(f"answers {path} without {key}") from None
+        return value
+
+    def setting(self, *keys: str) -> Any:
+        """A value of what vLLM calls its configuration."""
+        return self.get("/server_info?config_format=json", "vllm_config", *keys)
+
+    def run_on_workers(self, method: str, **arguments: Any) -> None:
+        """Call a method of `worker.WeightsInRequests`."""
+        self.call("/collective_rpc", {"method": method, "kwargs": arguments})
+
+    def start_weight_update(self) -> None:
+        """Begin to take weights, also after a run that ended while it sent some."""
+        try:
+            self.call("/start_weight_update")
+        except EngineError:
+            self.call("/finish_weight_update")
+            self.call("/start_weight_update")
+
+    def check(self, config: EngineConfig) -> None:
+        """Raise an EngineError if the server is too old, or was started with other settings."""
+        version = str(self.get("/version", "version"))
+        if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < OLDEST:
+            needed = ".".join(map(str, OLDEST))
+            raise self.error(f"has vLLM {version}; it must be {needed} or newer")
+        mode, length = (self.setting("model_config", k) for k in ("logprobs_mode", "max_model_len"))
+        if mode != logprobs_mode(config):
+            raise self.error(f"has --logprobs-mode {mode}; it must be {logprobs_mode(config)}")
+        longest = config.max_prompt_length + config.max_completion_length
+        if length < longest:
+            raise self.error(f"has --max-model-len {length}; it must be {longest}")
+
+
+def logprobs_mode(config: EngineConfig) -> str:
+    """Where vLLM takes log-probabilities at the temperature, before restricting.
+
+    The processed ones are divided by the temperature, and restricted; the raw ones neither.
+    """
+    return "raw_logprobs" if is_restricted(config) else "processed_logprobs"
