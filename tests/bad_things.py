@@ -219,7 +219,8 @@ def make_models(folder: Path) -> None:
     make_weights(folder)
     make_configs(folder)
     make_tokenizers(folder)
-    make_adapters(folder)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (folder / "shape.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
     typo = json.dumps({"model_type": "gpt2", "n_layr": 1})
     (folder / "typo.json").write_text(typo)
@@ -270,19 +271,6 @@ def make_configs(folder: Path) -> None:
     for name, text in (("no_json", "{"), ("list_config", "[]")):
         shutil.copytree(folder / "policy", folder / name)
         (folder / name / "config.json").write_text(text)
-
-
-def make_adapters(folder: Path) -> None:
-    """Adapters on the policy: one with a NaN, one that names its layers by a broken pattern."""
-    name = "base_model.model.transformer.h.0.attn.c_attn.lora_{}.weight"
-    weights = {name.format("A"): torch.full((2, 8), torch.nan), name.format("B"): torch.ones(24, 2)}
-    kinds = {"nan_adapter": {}, "pattern_adapter": {"target_modules": ".*("}}
-    for folder_name, fields in (kinds | {"dora_adapter": {"use_dora": True}}).items():
-        (folder / folder_name).mkdir()
-        save_file(weights, folder / folder_name / "adapter_model.safetensors")
-        settings = {"peft_type": "LORA", "base_model_name_or_path": "policy", "r": 2}
-        settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True} | fields
-        (folder / folder_name / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def make_tokenizers(folder: Path) -> None:

@@ -163,7 +163,7 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
         if not base:
             base = config.model_name_or_path = manifest["adapters"]["model_name_or_path"]
             config.model_revision = of_adapter.revision or "main"
-        lora.inject(lm, of_adapter, lora.TRAINED, str(folder))
+        lora.inject(lm, of_adapter, lora.TRAINED)
         lm.peft_config = {lora.TRAINED: of_adapter}
 
     def below() -> dict[str, Tensor]:

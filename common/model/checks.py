@@ -90,12 +90,23 @@ def reason(error: Exception) -> str:
 def check_location(path: str, what: str) -> None:
     """Raise a UserError for a local path that is not there, or holds no model or tokenizer.
 
+    An adapter's folder holds no model.
+
     For what may be a hub id the hub is asked, once in a run, whether it answers.
     """
     folder = Path(path)
     if folder.is_dir():
         patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
-        if not any(file for pattern in patterns for file in folder.glob(pattern)):
+        has_it = any(file for pattern in patterns for file in folder.glob(pattern))
+        # A checkpoint has the settings of its model and of its adapter in one folder.
+        is_checkpoint = (folder.parent / "manifest.json").is_file()
+        is_adapter = (folder / "adapter_config.json").is_file() and not is_checkpoint
+        if is_adapter and (what == "model" or not has_it):
+            raise UserError(
+                f"the folder {path!r} holds an adapter and no model; merge it into its base first "
+                "(docs/objectives.md), or give the folder `model` that a run writes beside it."
+            )
+        if not has_it:
             inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
             saved = [*folder.glob("step_*/manifest.json"), *folder.glob("*/step_*/manifest.json")]
             if saved and not inside:

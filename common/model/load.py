@@ -43,18 +43,12 @@ HEAD_INITS = tuple(HEAD_STDS)
 def revision_of(path: str, config: CommonConfig) -> str:
     """Which revision is read of a hub id: `model_revision` of the `model_name_or_path` only.
 
-    Of an adapter it is that of its base.
-
     Raises:
         UserError: one was asked for of a file or folder.
     """
-    from common.model import lora
-
     is_asked = config.model_revision != "main" and path == config.model_name_or_path
     if is_asked and (Path(path).exists() or path.endswith(".json")):
         raise config.refused("model_revision", f"main with {path!r}, which is not on the hub")
-    if lora.is_adapter(path):
-        return lora.read_settings(path).revision or "main"
     return config.model_revision if is_asked else "main"
 
 
@@ -69,7 +63,7 @@ def load_tokenizer(
     Raises:
         UserError: there is none, it has no eos token, or its longest text is no number.
     """
-    from common.model import checks, lora
+    from common.model import checks
 
     if path == "synthetic":
         from common.text import synthetic
@@ -78,8 +72,6 @@ def load_tokenizer(
     if path.endswith(".json"):
         raise UserError(f"--tokenizer_name_or_path is required with the model config {path}.")
     revision = revision_of(path, config)
-    if lora.is_adapter(path) and not any(Path(path).glob("tokenizer*")):
-        path = lora.base_path(path)
     checks.check_location(path, "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -112,8 +104,6 @@ def stop_token_ids(
     Raises:
         UserError: `stop_token` is a text of more than one token; or there is no model.
     """
-    from common.model import lora
-
     ids = [int(tokenizer.eos_token_id)]
     if config.stop_token != "eos":
         text = config.stop_token.replace("\\n", "\n")
@@ -125,7 +115,7 @@ def stop_token_ids(
     for path in paths:
         model_config, revision = find_config(path, tokenizer, config), revision_of(path, config)
         try:
-            generation = GenerationConfig.from_pretrained(lora.base_path(path), revision=revision)
+            generation = GenerationConfig.from_pretrained(path, revision=revision)
         except OSError as error:
             if Path(path, "generation_config.json").is_file():
                 raise UserError(f"{path}/generation_config.json: {gist(error)}.") from None
@@ -152,11 +142,10 @@ def read_model_config(
         UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
             embeddings, or prompt and completion longer than the model's positions.
     """
-    from common.model import checks, lora
+    from common.model import checks
 
     model_config = find_config(path, tokenizer, config)
-    given, path = path, lora.base_path(path)
-    checks.check_kind(f"{given} on {path}" if given != path else path, model_config, kind)
+    checks.check_kind(path, model_config, kind)
     checks.check_sizes(path, model_config, kind, tokenizer)
     if kind != "encoder":  # its texts are other tokens
         checks.check_lengths(path, model_config, config)
@@ -175,13 +164,11 @@ def find_config(
     """The configuration of a hub id or folder, or of a .json: with the tokenizer's vocabulary.
 
     Raises:
-        UserError: nothing there.
+        UserError: nothing there, or an adapter.
     """
-    from common.model import checks, lora
+    from common.model import checks
 
     revision, is_own = revision_of(path, config), path == config.model_name_or_path
-    if not (Path(path).parent / "manifest.json").is_file():  # of a checkpoint: it has its own
-        path = lora.base_path(path)
     checks.check_location(path, "model")
     try:
         if path.endswith(".json"):
@@ -211,12 +198,10 @@ def load_policy(
 ) -> PreTrainedModel:
     """A causal language model in float32: real on rank 0, on the meta device elsewhere.
 
-    An adapter is merged into its base. Of the model that a stage `trains` with `lora_r` the weights
-    are frozen but for adapters: new ones, or that one, with which training goes on.
+    Of the model that a stage `trains` with `lora_r` the weights are frozen but for new adapters.
     """
-    has_adapters = trains and getattr(config, "lora_r", 0) > 0
-    lm = load(AutoModelForCausalLM, path, model_config, config, merge=not has_adapters)
-    if has_adapters:
+    lm = load(AutoModelForCausalLM, path, model_config, config)
+    if trains and getattr(config, "lora_r", 0) > 0:
         from common.model import lora
 
         lora.add_adapters(lm, path, config)
@@ -253,17 +238,10 @@ def load_reward_model(
     and head is frozen.
 
     Raises:
-        UserError: it has a head, and another than the default start was asked for; or it is an
-            adapter, which would be merged into what the new one is saved for.
+        UserError: it has a head, and another than the default start was asked for.
     """
-    from common.model import checks, lora
+    from common.model import checks
 
-    has_adapters = trains and getattr(config, "lora_r", 0) > 0
-    if has_adapters and lora.is_adapter(path):
-        raise UserError(
-            f"--model_name_or_path {path!r} is an adapter; with --lora_r a reward model must start "
-            "from a whole model: give the folder `model` beside it."
-        )
     is_fresh = not checks.is_classifier(model_config)
     if head_init != HEAD_INITS[0] and not is_fresh:
         raise UserError(
@@ -286,32 +264,26 @@ def load_reward_model(
         with torch.no_grad():
             std = HEAD_STDS[head_init](head.shape[1])
             head.copy_(torch.randn(head.shape, generator=generator) * std)
-    if has_adapters:
+    if trains and getattr(config, "lora_r", 0) > 0:
+        from common.model import lora
+
         lora.add_adapters(lm, path, config)
     return lm
 
 
 def load(
-    auto_class: Any,
-    path: str,
-    model_config: PretrainedConfig,
-    config: CommonConfig,
-    *,
-    merge: bool = True,
+    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
 ) -> PreTrainedModel:
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
-
-    Of an adapter's folder it is the base, into which the adapter is merged if `merge` is True.
 
     Raises:
         UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
             model, or lack parameters other than a new reward head, which would be trained from
             random values in silence.
     """
-    from common.model import checks, lora
+    from common.model import checks
 
     revision = revision_of(path, config)
-    adapter, path = path, lora.base_path(path)
     if not distributed.is_rank0():
         with torch.device("meta"):
             return build(auto_class, path, model_config, config)
@@ -344,8 +316,6 @@ def load(
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
     checks.check_weights(path, model, report, has_new_head=has_new_head, revision=revision)
-    if merge and lora.is_adapter(adapter):
-        lora.merge_folder(model, adapter)
     return model
 
 

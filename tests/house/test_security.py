@@ -1,6 +1,6 @@
 """Claim: nothing that a run reads is run as code unless a flag asks for it, and it leaks nothing.
 
-Model folders, adapters, tokenizers, chat templates, recipes and rows that would write a file if
+Model folders, tokenizers, chat templates, recipes and rows that would write a file if
 they were trusted are refused in one sentence, or read without it. A run's files and its output hold
 no secret of the environment, and nobody else may change them. The code itself is searched for what
 could break this.
@@ -115,24 +115,6 @@ def test_a_pickle_beside_good_weights_is_left_alone(refusals):
     torch.save(Evil(), "evil/scheduler.pt")
     flags = {"model_name_or_path": "evil", "output_dir": "beside"}
     assert refusals.status("train_sft", arguments("train_sft", flags)) == 0
-    assert not TRACE.exists()
-
-
-@pytest.mark.parametrize("lora_r", [0, 4])
-def test_an_adapter_that_is_a_pickle_is_not_loaded(lora_r, refusals):
-    shutil.rmtree("evil", ignore_errors=True)
-    Path("evil").mkdir()
-    settings = {"peft_type": "LORA", "base_model_name_or_path": "policy", "r": 4, "lora_alpha": 8}
-    settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-    Path("evil/adapter_config.json").write_text(json.dumps(settings))
-    torch.save(Evil(), "evil/adapter_model.bin")
-    flags = {
-        "model_name_or_path": "evil",
-        "lora_r": lora_r,
-        **({"lora_alpha": 8} if lora_r else {}),
-    }
-    message = refusals.sentence("train_sft", arguments("train_sft", flags))
-    assert "no adapter_model.safetensors could be read in 'evil'" in message
     assert not TRACE.exists()
 
 

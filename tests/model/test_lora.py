@@ -5,8 +5,9 @@
 - Both layouts, recomputed activations, bfloat16, 1 and 2 ranks, and a resumed run agree as they do
   without LoRA.
 - The sampler, the exported model and the exported adapter are the trained policy.
-- The reference is the policy as it started: the base, or the base with the adapter that training
-  goes on with. A second model loaded from the same weights gives the same run.
+- The reference is the policy as it started: the base. A second model loaded from the same weights
+  gives the same run.
+- An adapter to start from is refused, and the lines of `docs/objectives.md` merge it.
 """
 
 import json
@@ -18,7 +19,7 @@ import pytest
 import tiny
 import torch
 from ranks import Job, launch, run_stages, untimed_lines, whole
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -260,26 +261,6 @@ def test_a_reference_that_is_replaced_is_the_policy_at_that_moment(bases, bf16):
     assert float((logps_of(policy) - replaced).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_goes_on_with_an_adapter_and_the_reference_has_it_on(bases, family, tmp_path):
-    first = train(new_policy(bases[family]))
-    started = logps_of(first)
-    export.save_pretrained(first, tiny.tokenizer(), tmp_path / "model")
-    second = new_policy(str(tmp_path / "adapter"))
-    reference = AdapterReference(second)
-    assert torch.equal(logps_of(second), started)
-    assert torch.equal(logps_of(reference), started)
-    train(second)
-    assert torch.equal(logps_of(reference), started)
-    assert float((logps_of(second) - started).abs().max()) > 0.1
-    # and what it exports is one adapter on the same base, again
-    export.save_pretrained(second, tiny.tokenizer(), tmp_path / "second" / "model")
-    third = new_policy(str(tmp_path / "second" / "adapter"))
-    assert torch.equal(logps_of(third), logps_of(second))
-    settings = json.loads((tmp_path / "second" / "adapter" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == bases[family]
-
-
 # ---- who else sees the policy --------------------------------------------------------------------
 
 
@@ -355,30 +336,25 @@ def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_lora_r_an_adapter_is_merged_and_everything_is_trained(bases, family, tmp_path):
+def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
+    bases, family, tmp_path, monkeypatch
+):
     policy = train(new_policy(bases[family]))
     export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
-    merged = new_policy(str(tmp_path / "adapter"), lora_r=0)
-    assert not lora.adapted_layers(merged.lm)
-    assert all(p.requires_grad for p in merged.parameters())
-    torch.testing.assert_close(logps_of(merged), logps_of(policy), rtol=0, atol=2e-5)
-    torch.testing.assert_close(
-        logps_of(plain_policy(str(tmp_path / "model"))), logps_of(merged), rtol=0, atol=2e-5
-    )
-
-
-def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
-    policy = train(new_policy(bases["gpt2"]))
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
-    trunks = []
-    for name in ("adapter", "model"):
-        path, config = str(tmp_path / name), lora_config("unused")
-        tokenizer = load.load_tokenizer(path, config)
-        model_config = load.read_model_config(path, "trunk", tokenizer, config)
-        trunks.append(load.load_reward_model(path, model_config, tokenizer, config).state_dict())
-    assert trunks[0].keys() == trunks[1].keys()
-    for name, tensor in trunks[1].items():
-        torch.testing.assert_close(trunks[0][name], tensor, rtol=0, atol=1e-6)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "objectives.md").read_text()
+    (lines,) = (part for part in page.split("```") if "merge_and_unload" in part)
+    exec(lines.removeprefix("python\n"))
+    tiny.tokenizer().save_pretrained("merged")
+    for lora_r in (0, 4):
+        with pytest.raises(UserError, match="'adapter' holds an adapter and no model; merge it"):
+            new_policy("adapter", lora_r=lora_r)
+        merged = new_policy("merged", lora_r=lora_r)
+        torch.testing.assert_close(logps_of(merged), logps_of(policy), rtol=0, atol=2e-5)
+    for exported in ("model", "merged"):
+        torch.testing.assert_close(
+            logps_of(plain_policy(exported)), logps_of(policy), rtol=0, atol=2e-5
+        )
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -390,10 +366,6 @@ def test_a_reward_model_starts_from_the_trunk_with_the_adapter(bases, tmp_path):
         ({"lora_r": -1}, "--lora_r is -1; it must be at least 0"),
         ({"lora_alpha": 0}, "--lora_alpha is 0; it must be above 0"),
         ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be left out without --lora_r"),
-        (
-            {"model_name_or_path": "shape.json"},
-            "is shape.json; .* a config has no weights to adapt",
-        ),
         ({"ref_mixup_alpha": 0.5}, "--ref_mixup_alpha is 0.5; it must be 1 with --lora_r"),
         (
             {"ref_model_name_or_path": "b"},
@@ -412,36 +384,6 @@ def test_fields_that_contradict_each_other_are_refused(fields, message):
 def test_a_target_outside_the_blocks_is_refused(bases, target):
     with pytest.raises(UserError, match=f"'{target}'; it must be among .*: c_attn, c_fc, c_proj"):
         new_policy(bases["gpt2"], lora_target_modules=[target])
-
-
-def test_an_adapter_that_does_not_fit_is_refused(bases, tmp_path):
-    policy = new_policy(bases["gpt2"])
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
-    path = str(tmp_path / "adapter")
-    for fields, message in (
-        ({"lora_r": 8}, "--lora_r is 8; it must be 4, as of the adapter in .* goes on"),
-        ({"lora_alpha": 16}, "--lora_alpha is 16; it must be 8, as of the adapter in .* goes on"),
-        (
-            {"lora_target_modules": ["c_fc"]},
-            "--lora_target_modules is .*'c_attn', 'c_fc', 'c_proj'",
-        ),
-    ):
-        with pytest.raises(UserError, match=message):
-            new_policy(path, **fields)
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    weights = load_file(file)
-    weights.pop(min(weights))
-    save_file(weights, file)
-    for rank in (0, 4):
-        with pytest.raises(UserError, match=r"does not fit .*lora_A.* is absent, not \(4, "):
-            new_policy(path, lora_r=rank)
-    file.unlink()
-    with pytest.raises(UserError, match=r"no adapter_model\.safetensors could be read"):
-        new_policy(path)
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    settings.write_text(json.dumps({"peft_type": "IA3"}))
-    with pytest.raises(UserError, match="is IA3; it must be LORA"):
-        new_policy(path)
 
 
 # ---- whole stages, on one rank and on two --------------------------------------------------------
@@ -473,23 +415,18 @@ GRPO = {
     "missing_eos_penalty": -0.2,
     "learning_rate": 2e-3,
 }
-BASE, ADAPTER = "base/model", "1/sft/adapter"
+BASE, SFT = "base/model", "1/sft/model"
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> stage and its flags
     "sft": ("sft", {"model_name_or_path": BASE}),
-    "dpo": ("dpo", {"model_name_or_path": ADAPTER}),
+    "dpo": ("dpo", {"model_name_or_path": SFT}),
     "grpo": ("grpo", {"model_name_or_path": BASE}),
-    "grpo on": ("grpo", {"model_name_or_path": ADAPTER}),
     "grpo moving": ("grpo", {"model_name_or_path": BASE, "ref_update_steps": SAVED}),
 }
 COPIES = {  # the same weights under another name: a second model is loaded
-    "dpo copy": ("dpo", {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"}),
+    "dpo copy": ("dpo", {"model_name_or_path": SFT, "ref_model_name_or_path": "copy/sft"}),
     "grpo copy": ("grpo", {"model_name_or_path": BASE, "ref_model_name_or_path": "copy/base"}),
-    "grpo on copy": (
-        "grpo",
-        {"model_name_or_path": ADAPTER, "ref_model_name_or_path": "copy/adapter"},
-    ),
 }
-RESUMED = ("sft", "grpo", "grpo on", "grpo moving")
+RESUMED = ("sft", "grpo", "grpo moving")
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +437,7 @@ def folder(
     folder = tmp_path_factory.mktemp("lora_stages")
     (folder / "copy").mkdir()
     (folder / "copy/base").symlink_to(folder / BASE)
-    (folder / "copy/adapter").symlink_to(folder / ADAPTER)
+    (folder / "copy/sft").symlink_to(folder / SFT)
 
     def job(output_dir: str, run: tuple[str, dict[str, Any]], **changes: Any) -> Job:
         stage, own = run
@@ -517,7 +454,7 @@ def folder(
     for record in loaded[-len(COPIES) :]:
         assert len(record["devices"]) == 2  # policy and reference
     two = [job(f"2/{name}", run) for name, run in RUNS.items()]
-    two.append(job("2/bfloat16", RUNS["grpo on"], bf16=True))
+    two.append(job("2/bfloat16", RUNS["grpo"], bf16=True))
     for name in RESUMED:
         first = files.folder_of(folder / "2" / name, SAVED)
         flag = {"resume_from_checkpoint": str(first)}
@@ -540,9 +477,7 @@ def test_two_ranks_are_one(folder, name, metric):
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "copy"), [("dpo", "dpo copy"), ("grpo", "grpo copy"), ("grpo on", "grpo on copy")]
-)
+@pytest.mark.parametrize(("name", "copy"), [("dpo", "dpo copy"), ("grpo", "grpo copy")])
 def test_the_reference_in_the_policy_is_the_model_loaded_a_second_time(folder, name, copy):
     """Over all steps: an adapter left on in the reference shows after the first update."""
     for metric in ("loss", "grad_norm", *(["kl"] if "grpo" in name else [])):
@@ -550,9 +485,8 @@ def test_the_reference_in_the_policy_is_the_model_loaded_a_second_time(folder, n
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo on"])
-def test_the_kl_grows_from_zero(folder, name):
-    kl = series(folder / "1" / name, "kl")
+def test_the_kl_grows_from_zero(folder):
+    kl = series(folder / "1" / "grpo", "kl")
     assert 0 <= float(kl[0]) < float(kl[-1])
     assert float(kl[-1]) > 1e-3
 
@@ -574,7 +508,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
-    saved = files.folder_of(folder / "2" / "grpo on", SAVED)
+    saved = files.folder_of(folder / "2" / "grpo", SAVED)
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
@@ -582,7 +516,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
     assert all(".default." in name for name in names)
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo on", "bfloat16"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "bfloat16"])
 def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name, tmp_path):
     """Saved by two ranks; the base is not in it, and what peft needs is written without one."""
     run, base = folder / "2" / name, folder / BASE
@@ -657,53 +591,3 @@ def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
     assert tiny.checkpointer(tmp_path, *built()).load(folder) == 1
     with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
         tiny.checkpointer(tmp_path, *built(**fields)).load(folder)
-
-
-def test_an_adapter_of_the_head_is_refused(bases, tmp_path):
-    """Merging it would change the embedding that GPT-2's head shares."""
-    from peft import LoraConfig, get_peft_model
-
-    lm = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
-    settings = LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
-    get_peft_model(lm, settings).save_pretrained(tmp_path, save_embedding_layers=False)
-    for lora_r in (0, 2):
-        with pytest.raises(UserError, match="changes 'lm_head'; it must change layers of the"):
-            new_policy(str(tmp_path), lora_r=lora_r, lora_alpha=settings.lora_alpha)
-
-
-def test_training_does_not_go_on_with_an_adapter_that_changed_its_base(bases, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    lm = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
-    settings = LoraConfig(target_modules=["c_fc"], r=2, init_lora_weights="pissa")
-    get_peft_model(lm, settings).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="'pissa', which changes its base"):
-        new_policy(str(tmp_path), lora_r=2, lora_alpha=settings.lora_alpha)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "adapter_config.json could not be read"),
-        ("[1]", "adapter_config.json could not be read"),
-        ('{"peft_type": "LORA", "r": "x", "base_model_name_or_path": BASE}', "does not fit GPT2"),
-        (
-            '{"peft_type": "LORA", "r": 2, "target_modules": ["nowhere"], '
-            '"base_model_name_or_path": BASE}',
-            "the adapter does not fit GPT2LMHeadModel",
-        ),
-    ],
-)
-def test_a_damaged_or_foreign_adapter_is_refused_in_a_sentence(bases, tmp_path, text, message):
-    settings = text.replace("BASE", json.dumps(str(bases["gpt2"])))
-    (tmp_path / "adapter_config.json").write_text(settings)
-    with pytest.raises(UserError, match=message):
-        new_policy(str(tmp_path), lora_r=0)
-
-
-def test_an_adapter_of_another_rank_than_its_settings_say_is_refused(bases, tmp_path):
-    export.save_pretrained(new_policy(bases["gpt2"]), tiny.tokenizer(), tmp_path / "model")
-    settings = tmp_path / "adapter" / "adapter_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"r": 2}))
-    with pytest.raises(UserError, match=r"is \(4, \d+\), not \(2, \d+\)\.\Z"):
-        new_policy(str(settings.parent), lora_r=0)

@@ -18,9 +18,6 @@ from transformers import AutoModelForSequenceClassification
 
 from common.checkpoint import export, plain
 from common.checkpoint import files as checkpoint_files
-from common.config import TrainConfig
-from common.errors import UserError
-from common.model import load
 from common.record.jsonl import read_jsonl
 
 FLAGS: dict[str, Any] = {
@@ -122,14 +119,3 @@ def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder: Path,
         assert plain.read_settings(tmp_path / part) == plain.read_settings(folder / "padded" / part)
     trained = load_file(tmp_path / "model" / "model.safetensors")
     assert len(trained["transformer.wte.weight"]) == 301
-
-
-def test_an_adapter_to_start_from_is_refused(folder: Path):
-    path = str(folder / "one" / "adapter")
-    config = TrainConfig(output_dir="unused", model_name_or_path=path, lora_r=4)
-    nothing: Any = None  # refused before it is looked at
-    with pytest.raises(UserError, match="is an adapter; with --lora_r a reward model must start"):
-        load.load_reward_model(path, nothing, nothing, config, trains=True)
-    tokenizer = load.load_tokenizer(path, config)
-    with pytest.raises(UserError, match=f"{path} on .* is not a reward model: it holds GPT2LM"):
-        load.read_model_config(path, "reward_model", tokenizer, config)
