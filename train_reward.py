@@ -15,9 +15,9 @@ training a constant is added so that the mean reward of reference summaries is 0
 `adapter` has both, without the constant.
 
 How this differs from the papers:
-1. Both completions of a pair go through one forward pass, and with `group_comparisons` all
-   comparisons of a prompt, which count 1 together (InstructGPT, Ouyang et al. 2022, eq. 1); a
-   completion in several of them is scored once.
+1. Both completions of a pair go through one forward pass. Pairs are shuffled and count 1 each;
+   InstructGPT (Ouyang et al. 2022, eq. 1) has all comparisons of a prompt in one batch, which count
+   1 together.
 2. The shift is folded into the bias of the final LayerNorm, so that plain transformers computes it
    too; a model without such a bias (RMSNorm) keeps it as `reward_shift` in its config.json.
 3. One seed; the papers train 3-10 and select on a development part.
@@ -33,14 +33,12 @@ three points of the best attainable accuracy in two minutes on two CPU cores.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import score
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
-from common.pairs import groups
+from common.pairs.margins import length_balance, margins
 from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
@@ -60,12 +58,8 @@ def main(config: RewardConfig) -> None:
     resume_from = find_checkpoint(config)
     train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
     print_balance(train_set, eval_set)
-    margins = groups.margins(train_set, config.margin_column).to(device)  # (rows,)
-    # What a step takes batch_size of: pairs, or prompts with all their pairs
-    grouped = groups.group(train_set, by_prompt=config.group_comparisons)
-    weights = groups.weights(grouped).to(device)  # (rows,) 1 / pairs of the group
-    sizes = data.num_tokens(train_set)
-    order = data.BatchOrder.of_training(config, [sum(sizes[i] for i in rows) for rows in grouped])
+    margin_of_row = margins(train_set, config.margin_column).to(device)  # (rows,)
+    order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
     # Model with its head, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
@@ -89,21 +83,21 @@ def main(config: RewardConfig) -> None:
 
     # Loop
     for step in run.steps():
-        own = [grouped[i] for i in order.rows(step) if i is not None]
-        parts = groups.micro_batches(train_set, own, config, pad_id)
-        num_groups = distributed.count_all([torch.tensor(len(own))])
-        for part in run.micro_batches(parts):
-            rewards = model(part.batch)[part.pairs]  # (N, 2): chosen, rejected
-            margin, weight = margins[part.rows], weights[part.rows]  # (N,)
+        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
+        num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
+        for batch in run.micro_batches(batches):
+            real = batch.is_real[::2]  # (N,) False: filler of a short batch
+            rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
+            margin = margin_of_row[batch.places[::2] // 2]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
             penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
             losses = losses + config.center_rewards_coefficient * penalties
-            loss = (losses * weight).sum() / num_groups
+            loss = (losses * real).sum() / num_pairs
             loss.backward()
-            run.metrics.add("loss", loss * num_groups, weight.sum())
-            score.add_pair_metrics(run.metrics, rewards, torch.ones_like(part.rows))
-            lengths = part.batch.completion_mask.sum(-1)[part.pairs]  # (N, 2)
-            run.metrics.add("chosen_longer", wins(*lengths.unbind(-1)).sum(), len(lengths))
+            run.metrics.add("loss", loss * num_pairs, real.sum())
+            score.add_pair_metrics(run.metrics, rewards, real)
+            longer = wins(*batch.completion_mask.sum(-1).view(-1, 2).unbind(-1))  # (N,)
+            run.metrics.add("chosen_longer", (longer * real).sum(), real.sum())
         run.update()
         run.end_step(evaluate)
 
@@ -143,7 +137,7 @@ def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> 
     """Say how far the length of the completions alone tells which one is preferred."""
     for split, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:
-            share = f"{groups.length_balance(examples):.1%}"
+            share = f"{length_balance(examples):.1%}"
             distributed.print_rank0(
                 f"the chosen completion is the longer one in {share} of {split} pairs"
             )

@@ -93,7 +93,6 @@ VARIANTS: dict[str, list[Flags]] = {
         {"center_rewards_coefficient": 0.1},
         {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
         {"dataset_name": "COMPARISONS", "margin_column": "margin"},
-        {"dataset_name": "COMPARISONS", "group_comparisons": True, "margin_column": "margin"},
         *FURTHER_LORA,
     ],
     "dpo": [

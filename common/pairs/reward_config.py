@@ -33,9 +33,6 @@ class RewardConfig(TrainConfig):
     margin_column: str = flag(
         "", "column by which the chosen reward should be the higher (empty: no margin)"
     )
-    group_comparisons: bool = flag(
-        False, "keep all pairs of a prompt in one batch; batch_size then counts prompts"
-    )
     sft_dataset_name: str = path_flag(
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )

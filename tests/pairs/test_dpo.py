@@ -80,11 +80,6 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 REWARD_JOBS: dict[str, dict[str, Any]] = {
     "reward": {"center_rewards_coefficient": 0.1, "margin_column": "margin"},
-    "grouped": {
-        "center_rewards_coefficient": 0.1,
-        "group_comparisons": True,
-        "margin_column": "margin",
-    },
 }
 # Two ranks pack their rows into unequal numbers of micro-batches: some have a filler only.
 SPLITS = {1: {"micro_batch_size": 8}, 2: {"micro_batch_tokens": 60}}
@@ -449,18 +444,19 @@ def first_reward_losses(runs: Runs) -> list[float]:
 
 @pytest.mark.usefixtures("process_group")
 def test_the_first_reward_losses_by_hand(runs):
-    """A pair counts 1; grouped, each of the four prompts does, with all its pairs."""
     each = first_reward_losses(runs)
     expected = mean([each[row] for row in first_rows(NUM_ROWS)])
-    assert runs.series(1, "reward", "loss")[0] == pytest.approx(expected, rel=1e-5)
-    by_prompt = [mean([each[row] for row in range(i, NUM_ROWS, 4)]) for i in range(4)]
     for num_ranks in (1, 2):
-        found = runs.series(num_ranks, "grouped", "loss")[0]
-        assert found == pytest.approx(mean(by_prompt), rel=1e-5)
+        found = runs.series(num_ranks, "reward", "loss")[0]
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_balance_of_lengths_is_recorded(runs):
-    assert runs.series(1, "grouped", "chosen_longer") == [pytest.approx(4 / 7)] * STEPS
+    """The chosen completions are the longer ones of even rows; the second batch has three rows."""
+    first, second = first_rows(NUM_ROWS), set(range(NUM_ROWS)) - {*first_rows(NUM_ROWS)}
+    shares = [mean([float(row % 2 == 0) for row in rows]) for rows in (first, second)]
+    for num_ranks in (1, 2):
+        assert runs.series(num_ranks, "reward", "chosen_longer")[:2] == pytest.approx(shares)
 
 
 # ---- flags ---------------------------------------------------------------------------------------

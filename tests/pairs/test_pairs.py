@@ -1,7 +1,7 @@
-"""Claim: pairs are chosen, dropped, grouped and written as their papers and flags say.
+"""Claim: pairs are chosen, dropped and written as their papers and flags say.
 
 RSO's pairs are random among those accepted, the winner is the one with the higher reward, and a
-pair without a difference is dropped and counted; the comparisons of a prompt count 1 together.
+pair without a difference is dropped and counted.
 """
 
 import itertools
@@ -16,7 +16,8 @@ import torch
 
 from common.data import Example
 from common.errors import UserError
-from common.pairs import from_rollouts, groups
+from common.pairs import from_rollouts
+from common.pairs.margins import length_balance, margins
 from common.sampling.sampler import Rollouts
 from common.text.rows import load_rows
 
@@ -183,42 +184,23 @@ def test_written_pairs_are_rows_of_every_stage(tmp_path):
 # ---- what pairs have beside their texts ----------------------------------------------------------
 
 
-def comparisons() -> list[Example]:
-    """Three prompts with 3, 1 and 2 comparisons, not next to each other."""
-    examples = tiny.ragged_examples([(6, 4, 2), (3, 2, 5), (9, 3, 3)] * 2)
-    prompts = [examples[i].prompt_ids for i in (0, 1, 2, 0, 2, 0)]
-    for row, (example, prompt) in enumerate(zip(examples, prompts, strict=True)):
-        example.row, example.prompt_ids = row, prompt
-    return examples
-
-
-def test_all_comparisons_of_a_prompt_are_one_group_that_counts_one():
-    examples = comparisons()
-    grouped = groups.group(examples, by_prompt=True)
-    assert grouped == [[0, 3, 5], [1], [2, 4]]
-    assert groups.weights(grouped).tolist() == pytest.approx([1 / 3, 1, 1 / 2, 1 / 3, 1 / 2, 1 / 3])
-    single = groups.group(examples, by_prompt=False)
-    assert single == [[row] for row in range(6)]
-    assert groups.weights(single).tolist() == [1.0] * 6
-
-
 def with_margins(*values: Any) -> list[Example]:
     return [Example(i, "p", [1], [[2], [3]], {"margin": v}) for i, v in enumerate(values)]
 
 
 def test_margins_are_a_column_that_is_asked_for():
-    assert groups.margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
-    assert groups.margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
+    assert margins(with_margins(1, 0.5), "").tolist() == [0.0] * 2
+    assert margins(with_margins(1, 0.5), "margin").tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("value", [None, "big", float("nan"), True])
 def test_a_margin_that_is_no_number_is_refused(value):
     with pytest.raises(UserError, match="row 2 .* column 'margin'"):
-        groups.margins(with_margins(1.0, value), "margin")
+        margins(with_margins(1.0, value), "margin")
     with pytest.raises(UserError, match="row 1 .* column 'difference'"):
-        groups.margins(with_margins(1.0), "difference")
+        margins(with_margins(1.0), "difference")
 
 
 def test_length_balance_by_hand():
     examples = tiny.ragged_examples([(2, 4, 2), (2, 2, 5), (2, 3, 3), (2, 7, 1)])
-    assert groups.length_balance(examples) == (1 + 0 + 0.5 + 1) / 4
+    assert length_balance(examples) == (1 + 0 + 0.5 + 1) / 4
