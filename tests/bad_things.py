@@ -13,7 +13,13 @@ import pyarrow.parquet
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    T5Config,
+)
 
 from common.text import synthetic
 
@@ -213,7 +219,8 @@ def make_models(folder: Path) -> None:
     GPT2ForSequenceClassification(classifier).save_pretrained(folder / "two_scores")
     GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
     T5Config().save_pretrained(folder / "t5")
-    names = ("policy", "judge", "two_scores", "few_words", "t5", "words", "old_run/model")
+    BertConfig(num_labels=1).save_pretrained(folder / "bert")
+    names = ("policy", "judge", "two_scores", "few_words", "t5", "bert", "words", "old_run/model")
     for name in names:
         tokenizer.save_pretrained(folder / name)
     make_weights(folder)

@@ -35,7 +35,7 @@ class EvaluateConfig(EngineConfig):
 
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
-    reward_models: list[str] = path_flag([], "folders or hub ids of reward models, encoders too")
+    reward_models: list[str] = path_flag([], "folders or hub ids of reward models")
     ref_model_name_or_path: str = path_flag(
         "", "of KL and implicit rewards (empty: first policy; of a single one, where it started)"
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
     from common.evaluation.score import ImplicitReward
-    from common.rewards.models import EncoderFunction, RewardModelFunction
+    from common.rewards.models import RewardModelFunction
 
 RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
 POLICY_SCORES = (*RATIOS, "logp", "logp_per_token")
@@ -172,7 +172,7 @@ def baselines(
 
 
 def reward_scores(
-    function: "RewardModelFunction | EncoderFunction",
+    function: "RewardModelFunction",
     pairs: Sequence["Example"],
     tokenizer: Any,
     stop_ids: Sequence[int],
@@ -180,19 +180,18 @@ def reward_scores(
 ) -> Tensor:
     """Rewards of both completions of every pair. Collective.
 
-    A reward model with the tokenizer of the run reads the ids as they are; another one, and an
-    encoder, reads the texts in its own tokens. Conversations are read to the end of their turn.
+    A reward model with the tokenizer of the run reads the ids as they are; another one reads the
+    texts in its own tokens. Conversations are read to the end of their turn.
 
     Returns:
         (N, 2) float64 on the host, the same on every rank.
     """
     from common import distributed
     from common.evaluation.score import score_examples
-    from common.rewards.models import RewardModelFunction
     from common.text.chat import TEMPLATE_COLUMNS, as_answers
 
     is_chat = any(example.messages for example in pairs)
-    if isinstance(function, RewardModelFunction) and function.same_ids and not is_chat:
+    if function.same_ids and not is_chat:
         assert function.model is not None, "load() comes first"
         return score_examples(
             function.model, pairs, config, tokenizer.pad_token_id, "scoring pairs"

@@ -21,7 +21,7 @@ from common.config import CommonConfig
 from common.errors import UserError, gist, hint, shown, why_missing
 from common.text import hub
 
-Kind = Literal["policy", "reward_model", "trunk", "encoder"]
+Kind = Literal["policy", "reward_model", "trunk"]
 # Sizes of a model, and far above the largest that has been trained: it would be built for hours
 SIZES = {
     "vocab_size": 10**7,
@@ -196,10 +196,12 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         )
     # By name: looking a class up in transformers' mappings imports every model there is.
     model_type = model_config.model_type
-    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder(model_config)
+    is_encoder = model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and its like
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not is_encoder
     is_other = model_config.is_encoder_decoder or not is_causal
-    if kind != "encoder" and model_type in CONFIG_MAPPING_NAMES and is_other:
-        raise UserError(f"{path!r} is a {model_type} model, not a causal language model.")
+    if model_type in CONFIG_MAPPING_NAMES and is_other:
+        instead = "; let a reward function call it" if kind == "reward_model" else ""
+        raise UserError(f"{path!r} is a {model_type} model, not a causal language model{instead}.")
     if is_classifier(model_config) and kind == "policy":
         raise UserError(
             f"{path!r} is a reward model ({architectures[0]}), not a causal language model."
@@ -208,7 +210,7 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
         raise UserError(
             f"{path!r} gives {model_config.num_labels} scores to a text; a reward model gives one."
         )
-    if kind in ("reward_model", "encoder") and not is_classifier(model_config):
+    if kind == "reward_model" and not is_classifier(model_config):
         raise UserError(f"{path!r} is not a reward model: it holds {architectures[0]}.")
     settings = getattr(model_config, "quantization_config", None)
     if settings:
@@ -260,10 +262,3 @@ def max_positions(model_config: PretrainedConfig) -> int | None:
                 original = getattr(model_config, "original_max_position_embeddings", None)
                 limits.append(one.get("original_max_position_embeddings", original))
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def is_encoder(model_config: PretrainedConfig) -> bool:
-    """Whether it is BERT or its like, which read a text in both directions."""
-    # By name, as in `check_kind`.
-    is_masked = model_config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return is_masked and not model_config.is_encoder_decoder

@@ -58,7 +58,7 @@ def load_tokenizer(
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
     Without a pad token it pads with its eos: harmless here, where masks are carried as data. Only
-    an encoder's, or one that is looked at, need have none.
+    one that is looked at need have none.
 
     Raises:
         UserError: there is none, it has no eos token, or its longest text is no number.
@@ -132,8 +132,8 @@ def read_model_config(
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
-    `kind` is what it must be: a policy, a reward model, a trunk to put a reward head on, which
-    either is, or an encoder that judges. For `tokenizer` see `find_config`.
+    `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
+    either is. For `tokenizer` see `find_config`.
 
     Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
     first loss is not ln 2, and noise depends on how rows are split over ranks.
@@ -147,8 +147,7 @@ def read_model_config(
     model_config = find_config(path, tokenizer, config)
     checks.check_kind(path, model_config, kind)
     checks.check_sizes(path, model_config, kind, tokenizer)
-    if kind != "encoder":  # its texts are other tokens
-        checks.check_lengths(path, model_config, config)
+    checks.check_lengths(path, model_config, config)
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
     # build the model without reading it.
     model_config.dtype = torch.float32

@@ -1,5 +1,5 @@
 """What a completion is worth to functions and models.
 
 Face: score.RewardFunctions (weighted, applied to rollouts); functions (built in, or found by name);
-models (reward models and encoders).
+models (reward models).
 """

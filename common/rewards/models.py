@@ -1,78 +1,36 @@
-"""Models as reward functions: a reward model of any vocabulary, and an encoder such as BERT."""
+"""A reward model of any vocabulary as a reward function."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForSequenceClassification
 
 from common import data, distributed, self_checks
 from common.config import CommonConfig
 from common.data import Piece
 from common.errors import UserError
 from common.model import checks, fsdp, load
-from common.padding import PaddedBatch
 from common.scoring import RewardModel
 
 
-class ModelFunction:
-    """A model's folder as a reward function. Collective."""
+class RewardModelFunction:
+    """A reward model's folder as a reward function, which reads a prompt once. Collective."""
 
     is_collective = True
-    kind: str
-    path: str
-    config: CommonConfig
-    tokenizer: Any
-    model_config: Any
-    limit: int | None  # tokens of the longest text that it can read
-    model: nn.Module | None = None  # once it is loaded
-
-    def rewards(self, pieces: Sequence[Piece]) -> list[float]:
-        """Rewards of B completions by their places; the first one's for all that are equal.
-
-        A score is rounded by what stands beside it in the batch. Equal completions must not differ
-        by that: GRPO would divide the difference by itself and train on it.
-
-        Raises:
-            UserError: a text is too long in this model's own tokens.
-        """
-        assert self.model is not None, "load() comes first"
-        texts = {
-            place: (*piece.prompt_ids, -1, *ids)
-            for piece in pieces
-            for place, ids in zip(piece.places, piece.completions, strict=True)
-        }
-        longest = max(map(len, texts.values()), default=1) - 1
-        if self.limit is not None and longest > self.limit:
-            raise UserError(
-                f"a prompt with its completion is {longest} tokens of the {self.kind} "
-                f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
-            )
-        rewards, device = torch.zeros(len(texts)), distributed.device()
-        batches = data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0)
-        values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
-        real = torch.cat([batch.is_real for batch in batches])
-        rewards[torch.cat([batch.places for batch in batches])[real]] = values[real]
-        first: dict[tuple[int, ...], float] = {}
-        return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
-
-
-class RewardModelFunction(ModelFunction):
-    """A reward model, which reads a prompt once for all its completions."""
-
-    kind = "reward model"
 
     def __init__(self, path: str, policy_tokenizer: Any, config: CommonConfig) -> None:
         """Check the folder; a UserError if it holds no reward model."""
         self.path, self.config = path, config
+        self.model: nn.Module | None = None  # once it is loaded
+        # Ahead of the tokenizer: that of an encoder may have no eos
+        checks.check_kind(path, load.find_config(path, policy_tokenizer, config), "reward_model")
         self.tokenizer = load.load_tokenizer(path, config)
         load.add_own_pad_token(self.tokenizer)
         self.model_config = load.read_model_config(path, "reward_model", self.tokenizer, config)
-        self.limit = checks.max_positions(self.model_config)
+        self.limit = checks.max_positions(self.model_config)  # None: no longest text
         own, vocabulary = self.tokenizer.get_vocab(), policy_tokenizer.get_vocab()
         self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
         self.policy_tokenizer = policy_tokenizer
@@ -114,6 +72,35 @@ class RewardModelFunction(ModelFunction):
             places = list(group)  # neighbours with the same prompt
             pieces += data.cut_group(prompt, [ids[i] for i in places], places, self.config)
         return self.rewards(pieces)
+
+    def rewards(self, pieces: Sequence[Piece]) -> list[float]:
+        """Rewards of B completions by their places; the first one's for all that are equal.
+
+        A score is rounded by what stands beside it in the batch. Equal completions must not differ
+        by that: GRPO would divide the difference by itself and train on it.
+
+        Raises:
+            UserError: a text is too long in this model's own tokens.
+        """
+        assert self.model is not None, "load() comes first"
+        texts = {
+            place: (*piece.prompt_ids, -1, *ids)
+            for piece in pieces
+            for place, ids in zip(piece.places, piece.completions, strict=True)
+        }
+        longest = max(map(len, texts.values()), default=1) - 1
+        if self.limit is not None and longest > self.limit:
+            raise UserError(
+                f"a prompt with its completion is {longest} tokens of the reward model "
+                f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
+            )
+        rewards, device = torch.zeros(len(texts)), distributed.device()
+        batches = data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0)
+        values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
+        real = torch.cat([batch.is_real for batch in batches])
+        rewards[torch.cat([batch.places for batch in batches])[real]] = values[real]
+        first: dict[tuple[int, ...], float] = {}
+        return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 
     def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
         """Raise a UserError if this model cannot read such messages with an answer to its end."""
@@ -163,67 +150,3 @@ class RewardModelFunction(ModelFunction):
                 prompt_ids[i] = leading + without_leading(prompt_ids[i], leading)
                 ids[i] += eos * has_stop[i]
         return prompt_ids, ids
-
-
-class Encoder(nn.Module):
-    """A Hugging Face encoder with one label, whose forward is the logit of each text."""
-
-    def __init__(self, lm: Any) -> None:
-        """Wrap a sequence classifier."""
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, batch: PaddedBatch) -> Tensor:
-        """Logits (B,) of texts padded on the right; the model counts the positions itself."""
-        mask = batch.attention_mask.long()
-        logits: Tensor = self.lm(input_ids=batch.input_ids, attention_mask=mask).logits  # (B, 1)
-        return logits[:, 0]
-
-
-class EncoderFunction(ModelFunction):
-    """An encoder, which reads prompt and completion as one text, in both directions.
-
-    The text is tokenised as the encoder's own tokenizer does it, with [CLS] and [SEP] around it,
-    padded on the right, where such models expect it, and computed in float32.
-    """
-
-    kind = "encoder"
-
-    def __init__(self, path: str, config: CommonConfig) -> None:
-        """Check the folder; a UserError for no classifier with one label, or no tokenizer."""
-        self.path, self.config = path, replace(config, layout="padded", bf16=False)
-        self.tokenizer = load.load_tokenizer(path, config, needs_eos=False)
-        self.model_config = load.read_model_config(path, "encoder", self.tokenizer, config)
-        positions = self.model_config.max_position_embeddings
-        self.limit = min(self.tokenizer.model_max_length, positions)
-
-    def load(self, mesh: DeviceMesh) -> None:
-        """Load the frozen, sharded model. Collective."""
-        automatic = AutoModelForSequenceClassification
-        lm = load.load(automatic, self.path, self.model_config, self.config)
-        self.model = fsdp.shard(Encoder(lm).requires_grad_(False), self.config, mesh)
-
-    @torch.no_grad()
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> list[float]:
-        """Rewards of B completions."""
-        texts = [p + completion for p, completion in zip(prompts, completions, strict=True)]
-        ids = self.tokenizer(texts)["input_ids"]
-        # As completions of their first tokens, which need no padding on the left.
-        return self.rewards([Piece(row[:1], [row[1:]], [i]) for i, row in enumerate(ids)])
-
-    def check_conversation(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse messages."""
-        raise UserError(
-            f"{self.path!r} is an encoder, which reads texts, and the rows are messages."
-        )
-
-
-def model_function(
-    path: str, policy_tokenizer: Any, config: CommonConfig
-) -> RewardModelFunction | EncoderFunction:
-    """A model's folder as a reward function; a UserError if it holds no reward model."""
-    if checks.is_encoder(load.find_config(path, policy_tokenizer, config)):
-        return EncoderFunction(path, config)
-    return RewardModelFunction(path, policy_tokenizer, config)

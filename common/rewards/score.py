@@ -149,7 +149,7 @@ class RewardFunctions:
             UserError: a name twice or that is no function, a folder without a reward model, or
                 weights that do not fit.
         """
-        from common.rewards.models import model_function
+        from common.rewards.models import RewardModelFunction
 
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -161,7 +161,7 @@ class RewardFunctions:
                 f"reward_funcs ({', '.join(names)})."
             )
         found = [(name, find_function(name)) for name in names]  # all, before a model is read
-        functions = {name: f or model_function(name, tokenizer, config) for name, f in found}
+        functions = {name: f or RewardModelFunction(name, tokenizer, config) for name, f in found}
         return cls(functions, weights, tokenizer, beside)
 
     @property

@@ -1,6 +1,6 @@
 """Claim: every system is compared on one fixed set of pairs, and `scores.jsonl` tells it all.
 
-Scores are those of transformers on single texts, for reward models of any vocabulary, encoders, and
+Scores are those of transformers on single texts, for reward models of any vocabulary and
 policies in every reading; the numbers of `results.json` follow from `scores.jsonl` alone.
 """
 
@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -32,7 +31,7 @@ from common.evaluation import comparison, pair_scores
 from common.evaluation.pair_scores import BASELINES, PairScores
 from common.evaluation.score import ImplicitReward
 from common.report import tables
-from common.rewards.models import model_function
+from common.rewards.models import RewardModelFunction
 from common.text import synthetic
 
 NUM_PAIRS = 30
@@ -330,23 +329,13 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
-    """Two policies and a reward model of one vocabulary; of another one a model and an encoder."""
+    """Two policies and a reward model of one vocabulary, and one of another."""
     root = tmp_path_factory.mktemp("systems")
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     other = PreTrainedTokenizerFast(
         tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token="<|endoftext|>"
     )
     own, foreign = {"vocab_size": len(tokenizer)}, {"vocab_size": 300}
-    bert = BertConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        num_labels=1,
-        **foreign,
-    )
     torch.manual_seed(0)
     with tiny.process_group():
         models = {
@@ -356,12 +345,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) ->
             "foreign": tiny.classifier(
                 "llama", is_plain=True, max_position_embeddings=512, **foreign
             ),
-            "encoder": AutoModelForSequenceClassification.from_config(bert),
         }
     for name, model in models.items():
         model.save_pretrained(root / name / "model")
-        is_other = name in ("foreign", "encoder")
-        (other if is_other else tokenizer).save_pretrained(root / name / "model")
+        (other if name == "foreign" else tokenizer).save_pretrained(root / name / "model")
     (root / "dpo" / "config.yaml").write_text(yaml.safe_dump({"beta": 0.3}))
     return root
 
@@ -369,7 +356,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) ->
 @pytest.fixture(scope="module")
 def evaluation(folders: Path) -> Path:
     """The folder of an evaluation of all of them."""
-    judges = [str(folders / name / "model") for name in ("reward", "foreign", "encoder")]
+    judges = [str(folders / name / "model") for name in ("reward", "foreign")]
     config = evaluate.EvaluateConfig(
         output_dir=str(folders / "evaluation"),
         policies=[str(folders / name / "model") for name in ("sft", "dpo")],
@@ -388,7 +375,7 @@ def test_the_file_alone_gives_every_number_again(evaluation: Path):
     results = json.loads((evaluation / "results.json").read_text())
     table = pair_scores.read_scores(evaluation / "scores.jsonl")
     assert json.loads(json.dumps(comparison.compare(table))) == results["comparison"]
-    names = ["reward", "foreign", "encoder", "dpo implicit_reward"]
+    names = ["reward", "foreign", "dpo implicit_reward"]
     assert list(table.rewards) == names == list(results["comparison"]["calibration"])
     assert list(table.scores) == [
         "sft logp",
@@ -405,7 +392,7 @@ def test_the_file_alone_gives_every_number_again(evaluation: Path):
     main_rows = {s["name"]: s["accuracy"]["accuracy"] for s in results["systems"]}
     first = {"sft": "sft logp", "dpo": "dpo implicit_reward"}
     assert main_rows == pytest.approx({n: by_hand[first.get(n, n)] for n in main_rows})
-    assert set(main_rows) == {"reward", "foreign", "encoder", "sft", "dpo"}
+    assert set(main_rows) == {"reward", "foreign", "sft", "dpo"}
 
 
 @torch.no_grad()
@@ -413,11 +400,11 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
     rows = synthetic.make_rows("preference", "validation", NUM_PAIRS)
     table = pair_scores.read_scores(evaluation / "scores.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
-    other = AutoTokenizer.from_pretrained(folders / "encoder" / "model")
+    other = AutoTokenizer.from_pretrained(folders / "foreign" / "model")
     lms = {n: AutoModelForCausalLM.from_pretrained(folders / n / "model") for n in ("sft", "dpo")}
     judges = {
         n: AutoModelForSequenceClassification.from_pretrained(folders / n / "model")
-        for n in ("reward", "foreign", "encoder")
+        for n in ("reward", "foreign")
     }
     for i, row in enumerate(rows[:8]):
         for side, text in enumerate((row["chosen"], row["rejected"])):
@@ -429,14 +416,12 @@ def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluat
                 steps = lm(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
                 logps[name] = float(steps.gather(1, ids[0, len(prompt) :, None]).sum())
             foreign = [*other(row["prompt"])["input_ids"], *other(text)["input_ids"], 0]
-            whole = other(row["prompt"] + text)["input_ids"]
             expected = {
                 "sft logp": logps["sft"],
                 "dpo implicit_reward": 0.3 * (logps["dpo"] - logps["sft"]),
                 "dpo logp_per_token": logps["dpo"] / len(completion),
                 "reward": float(judges["reward"](ids).logits),
                 "foreign": float(judges["foreign"](torch.tensor([foreign])).logits),
-                "encoder": float(judges["encoder"](torch.tensor([whole])).logits),
             }
             found = {name: table.systems[name][i, side] for name in expected}
             assert found == pytest.approx(expected, abs=2e-4)
@@ -476,26 +461,22 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
     assert table.scores["dpo logp_per_token"][0, 1] == pytest.approx(mean, abs=1e-5)
 
 
-def foreign_rewards(root: str) -> list[list[list[float]]]:
-    """Rewards of five pairs by the models of another vocabulary."""
+def foreign_rewards(root: str) -> list[list[float]]:
+    """Rewards of five pairs by the model of another vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
     config, stop_ids = tiny.train_config(**LENGTHS), [tokenizer.eos_token_id]
     arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
     pairs = data.load_examples(config, *arguments)
-    found = []
-    for name in ("foreign", "encoder"):
-        function = model_function(f"{root}/{name}/model", tokenizer, config)
-        function.load(distributed.mesh())
-        scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
-        found.append(scores.tolist())
-    return found
+    function = RewardModelFunction(f"{root}/foreign/model", tokenizer, config)
+    function.load(distributed.mesh())
+    return pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config).tolist()
 
 
 def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
     folders: Path, evaluation: Path, tmp_path: Path
 ):
     table = pair_scores.read_scores(evaluation / "scores.jsonl")
-    expected = np.stack([table.rewards[name][:5] for name in ("foreign", "encoder")])
+    expected = table.rewards["foreign"][:5]
     for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
         assert np.array(found) == pytest.approx(expected, abs=1e-5)
 

@@ -286,6 +286,7 @@ MODELS: list[Case] = [
     ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
     ("train_reward", {"model_name_or_path": "t5"}, ["'t5' is a t5 model"]),
+    ("train_grpo", {"reward_funcs": "bert"}, ["'bert' is a bert model", "reward function call it"]),
     ("train_dpo", {"ref_model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_grpo", {"ref_model_name_or_path": "judge"}, ["'judge' is a reward model"]),
     ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
