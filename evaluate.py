@@ -75,7 +75,7 @@ def main(config: EvaluateConfig) -> None:
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     for path in policies:
         pair_scores.refuse_other_tokenizer(path, tokenizer, config)
-    rewards_of = {path: pair_scores.reward_of_run(path, config.beta) for path in policies}
+    rewards_of = {path: pair_scores.reward_of_run(path) for path in policies}
     if policies:
         distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
@@ -85,7 +85,7 @@ def main(config: EvaluateConfig) -> None:
     scorer.check_rows(prompts)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
     split = config.dataset_test_split = split_of(dataset, config)
-    table = PairScores(pair_scores.describe_pairs(pairs, dataset, split, config.margin_column))
+    table = PairScores(pair_scores.describe_pairs(pairs, dataset, split))
     start_folder(config)
 
     # Reward models: accuracy on the pairs
@@ -97,7 +97,7 @@ def main(config: EvaluateConfig) -> None:
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
     for path, function in scorer.reward_models.items() if pairs else ():
         scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
-        table.add(names[path], scores.numpy(), are_log_odds=True)
+        table.add({names[path]: scores.numpy()})
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
@@ -111,17 +111,15 @@ def main(config: EvaluateConfig) -> None:
         if pairs:
             logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
             lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
-            reward, has_scale = rewards_of[path]
             logps_of_both = (logps, ref_logps)
             implicit = implicit_rewards(
-                policy, reference, logps_of_both, scored, reward, config, pad_id
-            )
-            read = pair_scores.policy_scores(
-                config.policy_scores, logps, ref_logps, lengths, implicit
+                policy, reference, logps_of_both, scored, rewards_of[path], config, pad_id
             )
             if path in config.policies:
-                table.add_policy(names[path], read, has_scale=has_scale)
-                readings[path] = f"{names[path]} {next(iter(read))}"
+                kinds = config.policy_scores
+                read = pair_scores.policy_scores(names[path], kinds, logps, lengths, implicit)
+                table.add(read)
+                readings[path] = next(iter(read))
             ref_logps = logps if reference is None else ref_logps
         if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
             reference = policy
@@ -144,7 +142,7 @@ def main(config: EvaluateConfig) -> None:
     # Results
     if pairs:
         texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
-        table.scores |= pair_scores.baselines(pairs, texts, config.seed)
+        table.add(pair_scores.baselines(pairs, texts, config.seed))
     write_parts(table, answers, output_dir)
     results = {
         "dataset": dataset,
@@ -288,7 +286,7 @@ def describe(
     """
     from common.evaluation.intervals import preference_accuracy
 
-    scores = table.systems.get(reading)  # (N, 2); none without pairs
+    scores = table.scores.get(reading)  # (N, 2); none without pairs
     cost = score.run_cost(*score.run_of(path))
     system: dict[str, Any] = {
         "name": scorer.short[path],

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 FILE = "completions.jsonl"
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared
-MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l", "repeated_3", "copied_2", "copied_3", "copied_4")
+MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,6 @@ class Generation:
     rouge_1: float | None = None  # F1 with the row's own completion (Lin 2004)
     rouge_2: float | None = None
     rouge_l: float | None = None
-    repeated_3: float | None = None  # `overlap.repeated_share` of 3 words
-    copied_2: float | None = None  # `overlap.copied_share` of 2 words
-    copied_3: float | None = None
-    copied_4: float | None = None
     completion_ids: list[int] = field(default_factory=list)  # stop token included: what KL is of
     answers: dict[str, str | None] = field(default_factory=dict)  # by a judge that finds one in it
 
@@ -133,7 +129,7 @@ def read(output_dir: Path) -> list[Answers]:
         line["reference"] = line["reference"] and Generation(**line["reference"])
         line["systems"] = {name: Generation(**own) for name, own in line["systems"].items()}
         line["verdicts"] = [Verdict(**verdict) for verdict in line["verdicts"]]
-        further = line.get("further", {}).items()  # not in older files
+        further = line["further"].items()
         line["further"] = {name: [Generation(**one) for one in own] for name, own in further}
         answers.append(Answers(**line))
     return answers
@@ -233,7 +229,7 @@ def judged(
     texts: Sequence[str],
     references: Sequence[str],
 ) -> list[Generation]:
-    """Completions with their rewards, and the words that they share with others and themselves.
+    """Completions with their rewards and ROUGE.
 
     Collective if a reward model takes part. The N*K texts are what is kept of the completions;
     ROUGE is with the N references, none with an empty one.
@@ -257,22 +253,20 @@ def judged(
             # nan: the judge does not apply to the row
             rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
             answers={judge: own[i] for judge, own in found.items()},
-            **overlaps(text, prompts[i // k].prompt, references[i // k]),
+            **rouge(text, references[i // k]),
         )
         for i, text in enumerate(texts)
     ]
 
 
-def overlaps(text: str, prompt: str, reference: str) -> dict[str, Any]:
-    """The words that a completion shares with its prompt, with itself and with a reference."""
-    from common.text.overlap import copied_share, repeated_share, rouge_l, rouge_n
+def rouge(text: str, reference: str) -> dict[str, float]:
+    """ROUGE-1, -2 and -L of a text; none with an empty reference."""
+    from common.text.overlap import rouge_l, rouge_n
 
-    found = {f"copied_{n}": copied_share(text, prompt, n) for n in (2, 3, 4)}
-    found["repeated_3"] = repeated_share(text, 3)
-    if reference.strip():
-        found |= {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}
-        found["rouge_l"] = rouge_l(text, reference)
-    return found
+    if not reference.strip():
+        return {}
+    by_n = {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}
+    return by_n | {"rouge_l": rouge_l(text, reference)}
 
 
 # ---- over all prompts ----------------------------------------------------------------------------

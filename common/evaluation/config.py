@@ -9,8 +9,8 @@ from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
 from common.sampling.vllm.config import EngineConfig
 
-OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "beta", "score_stop_token")
-OF_PAIRS = (*OF_POLICIES[1:], "margin_column", "num_eval_rows")
+OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "score_stop_token")
+OF_PAIRS = (*OF_POLICIES[1:], "num_eval_rows")
 OF_GENERATIONS = (
     *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens", "reward_funcs"),
     *("judge_funcs", "generation_batch_size", "generation_cache_tokens"),
@@ -43,20 +43,12 @@ class EvaluateConfig(EngineConfig):
     policy_scores: list[str] = flag(
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
-        "log_ratio, log_ratio_per_token, logp, logp_per_token",
+        "logp_per_token",
         pair_scores.POLICY_SCORES,
         required=True,
     )
-    beta: float = flag(
-        0.0,
-        "of implicit rewards, for their calibration (0: that of the run that wrote each policy)",
-        ge=0,
-    )
     score_stop_token: bool = flag(
         True, "count the stop token in a policy's scores (false: for one not trained to end so)"
-    )
-    margin_column: str = flag(
-        "", "column of rating differences, by which accuracies are split (empty: none)"
     )
 
     _generations: ClassVar = "generations"
@@ -125,13 +117,10 @@ def settle(config: EvaluateConfig) -> None:
             f"nothing to evaluate on: no pairs of {name} are judged (columns chosen and rejected), "
             "and no policy generates; give --policies and --num_prompts."
         )
-    others = {*config.policies} - {config.ref_model_name_or_path}
-    has_ratio = others and "implicit_reward" in config.policy_scores
     only_prompts = not config.score_pairs and config.prompts_dataset_name != name
     idle = (
         (not config.generates, OF_GENERATIONS, "without policies that generate"),
         (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
-        (not has_ratio, ["beta"], "without an implicit_reward of a policy beside the reference"),
         (not config.score_pairs, OF_PAIRS, "without pairs (columns chosen and rejected)"),
         (not config.policies, OF_POLICIES, "without --policies"),
         (not config.policies and config.num_prompts, ["num_prompts"], "without --policies"),

@@ -122,13 +122,6 @@ def cluster_numbers(keys: Sequence[Hashable]) -> Numbers:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def cluster_sums(values: Floats, clusters: Numbers) -> Floats:
-    """Sums (G, S) of values (N, S) over each of the clusters (N,)."""
-    sums = np.zeros((int(clusters.max()) + 1, values.shape[1]))
-    np.add.at(sums, clusters, values)
-    return sums
-
-
 def resamples(num_clusters: int) -> Iterator[Numbers]:
     """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
 
@@ -157,7 +150,8 @@ def bootstrap_means(values: Floats, clusters: Numbers) -> Floats:
     """
     sizes = np.bincount(clusters)  # (G,)
     assert sizes.all(), "a cluster without observations"
-    sums = cluster_sums(values, clusters)
+    sums = np.zeros((sizes.size, values.shape[1]))  # (G, S)
+    np.add.at(sums, clusters, values)
     return np.stack([times @ sums / (times @ sizes) for times in resamples(sizes.size)])
 
 

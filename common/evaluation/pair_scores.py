@@ -1,10 +1,9 @@
-"""What every system scores on one fixed set of pairs: computed, in memory, as `scores.jsonl`.
+"""Scores of every system on one fixed set of pairs: computed, in memory, as `scores.jsonl`.
 
 One line is one pair: dataset, split, row, prompt_sha256 (equal for equal prompts), source,
-confidence, margin and label_probability (null where the row has none), chosen_tokens,
-rejected_tokens, and two mappings from a system's name to its [chosen, rejected] scores: `rewards`,
-whose difference is meant as the log odds of the label, and `scores`, which only put in order. Every
-number of `comparison` in `results.json` follows from that file alone (`comparison.compare`).
+label_probability (null where the row has none), chosen_tokens, rejected_tokens, and `scores`, from
+a system's name to its [chosen, rejected] scores. Every number of `comparison` in `results.json`
+follows from that file alone (`comparison.compare`).
 """
 
 import hashlib
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import UserError, gist
-from common.evaluation.intervals import Floats, Numbers, finite_vector
+from common.evaluation.intervals import Floats, finite_vector
 
 if TYPE_CHECKING:
     from common.config import CommonConfig
@@ -27,48 +27,31 @@ if TYPE_CHECKING:
     from common.evaluation.score import ImplicitReward
     from common.rewards.models import RewardModelFunction
 
-RATIOS = ("implicit_reward", "log_ratio", "log_ratio_per_token")
-POLICY_SCORES = (*RATIOS, "logp", "logp_per_token")
+POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
-LARGEST = float(np.finfo(np.float64).max)  # a whole number in JSON may be larger
 
 
 @dataclass
 class PairScores:
-    """N pairs with the scores (N, 2), chosen first, of every system: a name is in one mapping."""
+    """N pairs with the scores (N, 2), chosen first, of every system."""
 
-    pairs: list[dict[str, Any]]  # what a line says of each, but for the scores
-    rewards: dict[str, Floats] = field(default_factory=dict)  # differences are log odds
-    scores: dict[str, Floats] = field(default_factory=dict)  # the order is what counts
+    pairs: list[dict[str, Any]]  # a line each, without the scores
+    scores: dict[str, Floats] = field(default_factory=dict)
 
-    @property
-    def systems(self) -> dict[str, Floats]:
-        """All scores, rewards first."""
-        return self.rewards | self.scores
-
-    def add(self, name: str, scores: Floats, *, are_log_odds: bool) -> None:
-        """Add a system; a RuntimeError if a score is not finite."""
-        finite_vector(scores.ravel())
-        (self.rewards if are_log_odds else self.scores)[name] = scores
-
-    def add_policy(self, name: str, read: Mapping[str, Floats], *, has_scale: bool) -> None:
-        """Add a policy's scores by `policy_scores`; whether implicit rewards have their scale."""
-        for reading, scores in read.items():
-            are_log_odds = reading == "implicit_reward" and has_scale
-            self.add(f"{name} {reading}", scores, are_log_odds=are_log_odds)
+    def add(self, scores: Mapping[str, Floats]) -> None:
+        """Add systems by name; a RuntimeError if a score is not finite."""
+        for values in scores.values():
+            finite_vector(values.ravel())
+        self.scores |= scores
 
 
-def describe_pairs(
-    examples: Sequence["Example"], dataset: str, split: str, margin_column: str = ""
-) -> list[dict[str, Any]]:
-    """What `scores.jsonl` says of each pair.
+def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> list[dict[str, Any]]:
+    """The lines of `scores.jsonl`, without the scores.
 
     Raises:
-        UserError: a row has no number in its `margin_column`, or no probability in its column
-            `label_probability`; null is one that is not known. Or no row has the column.
+        UserError: a row has no probability in its column `label_probability`; null is one that is
+            not known.
     """
-    if margin_column and not any(margin_column in example.columns for example in examples):
-        raise UserError(f"--margin_column is {margin_column!r}, a column that no pair has.")
     return [
         {
             "dataset": dataset,
@@ -76,9 +59,7 @@ def describe_pairs(
             "row": example.row,
             "prompt_sha256": hashlib.sha256(example.prompt.encode()).hexdigest(),
             "source": example.source,
-            "confidence": confidence(example.columns),
-            "margin": number_between(example, margin_column, -LARGEST, LARGEST),
-            "label_probability": number_between(example, "label_probability", 0, 1),
+            "label_probability": label_probability(example),
             "chosen_tokens": len(example.completions[0]),
             "rejected_tokens": len(example.completions[1]),
         }
@@ -86,61 +67,46 @@ def describe_pairs(
     ]
 
 
-def confidence(columns: Mapping[str, Any]) -> float | None:
-    """The annotator's confidence: a column of that name, or in `extra`, as in OpenAI's rows."""
-    extra = columns.get("extra")
-    inside = extra.get("confidence") if isinstance(extra, Mapping) else None
-    found: list[Any] = [columns.get("confidence"), columns.get("extra.confidence"), inside]
-    return next((float(value) for value in found if is_between(value, -LARGEST, LARGEST)), None)
-
-
-def is_between(value: Any, low: float, high: float) -> bool:
-    """Whether a value is a number from low to high."""
-    return type(value) in (int, float) and low <= value <= high
-
-
-def number_between(example: "Example", column: str, low: float, high: float) -> float | None:
-    """A row's number in a column, None where it has none; a UserError for anything else there."""
-    value = example.columns.get(column)
+def label_probability(example: "Example") -> float | None:
+    """The probability with which the row's label was drawn, None where it is not known."""
+    value = example.columns.get("label_probability")
     if value is None:
         return None
-    if not is_between(value, low, high):
+    if type(value) not in (int, float) or not 0 <= value <= 1:
         raise UserError(
             f"row {example.row + 1} of the pairs has {reprlib.repr(value)} in its column "
-            f"{column!r}; it must be a number from {low:g} to {high:g}, or null if not known."
+            "'label_probability'; it must be a number from 0 to 1, or null if not known."
         )
     return float(value)
 
 
 def policy_scores(
-    names: Sequence[str],
+    policy: str,
+    kinds: Sequence[str],
     logps: Floats,
-    ref_logps: Floats | None,
-    lengths: Numbers,
+    lengths: NDArray[Any],
     implicit_rewards: Floats | None,
 ) -> dict[str, Floats]:
-    """One policy read in several ways.
-
-    implicit_reward: by which its loss judges (`losses.ImplicitReward`); log_ratio: log(pi / ref);
-    logp: log pi; `_per_token`: the same divided by the completion's length.
+    """Scores (N, 2) of a policy by each of some `POLICY_SCORES`, under `<policy> <kind>`.
 
     Args:
-        names: Some of `POLICY_SCORES`.
+        policy: Its name.
+        kinds: `logp_per_token` is the log-probability divided by the completion's length.
         logps: (N, 2) log-probabilities of the completions, nats.
-        ref_logps: The reference's; None for the reference itself, whose ratios are 0 everywhere,
-            and where there is none: then logp takes the place of what needs them.
         lengths: (N, 2) tokens of the completions.
-        implicit_rewards: (N, 2), None where they need a reference and there is none.
+        implicit_rewards: (N, 2) by which its loss judges (`score.ImplicitReward`); None where they
+            need a reference and there is none, as for the reference itself, whose ratios are 0
+            everywhere: the log-probabilities, as `logp`, take their place.
     """
-    scores = {"logp": logps, "logp_per_token": logps / lengths}
-    if implicit_rewards is not None:
-        scores["implicit_reward"] = implicit_rewards
-    if ref_logps is not None:
-        ratios = logps - ref_logps
-        scores |= {"log_ratio": ratios, "log_ratio_per_token": ratios / lengths}
-    possible = [name for name in names if name in scores]
-    names = possible if possible == list(names) else ["logp", *possible]
-    return {name: scores[name] for name in dict.fromkeys(names)}
+    scores: dict[str, Floats] = {}
+    for kind in kinds:
+        if kind == "logp_per_token":
+            scores[f"{policy} {kind}"] = logps / lengths
+        elif implicit_rewards is None:
+            scores[f"{policy} logp"] = logps
+        else:
+            scores[f"{policy} {kind}"] = implicit_rewards
+    return scores
 
 
 def baselines(
@@ -233,11 +199,10 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
     return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
 
 
-def reward_of_run(path: str, beta: float = 0.0) -> tuple["ImplicitReward", bool]:
-    """What the run that wrote a policy judges pairs by, and whether its scale is known.
+def reward_of_run(path: str) -> "ImplicitReward":
+    """The reward by which the run that wrote a policy judges pairs, as its config.yaml has it.
 
-    Its config.yaml says so: without one it is log(pi / ref), up to its scale. A `beta` above 0
-    takes the place of the run's.
+    Without one it is log(pi / ref).
 
     Raises:
         UserError: the file cannot be read.
@@ -245,12 +210,12 @@ def reward_of_run(path: str, beta: float = 0.0) -> tuple["ImplicitReward", bool]
     from common.evaluation.score import ImplicitReward
 
     settings = config_of_run(path)
-    of_run = settings.get("beta")
-    beta = beta or (of_run if isinstance(of_run, int | float) and of_run > 0 else 0.0)
     names = ("loss_type", "reference_free", "ld_alpha")
     is_dpo = all(name in settings for name in names)
     options = {name: settings[name] for name in names} if is_dpo else {}
-    return ImplicitReward(beta=beta or 1.0, **options), beta > 0
+    beta: Any = settings.get("beta")
+    has_scale = isinstance(beta, int | float) and beta > 0
+    return ImplicitReward(beta=beta if has_scale else 1.0, **options)
 
 
 def reference_of_run(path: str) -> str:
@@ -302,10 +267,8 @@ def write_scores(path: Path, table: PairScores) -> None:
     """Write `scores.jsonl`, atomically; numbers are exact."""
     from common.record.jsonl import json_line, write_atomically
 
-    kinds = {"rewards": table.rewards, "scores": table.scores}
     lines = (
-        pair
-        | {kind: {name: own[i].tolist() for name, own in kinds[kind].items()} for kind in kinds}
+        pair | {"scores": {name: own[i].tolist() for name, own in table.scores.items()}}
         for i, pair in enumerate(table.pairs)
     )
     write_atomically(path, map(json_line, lines))
@@ -319,14 +282,11 @@ def read_scores(path: Path) -> PairScores:
     """
     from common.record.jsonl import read_jsonl
 
-    parts: list[dict[str, Floats]] = []
     try:
         pairs = read_jsonl(path)
-        for kind in ("rewards", "scores"):
-            lines = [pair.pop(kind) for pair in pairs]
-            scores = {name: np.array([own[name] for own in lines], float) for name in lines[0]}
-            parts.append({name: own.reshape(len(pairs), 2) for name, own in scores.items()})
-        return PairScores(pairs, *parts)
+        lines = [pair.pop("scores") for pair in pairs]
+        scores = {name: np.array([own[name] for own in lines], float) for name in lines[0]}
+        return PairScores(pairs, {n: own.reshape(len(pairs), 2) for n, own in scores.items()})
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{path} is no scores.jsonl of an evaluation: it is not there, is empty, or a line "

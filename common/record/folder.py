@@ -34,7 +34,7 @@ FILES = (
     *("pairs.tokens", "completions.jsonl", "report.md", "report.html", ".lock"),
     *(REFERENCE_LOGPS.format(split) for split in ("train", "held_out")),
     *("plots/curves.png", "plots/accuracy.png", "plots/reward.png", "plots/reward_curves.png"),
-    *("plots/loss.png", "plots/calibration.png"),
+    "plots/loss.png",
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 

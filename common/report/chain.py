@@ -18,7 +18,6 @@ from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import (
-    calibration_figure,
     dataset_title,
     held_out,
     reward_functions,
@@ -107,7 +106,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
         output_dir: holds `completions.jsonl`, and gets the report.
 
     Returns:
-        The files written but `calibration.png`, none on other ranks than 0.
+        The files written, none on other ranks than 0.
     """
     if not is_rank0():
         return []
@@ -125,11 +124,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     ]
     blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
     if comparison := results.get("comparison"):
-        accuracies: list[Block] = [*tables.comparison_sections(comparison)]
-        calibration = output_dir / "plots" / "calibration.png"
-        if drawn := calibration_figure(comparison, colours, calibration):
-            accuracies.append(Picture(drawn, "Predicted against observed shares."))
-        blocks.append(Section("Preference accuracy", accuracies))
+        blocks.append(Section("Preference accuracy", tables.comparison_sections(comparison)))
     if found := tables.generation_tables(results):
         notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))

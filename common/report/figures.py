@@ -6,8 +6,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.record.glossary import FUNCTION_PREFIX, recorded
 from common.report.blocks import Line, Panel
 from common.report.plots import (
@@ -19,10 +17,7 @@ from common.report.plots import (
     series,
     style,
     titled_figure,
-    titled_grid,
 )
-
-LARGEST_DOT = 120  # points squared, for a bin that holds all observations
 
 
 def summary_figures(
@@ -179,45 +174,3 @@ def draw_loss_curves(axes: Any, records: Mapping[str, Records], colours: Mapping
     panel = Panel(title, "nats per token or pair", list(lines.values()), "% of the run's steps")
     draw_panel(axes, panel, [colours[run] for run in lines])
     draw_legend(axes)
-
-
-# --- calibration ---
-
-
-def calibration_figure(
-    comparison: Mapping[str, Any], colours: Mapping[str, str], path: Path
-) -> Path | None:
-    """Draw the observed share against the predicted probability of systems that give log odds.
-
-    A policy's scores are named by the system and how it was read; without a colour they are grey.
-
-    Nothing is written, and None returned, if no system gives them.
-    """
-    curves = comparison["calibration"]
-    if not curves:
-        return None
-    num_bins = len(next(iter(curves.values()))["bins"])
-    title = f"Calibration, {comparison['num_pairs']:,} pairs, {num_bins} bins"
-    with style():
-        figure, grid = titled_grid(title, len(curves), 3.6, 3.6)
-        for axes, (name, found) in zip(grid, curves.items(), strict=True):
-            system = name if name in colours else name.rpartition(" ")[0]
-            draw_calibration(axes, found["bins"], colours.get(system, GREY))
-            error = f"ECE {found['ece']:.3f} (by chance {found['ece_by_chance']:.3f})"
-            axes.set(title=f"{textwrap.fill(name, 34)}\n{error}", aspect="equal")
-            axes.set(xlabel="predicted probability", ylabel="share preferred")
-        return save(figure, path)
-
-
-def draw_calibration(axes: Any, bins: Sequence[Mapping[str, Any]], colour: str) -> None:
-    """A dot for each bin that is not empty, its area the share of observations in it."""
-    filled = [part for part in bins if part["count"]]
-    x, y, low, high, counts = (
-        np.array([part[key] for part in filled])
-        for key in ("predicted", "observed", "low", "high", "count")
-    )
-    errors = np.maximum(0, [y - low, high - y])
-    axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1)
-    axes.errorbar(x, y, errors, color=colour, linewidth=1, capsize=2)
-    axes.scatter(x, y, 10 + LARGEST_DOT * counts / counts.sum(), color=colour, zorder=3)
-    axes.set(xlim=(0, 1), ylim=(0, 1))

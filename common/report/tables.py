@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.evaluation.comparison import NUM_BINS
 from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
 from common.evaluation.pair_scores import BASELINES
@@ -22,49 +21,30 @@ ACCURACY_NOTE = (
 DIFFERENCES_NOTE = (
     "The interval is of the paired bootstrap over prompts. Better : worse counts the pairs on "
     "which one of the two counts more (a tie counts one half). McNemar's p is exact and two-sided "
-    "and takes pairs as independent; p over prompts is that of the permutation test that swaps the "
-    "two systems on all pairs of a prompt at once. Neither is corrected for the number of "
-    f"comparisons. Of more than {MOST_COMPARED} systems only the differences to the one of the "
-    "highest accuracy are shown; results.json has all, baselines too."
+    "and takes pairs as independent; it is not corrected for the number of comparisons. Of more "
+    f"than {MOST_COMPARED} systems only the differences to the one of the highest accuracy are "
+    "shown; results.json has all, baselines too."
 )
-SPLIT_NOTES = {
-    "source": "Where the rows come from.",
-    "confidence": "The annotator's confidence: steps 1-3, 4-6 and 7-9, or thirds of the values.",
-    "margin": "The difference of ratings that the rows give, by thirds of the values.",
-    "label certainty": "How sure the label is, max(p, 1 - p) of its known probability, by thirds.",
-    "length": "Tokens of chosen against rejected; about equal is within 10% of the longer one.",
-}
-SPLIT_INTERVALS = (
-    f"Intervals are over prompts, at 0 and 100 Wilson's, below {MIN_PROMPTS} prompts none; of "
-    "fewer than about 20 they are too narrow."
-)
-CALIBRATION_NOTE = (
-    f"Expected calibration error of sigma(r_chosen - r_rejected) in {NUM_BINS} bins of equal "
-    "width, each pair counted on both sides; by chance: its mean if every prediction were right. "
-    "Log loss is in nats per pair, 0.693 for a coin."
+SOURCE_NOTE = (
+    "Where the rows come from. Intervals are over prompts, at 0 and 100 Wilson's, below "
+    f"{MIN_PROMPTS} prompts none; of fewer than about 20 they are too narrow."
 )
 
 
 def comparison_sections(comparison: Comparison) -> list[Section]:
     """All tables of a comparison in the order of a report, with what must be known to read them."""
-    systems, of_systems = comparison["systems"], comparison["calibration"].items()
-    accuracy_note = f"{num_compared(comparison)}; {ACCURACY_NOTE}"
+    systems, accuracy_note = comparison["systems"], f"{num_compared(comparison)}; {ACCURACY_NOTE}"
     found = {
         "Preference accuracy of every system": (accuracy_table(comparison), accuracy_note),
         "Differences on the same pairs": (difference_table(comparison), DIFFERENCES_NOTE),
     }
-    for split, parts in systems[0]["accuracy_by"].items():
-        headers = ["system", *(f"{part} ({own['num_pairs']:,})" for part, own in parts.items())]
+    if sources := systems[0]["accuracy_by"].get("source"):
+        headers = [f"{source} ({own['num_pairs']:,})" for source, own in sources.items()]
         rows = [
-            [system["name"], *(with_interval(system["accuracy_by"][split][part]) for part in parts)]
+            [system["name"], *map(with_interval, system["accuracy_by"]["source"].values())]
             for system in systems
         ]
-        note = f"{SPLIT_NOTES[split]} {SPLIT_INTERVALS}"
-        found[f"Accuracy by {split}"] = (Table(headers, rows), note)
-    headers = ["system", "ECE", "ECE by chance", "log loss"]
-    keys = ("ece", "ece_by_chance", "log_loss")
-    rows = [[name, *(f"{own[key]:.3f}" for key in keys)] for name, own in of_systems]
-    found["Calibration"] = (Table(headers, rows), CALIBRATION_NOTE)
+        found["Accuracy by source"] = (Table(["system", *headers], rows), SOURCE_NOTE)
     return [Section(title, blocks) for title, blocks in found.items() if blocks[0].rows]
 
 
@@ -92,14 +72,13 @@ def difference_table(comparison: Comparison) -> Table:
     if len(systems) > MOST_COMPARED:
         best = max(systems, key=lambda system: system["accuracy"]["accuracy"])["name"]
         shown = [d for d in shown if best in (d["first"], d["second"])]
-    headers = ["first - second", "points [95% CI]", "better : worse", "McNemar p", "p over prompts"]
+    headers = ["first - second", "points [95% CI]", "better : worse", "McNemar p"]
     rows = [
         [
             f"{d['first']} - {d['second']}",
             interval_cell(d, 100, 1, "difference", sign="+"),
             f"{d['num_first_better']:,} : {d['num_second_better']:,}",
             p_value(d["p_value"]),
-            p_value(d["prompt_p_value"]),
         ]
         for d in shown
     ]
@@ -131,10 +110,6 @@ QUALITY = {  # key in results.json: heading, scale, digits
     "entropy": ("entropy", 1, 2),
     "length_interval": ("length", 1, 1),
     "stop_rate_interval": ("stop %", 100, 1),
-    "repeated_3": ("repeated %", 100, 1),
-    "copied_2": ("copied 2 %", 100, 1),
-    "copied_3": ("copied 3 %", 100, 1),
-    "copied_4": ("copied 4 %", 100, 1),
 }
 QUALITY_NOTES = [
     "Intervals are 95%, over prompts (rows with the same prompt are kept together).",
@@ -143,9 +118,6 @@ QUALITY_NOTES = [
     "temperature 1 only.",
     "Entropy is that of the next-token distribution at temperature 1 along the samples, nats per "
     "token. Length is in tokens with the stop token.",
-    "Repeated is the share of a completion's 3-grams of words that it had before (seq-rep-3 of "
-    "Welleck et al. 2020, on words); copied the share of its 2-, 3- and 4-grams found in the "
-    "prompt. A completion without n-grams, being shorter, is in neither.",
     "Distinct is the number of different completions of all prompts by their number.",
 ]
 PASS_NOTES = [

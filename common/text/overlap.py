@@ -1,4 +1,4 @@
-"""Words that texts share: ROUGE (Lin 2004), and how much a text repeats itself or copies another.
+"""Words that texts share: ROUGE (Lin 2004).
 
 Tokens are those of Google's `rouge-score` without stemming, so that numbers compare: lower case,
 runs of a-z and 0-9; anything else separates. Another alphabet has no tokens, and a score of 0.
@@ -55,32 +55,6 @@ def _f1(num_shared: int, num_candidate: int, num_reference: int) -> float:
         return 0.0
     precision, recall = num_shared / num_candidate, num_shared / num_reference
     return 2 * precision * recall / (precision + recall)
-
-
-def repeated_share(text: str, n: int) -> float | None:
-    """Share of a text's n-grams that occurred in it before: 1 - distinct / all.
-
-    This is seq-rep-n of Welleck et al. 2020 ("Neural text generation with unlikelihood training"),
-    on words in the place of tokens.
-
-    Returns:
-        In [0, 1), 0 if all differ; None for a text of fewer than n words, which has no n-gram.
-    """
-    counts = ngrams(words(text), n)
-    return 1 - len(counts) / counts.total() if counts else None
-
-
-def copied_share(text: str, source: str, n: int) -> float | None:
-    """Share of a text's n-grams, each occurrence counted, that are found in the source.
-
-    One minus the share of novel n-grams of See et al. 2017 ("Get to the point").
-
-    Returns:
-        In [0, 1]; None for a text of fewer than n words.
-    """
-    counts, there = ngrams(words(text), n), ngrams(words(source), n)
-    found = sum(number for ngram, number in counts.items() if ngram in there)
-    return found / counts.total() if counts else None
 
 
 def distinct_share(texts: list[str]) -> float:

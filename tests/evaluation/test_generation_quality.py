@@ -290,8 +290,8 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
     assert [answer.systems for answer in measured] == [
         answer.systems for answer in completions.read(folder / "one")
     ]
-    scores = read_scores(folder / "broken" / "scores.jsonl").systems
-    whole = read_scores(folder / "one" / "scores.jsonl").systems
+    scores = read_scores(folder / "broken" / "scores.jsonl").scores
+    whole = read_scores(folder / "one" / "scores.jsonl").scores
     assert set(whole) - set(scores) == set(BASELINES)
     assert all((scores[name] == whole[name]).all() for name in scores)
 
@@ -413,11 +413,11 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == (pytest.approx(expected, abs=1e-5) if expected is not None else None))
 
 
-def test_a_completion_of_no_words_has_no_shares():
+def test_a_completion_of_no_words_shares_none():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
     judges = RewardFunctions.find([], [], tiny.tokenizer(), config)
     example = tiny.ragged_examples([(4,)])[0]
     rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
     (own,) = completions.judged(judges, [example], rollouts, [""], ["a reference"])
     assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
-    assert (own.rouge_1, own.repeated_3, own.copied_2) == (0, None, None)
+    assert (own.rouge_1, own.rouge_2, own.rouge_l) == (0, 0, 0)

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest, permutation_test
+from scipy.stats import binomtest
 from statsmodels.stats.contingency_tables import mcnemar
 
 from common.evaluation import intervals
@@ -82,50 +82,14 @@ def test_equal_systems_differ_significantly_about_once_in_20_times() -> None:
     assert 0.02 <= np.mean(np.array(p_values) <= 0.05) <= 0.06  # exact: at most 0.05
 
 
-def test_p_values_over_prompts_are_those_of_scipy_s_permutation_test() -> None:
-    generator = np.random.default_rng(3)
-    for gain in (0.0, 0.03, 0.1):
-        wins, clusters = simulated(generator, 40, 6, gain)
-        (found,) = paired_differences(wins, clusters)
-        sums = [np.bincount(clusters, values) for values in wins.values()]
-        expected = permutation_test(
-            sums, lambda x, y: np.sum(x - y), permutation_type="samples", n_resamples=20_000, rng=0
-        )
-        assert found["prompt_p_value"] == pytest.approx(expected.pvalue, abs=0.035)
-
-
-@pytest.mark.usefixtures("few_resamples")
-def test_where_prompts_decide_only_the_test_over_prompts_keeps_its_level() -> None:
-    """Each system is better on half of the prompts, on all or none of a prompt's ten pairs."""
-    generator = np.random.default_rng(4)
-    small = {"pairs": 0, "prompts": 0}
-    for _ in range(100):
-        clusters = np.repeat(np.arange(30), 10)
-        first = generator.integers(0, 2, 30)[clusters].astype(float)
-        (found,) = paired_differences({"first": first, "second": 1 - first}, clusters)
-        small["pairs"] += found["p_value"] <= 0.05
-        small["prompts"] += found["prompt_p_value"] <= 0.05
-    assert small["pairs"] > 40
-    assert small["prompts"] <= 12  # 5 expected, 3 sigma
-
-
-def test_of_single_pairs_both_tests_say_the_same() -> None:
-    generator = np.random.default_rng(5)
-    wins, clusters = simulated(generator, 400, 1, 0.03)
-    (found,) = paired_differences(wins, clusters)
-    assert found["prompt_p_value"] == pytest.approx(found["p_value"], abs=0.03)
-
-
 @pytest.mark.parametrize("num_prompts", [1, 2, 5, 9])
-def test_a_few_prompts_have_no_interval_and_five_no_small_p(num_prompts: int) -> None:
+def test_a_few_prompts_have_no_interval(num_prompts: int) -> None:
     """However many pairs they have: one prompt's pairs may all be right by one stroke of luck."""
     clusters = np.repeat(np.arange(num_prompts), 50)
     wins = {"a": np.ones(clusters.size), "b": np.zeros(clusters.size)}
     (found,) = paired_differences(wins, clusters)
     assert (found["low"], found["high"]) == (None, None)
     assert found["p_value"] < 1e-10
-    assert found["prompt_p_value"] == pytest.approx(2 / 2**num_prompts, abs=0.02)
-    assert (found["prompt_p_value"] > 0.05) == (num_prompts <= 5)
 
 
 def test_ties_favour_whoever_counts_more() -> None:
@@ -136,7 +100,7 @@ def test_ties_favour_whoever_counts_more() -> None:
     (found,) = paired_differences(wins, np.arange(6))
     assert (found["first"], found["second"]) == ("a", "b")
     assert (found["num_first_better"], found["num_second_better"]) == (2, 2)
-    assert (found["difference"], found["p_value"], found["prompt_p_value"]) == (0, 1, 1)
+    assert (found["difference"], found["p_value"]) == (0, 1)
 
 
 def test_every_two_systems_are_compared_once_with_the_sign_of_the_first() -> None:

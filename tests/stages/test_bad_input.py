@@ -144,12 +144,6 @@ ROWS: list[Case] = [
     ("evaluate", {"dataset_name": "odds"}, ["row 2", "'2:1'", "'label_probability'", "0 to 1"]),
     ("evaluate", {"dataset_name": "odds_of_2"}, ["row 1", "'label_probability'", "0 to 1"]),
     ("evaluate", {"dataset_name": "odds_nan"}, ["row 1", "nan", "'label_probability'"]),
-    ("evaluate", {"margin_column": "rating"}, ["--margin_column is 'rating'", "no pair has"]),
-    (
-        "evaluate",
-        {"dataset_name": "margin_huge", "margin_column": "margin"},
-        ["row 1", "00...00", "column 'margin'", "number"],
-    ),
     (
         "train_reward",
         {"dataset_name": "margin_nan", "margin_column": "margin"},
@@ -430,12 +424,12 @@ FLAGS: list[Case] = [
     *(
         ("evaluate", flags | {name: value}, [f"--{name} has no effect", "leave it out"])
         for flags, idle in (
-            ({"dataset_name": "sft"}, {"beta": 1, "num_eval_rows": 2}),
-            ({"score_pairs": False}, {"margin_column": "a", "policy_scores": "logp"}),
+            ({"dataset_name": "sft"}, {"score_stop_token": False, "num_eval_rows": 2}),
+            ({"score_pairs": False}, {"policy_scores": "logp_per_token"}),
             ({"score_pairs": False, "prompts_dataset_name": "sft"}, {"dataset_name": "pairs"}),
             ({"num_prompts": 0}, {"temperature": 0, "reward_funcs": "length"}),
-            ({"policies": [], "reward_models": "judge"}, {"num_prompts": 2, "beta": 1}),
-            ({}, {"beta": 1, "reshard_after_forward": False, "num_sample_prompts": 1}),
+            ({"policies": [], "reward_models": "judge"}, {"num_prompts": 2}),
+            ({}, {"reshard_after_forward": False, "num_sample_prompts": 1}),
         )
         for name, value in idle.items()
     ),
@@ -466,8 +460,7 @@ FLAGS: list[Case] = [
         ["--metric_for_best_model is reward/gold", "lengths"],
     ),
     ("evaluate", {"judge_funcs": "rewards.py:lengths"}, ["--judge_funcs compares two"]),
-    ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "log_ratio_per_token"]),
-    ("evaluate", {"beta": -1}, ["--beta is -1.0", "at least 0"]),
+    ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "logp_per_token"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
     ("train_sft", {"metric_for_best_model": "loss"}, ["--save_steps is 0", "positive"]),

@@ -1,4 +1,7 @@
-"""Claim: ROUGE is that of Google's `rouge-score` package, on real and on random texts."""
+"""Claim: ROUGE is that of Google's `rouge-score` package, on real and on random texts.
+
+And the share of distinct texts is that of those that differ by more than space.
+"""
 
 import random
 
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from rouge_score import rouge_scorer
 
 from common.text import synthetic
-from common.text.overlap import common_subsequence, rouge_l, rouge_n
+from common.text.overlap import common_subsequence, distinct_share, rouge_l, rouge_n
 
 SCORER = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
 TEXTS = st.text(alphabet="abAB é1.\n'", max_size=60)
@@ -48,3 +51,7 @@ def test_the_longest_common_subsequence_is_that_of_the_usual_table() -> None:
                 best = max(table[i - 1][j], table[i][j - 1])
                 table[i][j] = table[i - 1][j - 1] + 1 if a == b else best
         assert common_subsequence(first, second) == table[-1][-1]
+
+
+def test_distinct_texts_are_those_that_differ_by_more_than_space():
+    assert distinct_share([" a b", "a b ", "a b c", "A b c"]) == 3 / 4
