@@ -29,37 +29,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A curve."""
-
-    label: str
-    x: Sequence[float]  # not falling, usually optimiser steps
-    y: Sequence[float]  # as many; NaN is a gap
-    exact: bool = False  # never smoothed, however many points there are
-    low: Sequence[float] = ()  # ends of intervals, NaN where there is none; empty: nowhere
-    high: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Curves over one pair of axes."""
-
-    title: str
-    unit: str  # of the y axis
-    lines: Sequence[Line]
-    x_label: str = "optimiser step"
-    colour: str = ""  # of the first curve, as that of the system; empty: the palette's first
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Panels next to each other, with values where the pointer is."""
-
-    panels: Sequence[Panel]
-    picture: Path | None = None  # a PNG of the same, which the Markdown names in their place
-
-
-@dataclass(frozen=True)
 class Completion:
     """One text of a sample; a page colours its tokens by a value, blue above 0, orange below."""
 
@@ -96,4 +65,4 @@ class Section:
 
 # A text has paragraphs and lists (`- `, `1. `) with **bold**, *emphasis*, `code` and
 # [links](https://...); HTML in it is shown, not obeyed.
-Block = str | Table | Picture | Curves | SampleBrowser | Section
+Block = str | Table | Picture | SampleBrowser | Section

@@ -129,7 +129,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
         notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
-    blocks += sections.run_sections(runs, records, colours)
+    blocks += sections.run_sections(runs)
     title = f"Results on {dataset_title(results['dataset'])}"
     return [*write_page(output_dir, title, blocks), *pictures]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from common.record.glossary import FUNCTION_PREFIX, recorded
-from common.report.blocks import Line, Panel
 from common.report.plots import (
     GREY,
+    Line,
+    Panel,
     Records,
     draw_legend,
     draw_panel,

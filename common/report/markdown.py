@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 
-import numpy as np
-
-from common.record.terminal import NOT_MEASURED, format_number, markdown_table
-from common.report.blocks import Block, Curves, Picture, Sample, SampleBrowser, Section, Table
+from common.record.terminal import markdown_table
+from common.report.blocks import Block, Picture, Sample, SampleBrowser, Section, Table
 
 WIDEST_CELL = 40  # characters; a table with longer texts is not padded, no terminal is that wide
 
@@ -35,8 +33,6 @@ def paragraphs(blocks: Sequence[Block], folder: Path, level: int = 2) -> list[st
                 parts += [table(headers, rows), emphasised(caption)]
             case Picture(path, caption):
                 parts.append(picture(path, caption, folder))
-            case Curves(_, path):
-                parts += [picture(path, "", folder) if path else "", ends(block)]
             case SampleBrowser(samples, caption):
                 parts.append(emphasised(caption))
                 for number, sample in enumerate(samples, 1):
@@ -83,18 +79,6 @@ def picture(path: Path, text: str, folder: Path) -> str:
     link = Path(os.path.relpath(path, folder)).as_posix().replace(" ", "%20")
     label = one_line(text).replace("[", "\\[").replace("]", "\\]")
     return f"![{label}]({link})"
-
-
-def ends(block: Curves) -> str:
-    """A table of where each curve begins, ends and lies."""
-    rows = []
-    for panel in block.panels:
-        for line in panel.lines:
-            known = [value for value in line.y if not np.isnan(value)]
-            shown = (known[0], known[-1], min(known), max(known)) if known else ()
-            cells = [format_number(value) for value in shown] or [NOT_MEASURED] * 4
-            rows.append([f"{panel.title} ({panel.unit})", line.label, *cells])
-    return table(["panel", "curve", "first", "last", "lowest", "highest"], rows)
 
 
 def completions(sample: Sample) -> list[str]:

@@ -91,52 +91,6 @@ for (const root of document.querySelectorAll(".coloured")) {
   });
 }
 
-// ---- curves: the values at the recorded step nearest to the pointer ----
-for (const panel of document.querySelectorAll(".panel")) {
-  const lines = JSON.parse(panel.dataset.lines);
-  const [low, high, left, right, width] = JSON.parse(panel.dataset.box);
-  const svg = panel.querySelector("svg");
-  const cursor = panel.querySelector(".cursor");
-  const texts = [...panel.querySelectorAll(".value")];
-  const last = texts.map((text) => text.textContent);
-  const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
-  let at = steps.length;
-  const show = (step) => {
-    const x = left + ((step - low) / (high - low)) * (right - left);
-    cursor.setAttribute("x1", x);
-    cursor.setAttribute("x2", x);
-    cursor.removeAttribute("hidden");
-    panel.querySelector(".place").textContent = `${panel.dataset.x} ${step}`;
-    lines.forEach((line, i) => {
-      const place = line.x.indexOf(step);
-      texts[i].textContent = place < 0 || line.y[place] === "" ? "\u2013" : line.y[place];
-    });
-  };
-  const rest = () => {
-    at = steps.length;
-    cursor.setAttribute("hidden", "");
-    panel.querySelector(".place").textContent = "";
-    texts.forEach((text, i) => { text.textContent = last[i]; });
-  };
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * width;
-    const wanted = low + ((x - left) / (right - left)) * (high - low);
-    at = steps.reduce((best, step, i) =>
-      Math.abs(step - wanted) < Math.abs(steps[best] - wanted) ? i : best, 0);
-    show(steps[at]);
-  });
-  svg.addEventListener("pointerleave", rest);
-  panel.addEventListener("blur", rest);
-  panel.addEventListener("keydown", (event) => {
-    const moved = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!moved) return;
-    event.preventDefault();
-    at = Math.max(0, Math.min(steps.length - 1, at + moved));
-    show(steps[at]);
-  });
-}
-
 // ---- navigation: the section that is being read ----
 const places = new Map(
   [...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));

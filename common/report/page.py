@@ -17,9 +17,8 @@ from typing import Any
 from common.distributed import is_rank0
 from common.record.folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
-from common.report import curves, markdown
+from common.report import markdown
 from common.report.blocks import Block, SampleBrowser, Section, Table
-from common.report.plots import COLOURS
 
 FOLDER = Path(__file__).parent
 NUMBER = re.compile(r"^([\[(]|[<>] )?[-+\u2212]?[\d,]*\.?\d")  # an interval, seeds, a bound too
@@ -101,7 +100,6 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
     muted = r' <span class="interval">\1</span>'
     environment.filters |= {
         "coloured_by": coloured_by,
-        "drawings": lambda panels: filter(None, map(curves.drawing, panels)),
         "kind": lambda block: type(block).__name__,
         "line": lambda text: Markup(small.renderInline(text)),
         "muted": lambda cell: Markup(INTERVAL.sub(muted, str(escape(cell)))),
@@ -109,7 +107,6 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         "paragraphs": lambda text: Markup(small.render(text)),
         "png": png,
         "slug": slug,
-        "tenths": "{:.1f}".format,
     }
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
@@ -117,8 +114,6 @@ def html_page(title: str, facts: Mapping[str, str], blocks: Sequence[Block]) -> 
         facts=facts,
         blocks=blocks,
         sections=[block.title for block in blocks if isinstance(block, Section)],
-        box=curves.BOX,
-        colours=COLOURS,
         style=Markup((FOLDER / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -6,6 +6,7 @@ display, no global state.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 from common.distributed import is_rank0
 from common.record.folder import read_metrics
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, recorded
-from common.report.blocks import Line, Panel
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -60,17 +60,34 @@ PANELS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Line:
+    """A curve."""
+
+    label: str
+    x: Sequence[float]  # not falling, usually optimiser steps
+    y: Sequence[float]  # as many; NaN is a gap
+    exact: bool = False  # never smoothed, however many points there are
+    low: Sequence[float] = ()  # ends of intervals, NaN where there is none; empty: nowhere
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one pair of axes."""
+
+    title: str
+    unit: str  # of the y axis
+    lines: Sequence[Line]
+    x_label: str = "optimiser step"
+
+
 def system_colours(names: Iterable[str]) -> dict[str, str]:
     """The colour of each system: a stage's own in every picture, then by turns those left over."""
     names = list(dict.fromkeys(names))
     own = {name: COLOURS[STAGES.index(name)] for name in names if name in STAGES}
     left = cycle([colour for colour in COLOURS if colour not in own.values()])
     return {name: own.get(name) or next(left) for name in names}
-
-
-def palette(colour: str = "") -> list[str]:
-    """All colours, this one first."""
-    return sorted(COLOURS, key=lambda other: other != colour)
 
 
 def style() -> Any:
@@ -132,8 +149,8 @@ def recorded_line(records: Records, name: str) -> Line:
     return Line(name, *series(own, name), name.startswith(EXACT), *ends)
 
 
-def curve_panels(records: Records, colour: str = "") -> list[Panel]:
-    """The panels of `PANELS` of which the records have something, the first curve in a colour."""
+def curve_panels(records: Records) -> list[Panel]:
+    """The panels of `PANELS` of which the records have something."""
     rewards = recorded(records, (FUNCTION_PREFIX,))
     functions = [name.removeprefix(FUNCTION_PREFIX) for name in rewards]
     panels = []
@@ -142,7 +159,7 @@ def curve_panels(records: Records, colour: str = "") -> list[Panel]:
             own = recorded(records, [name.replace(FUNCTION, function) for name in names])
             lines = [recorded_line(records, name) for name in own]
             own_title = title.replace(FUNCTION, function[:LONGEST_NAME])
-            panels += [Panel(own_title, unit, lines, colour=colour)] if lines else []
+            panels += [Panel(own_title, unit, lines)] if lines else []
     return panels
 
 
@@ -164,13 +181,12 @@ def moving_mean(values: Sequence[float], reach: int) -> list[float]:
 
 
 def draw_panel(
-    axes: Any, panel: Panel, colours: Sequence[str] = (), dashes: Sequence[str] = ("-",)
+    axes: Any, panel: Panel, colours: Sequence[str] = COLOURS, dashes: Sequence[str] = ("-",)
 ) -> None:
     """The curves of a panel, in these colours and dashes by turns; long ones below their mean.
 
     An interval is a bar through its point.
     """
-    colours = colours or palette(panel.colour)
     for line, colour, own_dashes in zip(panel.lines, cycle(colours), cycle(dashes)):
         look = {"color": colour, "label": line.label, "linewidth": 1.6, "linestyle": own_dashes}
         if (smooth := smoothed(line)) is not None:
@@ -206,15 +222,17 @@ def plot_run(output_dir: str | Path) -> list[Path]:
     output_dir = Path(output_dir)
     records = read_metrics(output_dir) if is_rank0() else []
     name = output_dir.resolve().name
-    panels = curve_panels(records, system_colours([name])[name])
+    panels = curve_panels(records)
     if not panels:
         return []
+    own = system_colours([name])[name]
+    colours = sorted(COLOURS, key=lambda colour: colour != own)  # the run's first
     note = " (bold: moving mean)" if len(records) > SMOOTH_ABOVE else ""
     title = f"Training curves of {name}{note}"
     with style():
         figure, grid = titled_grid(title, len(panels), 4, 2.7)
         for axes, panel in zip(grid, panels, strict=True):
-            draw_panel(axes, panel)
+            draw_panel(axes, panel, colours)
             if len(panel.lines) > 1:
                 draw_legend(axes)
         return [save(figure, output_dir / "plots" / "curves.png")]

@@ -13,8 +13,7 @@ from common.losses import kl_estimate
 from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
 from common.record.terminal import format_cell, format_number
-from common.report.blocks import Block, Completion, Curves, Sample, SampleBrowser, Section
-from common.report.plots import Records, curve_panels
+from common.report.blocks import Block, Completion, Picture, Sample, SampleBrowser, Section
 
 Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
@@ -48,16 +47,14 @@ def measured(name: str, own: Generation) -> Completion:
 # --- runs ---
 
 
-def run_sections(
-    runs: Mapping[str, Path], records: Mapping[str, Records], colours: Mapping[str, str]
-) -> list[Section]:
-    """What each run logged, its `records`, and what it wrote for its fixed prompts in training."""
+def run_sections(runs: Mapping[str, Path]) -> list[Section]:
+    """The curves of each run, and what it wrote for its fixed prompts in training."""
     curves: dict[str, Block] = {}
     browsers: dict[str, Block] = {}
     for name, run in runs.items():
-        picture = run / "plots/curves.png"
-        if panels := curve_panels(records[name], colours[name]):
-            curves[name] = Curves(panels, picture=picture if picture.is_file() else None)
+        picture = run / "plots" / "curves.png"
+        if picture.is_file():
+            curves[name] = Picture(picture)
         if rows := read_jsonl(run / SAMPLES):
             browsers[name] = training_browser(rows)
     return [

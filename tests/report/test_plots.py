@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,18 @@ from common.evaluation import completions
 from common.evaluation.completions import Answers, Generation
 from common.flags.parser import parse
 from common.record.glossary import METRICS, PREFIXES
-from common.report import chain, curves, figures, plots
-from common.report.blocks import Curves, Line, Panel
+from common.report import chain, figures, plots
 from common.report.chain import chain_report, systems_table
-from common.report.page import html_page
-from common.report.plots import PANELS, curve_panels, draw_panel, moving_mean, plot_run, series
+from common.report.plots import (
+    PANELS,
+    Line,
+    Panel,
+    curve_panels,
+    draw_panel,
+    moving_mean,
+    plot_run,
+    series,
+)
 from evaluate import EvaluateConfig
 
 
@@ -170,9 +176,6 @@ def test_evaluations_are_drawn_with_their_intervals() -> None:
     bars, gap = axes.collections[0].get_segments()
     assert bars.tolist() == [[0, 0.25], [0, 0.75]]
     assert len(gap) == 0
-    html = html_page("T", {}, [Curves([reward])])
-    (path,) = re.findall(r'<path class="range k\d" d="([^"]*)"', html)
-    assert re.fullmatch(r"M(\S+) (\S+)L\1 (\S+)M\S+ \S+", path)
 
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
@@ -243,13 +246,12 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     pictures = [f"plots/{name}.png" for name in ("accuracy", "reward", "reward_curves", "loss")]
     names = ["report.html", "report.md", *pictures]
     assert written == [tmp_path / "eval" / name for name in names]
-    assert written[0].read_text().count('class="picture single"') == 4, "one below another"
+    assert written[0].read_text().count('class="picture single"') == 5, "one below another"
     text = written[1].read_text()
     assert text.startswith("# Results on data/pairs\n")
     assert str(systems_table(results)) in text
     assert all(f"({picture})" in text for picture in pictures)
     assert "(../the%20run/plots/curves.png)" in text
-    assert "| Loss (loss) |  loss |     1 | 0.0101 | 0.0101 |       1 |" in text
     assert "none/plots" not in text
     rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
     assert ["| SFT", "One &lt;\\|endoftext\\|> line", "9 tokens, stopped by stop token |"] in rows
@@ -287,8 +289,8 @@ def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) 
     assert ends == [pytest.approx([43.0, 57.0]), pytest.approx([75.0, 86.0])]
 
 
-def test_a_system_has_one_colour_in_every_picture_and_on_the_page(
-    results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_system_has_one_colour_in_every_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     colours = plots.system_colours(["mine", "sft", "grpo", "another", "mine"])
     assert len(set(colours.values())) == 4
@@ -300,25 +302,11 @@ def test_a_system_has_one_colour_in_every_picture_and_on_the_page(
         }.items()
     )
 
-    drawn: dict[str, set[str]] = {}
-
-    def note(axes: Any, *given: Any) -> None:
-        drawn.setdefault("calibration", set()).add(given[-1])
-
-    monkeypatch.setattr(figures, "draw_calibration", note)
-    bins = {"bins": [], "ece": 0.1, "ece_by_chance": 0.1}
-    read = {"num_pairs": 2, "calibration": {"grpo implicit_reward": bins}}
-    figures.calibration_figure(read, colours, tmp_path / "calibration.png")
-    assert drawn == {"calibration": {colours["grpo"]}}
-
+    drawn: list[str] = []
     run = record(tmp_path / "grpo", [{"step": 1, "loss": 1.0, "eval_loss": 2.0}])
-    monkeypatch.setattr(plots, "save", lambda figure, *_: note(figure, first_colour(figure)))
+    monkeypatch.setattr(plots, "save", lambda figure, *_: drawn.append(first_colour(figure)))
     plot_run(run)
-    page = chain.sections.run_sections({"grpo": run}, {"grpo": plots.read_metrics(run)}, colours)
-    panel = page[0].blocks[0].blocks[0].panels[0]  # type: ignore[union-attr]
-    lines = curves.drawing(panel)["lines"]  # type: ignore[index]
-    assert plots.COLOURS[lines[0]["colour"]] == colours["grpo"] != plots.COLOURS[lines[1]["colour"]]
-    assert drawn == {"calibration": {colours["grpo"]}}  # curves.png too
+    assert drawn == [colours["grpo"]]
 
 
 def first_colour(figure: Any) -> str:

@@ -222,9 +222,9 @@ def test_long_runs_are_shortened_and_the_caption_says_so() -> None:
 
 def test_a_chain_s_runs_become_sections(runs: dict[int, Path]) -> None:
     folders = {stage: runs[1] / stage for stage in STAGES} | {"none": runs[1] / "none"}
-    (section,) = run_sections(folders, dict.fromkeys(folders, []), dict.fromkeys(folders, ""))
+    (section,) = run_sections(folders)
     assert [inner.title for inner in section.blocks] == ["grpo", "dpo", "sft"]
-    assert run_sections({"none": runs[1] / "none"}, {"none": []}, {"none": ""}) == []
+    assert run_sections({"none": runs[1] / "none"}) == []
     browser = section.blocks[1].blocks[0]
     (first, *_) = browser.samples[0].frames.values()
     labels = [each.label for each in first]
@@ -248,7 +248,8 @@ def test_completions_come_from_the_evaluation_s_own_file(tmp_path: Path) -> None
     own = {"completion": "a reference", "num_tokens": 3, "stopped": True, "rewards": {"gold": 1.0}}
     made = {"completion": "made", "num_tokens": 4, "stopped": False, "kl": 2.25}
     made["rewards"] = {"gold": None, "rm": 0.5}
-    line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}, "verdicts": []}
+    line = {"id": 0, "prompt": "p", "reference": own, "systems": {"SFT": made}}
+    line |= {"verdicts": [], "further": {}}
     (tmp_path / "completions.jsonl").write_text(json.dumps(line) + "\n")
     (section,) = completions_section(tmp_path)
     assert section.blocks[0].samples[0].frames[""] == [
