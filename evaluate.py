@@ -25,7 +25,7 @@ Writes `results.json`, `scores.jsonl` (what every system scores on every pair), 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,13 @@ import torch
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
-from common.errors import UserError
 from common.evaluation import completions, judges, pair_scores, score
-from common.evaluation.completions import (
-    REFERENCE,
-    Answers,
-    Generation,
-    collect,
-    reference_text,
-)
+from common.evaluation.completions import REFERENCE, Answers, Generation, collect
 from common.evaluation.config import EvaluateConfig, settle, split_of
 from common.evaluation.pair_scores import PairScores
 from common.evaluation.score import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
-from common.sampling.sampler import Rollouts
 from common.scoring import Policy
 
 WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
@@ -126,7 +118,7 @@ def main(config: EvaluateConfig) -> None:
         write_parts(table, collect(prompts, generations), output_dir)
         if prompts:
             title = f"sampling from {names[path]}"
-            rollouts = sample(policy, prompts, tokenizer, stop_ids, config, title)
+            rollouts = completions.sample(policy, prompts, tokenizer, stop_ids, config, title)
             generations[names[path]] = completions.measure(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature
             )
@@ -239,32 +231,7 @@ def load_data(
         pairs = load_rows(config.dataset_name, "preference", config.num_eval_rows)
     if config.generates:
         prompts = load_rows(config.prompts_dataset_name, "prompts", config.num_prompts)
-    num_systems = len({config.ref_model_name_or_path, *config.policies})
-    if config.judge_funcs and num_systems < 2 and not any(map(reference_text, prompts)):
-        raise UserError(
-            "--judge_funcs compares two completions of a prompt, and there is one policy and no "
-            "column completion; leave it out."
-        )
     return pairs, prompts
-
-
-def sample(
-    policy: Policy,
-    prompts: Sequence[Example],
-    tokenizer: Any,
-    stop_ids: list[int],
-    config: EvaluateConfig,
-    title: str,
-) -> Rollouts:
-    """`num_generations` completions of each prompt, prompt-major. Collective."""
-    from common.sampling.vllm.sampler import new_sampler
-
-    max_new_tokens = config.max_new_tokens or config.max_completion_length
-    own = replace(config, max_completion_length=max_new_tokens)
-    sampler = new_sampler(policy, tokenizer, stop_ids, own)
-    return sampler.sample_shared(
-        prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
-    )
 
 
 def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
@@ -309,7 +276,7 @@ def attainable(described: list[dict[str, Any]]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
     from common.text import synthetic
 
-    known = described and all(pair["label_probability"] is not None for pair in described)
+    known = described and all(isinstance(p["label_probability"], float) for p in described)
     return synthetic.attainable_accuracy(described) if known else None
 
 

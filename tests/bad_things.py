@@ -70,9 +70,6 @@ ROWS: dict[str, list[Any]] = {
     "answer_nan": [{"prompt": "p", "answer": float("nan")}],
     "short_number": [{"prompt": "p", "short": "a"}, {"prompt": "p", "short": 7}],
     "margin_nan": [{**PAIR, "margin": 1.0}, {**PAIR, "margin": float("nan")}],
-    "odds": [{**PAIR, "label_probability": p} for p in (None, "2:1")],
-    "odds_of_2": [{**PAIR, "label_probability": 2}],
-    "odds_nan": [{**PAIR, "label_probability": float("nan")}],
     "margin_text": [{**PAIR, "margin": "large"}],
 }
 LINE = json.dumps(SFT).encode() + b"\n"

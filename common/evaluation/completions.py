@@ -21,6 +21,7 @@ from common.evaluation.intervals import mean_over_prompts, share_over_prompts
 if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
+    from common.evaluation.config import EvaluateConfig
     from common.padding import AnyBatch
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
@@ -136,6 +137,27 @@ def read(output_dir: Path) -> list[Answers]:
 
 
 # ---- the completions of each prompt --------------------------------------------------------------
+
+
+def sample(
+    policy: "Policy",
+    prompts: Sequence["Example"],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    config: "EvaluateConfig",
+    title: str,
+) -> "Rollouts":
+    """`num_generations` completions of each prompt, prompt-major. Collective."""
+    from common.sampling.vllm.sampler import new_sampler
+
+    max_new_tokens = config.max_new_tokens or config.max_completion_length
+    of_sampler = replace(config, max_completion_length=max_new_tokens)
+    sampler = new_sampler(policy, tokenizer, stop_ids, of_sampler)
+    rollouts = sampler.sample_shared(
+        prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
+    )
+    sampler.close()
+    return rollouts
 
 
 def measure(

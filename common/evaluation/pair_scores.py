@@ -7,7 +7,6 @@ follows from that file alone (`comparison.compare`).
 """
 
 import hashlib
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.errors import UserError, gist
+from common.errors import UserError
 from common.evaluation.intervals import Floats, finite_vector
 
 if TYPE_CHECKING:
@@ -46,12 +45,7 @@ class PairScores:
 
 
 def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> list[dict[str, Any]]:
-    """The lines of `scores.jsonl`, without the scores.
-
-    Raises:
-        UserError: a row has no probability in its column `label_probability`; null is one that is
-            not known.
-    """
+    """The lines of `scores.jsonl`, without the scores."""
     return [
         {
             "dataset": dataset,
@@ -59,25 +53,12 @@ def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> l
             "row": example.row,
             "prompt_sha256": hashlib.sha256(example.prompt.encode()).hexdigest(),
             "source": example.source,
-            "label_probability": label_probability(example),
+            "label_probability": example.columns.get("label_probability"),
             "chosen_tokens": len(example.completions[0]),
             "rejected_tokens": len(example.completions[1]),
         }
         for example in examples
     ]
-
-
-def label_probability(example: "Example") -> float | None:
-    """The probability with which the row's label was drawn, None where it is not known."""
-    value = example.columns.get("label_probability")
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value <= 1:
-        raise UserError(
-            f"row {example.row + 1} of the pairs has {reprlib.repr(value)} in its column "
-            "'label_probability'; it must be a number from 0 to 1, or null if not known."
-        )
-    return float(value)
 
 
 def policy_scores(
@@ -275,20 +256,11 @@ def write_scores(path: Path, table: PairScores) -> None:
 
 
 def read_scores(path: Path) -> PairScores:
-    """What `write_scores` wrote.
-
-    Raises:
-        UserError: the file is not there, is empty or holds other lines.
-    """
+    """What `write_scores` wrote."""
     from common.record.jsonl import read_jsonl
 
-    try:
-        pairs = read_jsonl(path)
-        lines = [pair.pop("scores") for pair in pairs]
-        scores = {name: np.array([own[name] for own in lines], float) for name in lines[0]}
-        return PairScores(pairs, {n: own.reshape(len(pairs), 2) for n, own in scores.items()})
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path} is no scores.jsonl of an evaluation: it is not there, is empty, or a line "
-            f"lacks a system's two scores ({gist(error)})."
-        ) from None
+    pairs = read_jsonl(path)
+    lines = [pair.pop("scores") for pair in pairs]
+    return PairScores(
+        pairs, {name: np.array([own[name] for own in lines], float) for name in lines[0]}
+    )

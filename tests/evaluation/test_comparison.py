@@ -193,23 +193,6 @@ def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
     assert comparison.compare(again) == comparison.compare(table)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{}\n",
-        "no JSON\n{}\n",
-        '{"scores": {"a": [1, 2, 3]}}\n',
-        '{"scores": {"a": [1]}}\n',
-    ],
-)
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str):
-    file = tmp_path / "scores.jsonl"
-    file.write_text(text)
-    with pytest.raises(UserError, match="scores"):
-        pair_scores.read_scores(file)
-
-
 def test_tables_show_every_system_and_its_numbers():
     found = comparison.compare(random_table(3))
     by_title = {part.title: part.blocks[0] for part in tables.comparison_sections(found)}

@@ -141,9 +141,6 @@ ROWS: list[Case] = [
         {"dataset_name": "short_number", "reward_funcs": "rouge_l:short"},
         ["row 2", "'short' holds int", "must be text", "'rouge_l:short'"],
     ),
-    ("evaluate", {"dataset_name": "odds"}, ["row 2", "'2:1'", "'label_probability'", "0 to 1"]),
-    ("evaluate", {"dataset_name": "odds_of_2"}, ["row 1", "'label_probability'", "0 to 1"]),
-    ("evaluate", {"dataset_name": "odds_nan"}, ["row 1", "nan", "'label_probability'"]),
     (
         "train_reward",
         {"dataset_name": "margin_nan", "margin_column": "margin"},
@@ -459,7 +456,6 @@ FLAGS: list[Case] = [
         {"metric_for_best_model": "reward/gold", "save_steps": 1},
         ["--metric_for_best_model is reward/gold", "lengths"],
     ),
-    ("evaluate", {"judge_funcs": "rewards.py:lengths"}, ["--judge_funcs compares two"]),
     ("evaluate", {"policy_scores": "elo"}, ["--policy_scores", "'elo'", "logp_per_token"]),
     ("evaluate", {"dataset_test_split": ""}, ["--dataset_test_split is required"]),
     ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
