@@ -29,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
@@ -101,18 +101,15 @@ def main(config: EvaluateConfig) -> None:
         policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
         self_checks.only_tokens_matter(policy, config)
         if pairs:
-            logps = score.score_examples(policy, scored, config, pad_id, "scoring pairs").numpy()
-            lengths = data.lengths(scored)[:, 1:].numpy()  # (N, 2)
-            logps_of_both = (logps, ref_logps)
-            implicit = implicit_rewards(
-                policy, reference, logps_of_both, scored, rewards_of[path], config, pad_id
+            logps, rewards = score_pairs(
+                policy, reference, ref_logps, scored, rewards_of[path], config, pad_id
             )
+            ref_logps = logps if ref_logps is None else ref_logps
             if path in config.policies:
-                kinds = config.policy_scores
-                read = pair_scores.policy_scores(names[path], kinds, logps, lengths, implicit)
+                kinds, lengths = config.policy_scores, data.lengths(scored)[:, 1:]  # (N, 2)
+                read = pair_scores.policy_scores(names[path], kinds, logps, lengths, rewards)
                 table.add(read)
                 readings[path] = next(iter(read))
-            ref_logps = logps if reference is None else ref_logps
         if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
             reference = policy
         write_parts(table, collect(prompts, generations), output_dir)
@@ -163,31 +160,33 @@ def reference_note(policies: Sequence[str]) -> str:
     )
 
 
-def implicit_rewards(
+def score_pairs(
     policy: Policy,
     reference: Policy | None,
-    logps: tuple[Any, Any],
+    ref_logps: Tensor | None,
     pairs: Sequence[Example],
     reward: ImplicitReward,
     config: EvaluateConfig,
     pad_id: int,
-) -> Any:
-    """Rewards (N, 2) by which the policy's run judges pairs; None without a reference. Collective.
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities (N, 2) of the pairs, and the rewards by which the policy's run judges them.
 
-    They are computed as in training, so that both say the same of the same pairs. `logps` are those
-    of policy and reference, (N, 2) arrays: where tails count `ld_alpha`, pairs are scored again.
+    The rewards (N, 2) are None if they need a reference and there is none. They are computed as in
+    training, so that both say the same of the same pairs: where tails count `ld_alpha`, policy and
+    reference score the pairs again. `ref_logps` (N, 2) are the reference's. Collective.
     """
-    models = [policy]
-    if reward.needs_reference:
-        if reference is None:
-            return None
-        models.append(reference)
-    scores = [torch.from_numpy(array) for array in logps[: len(models)]]
-    if reward.ld_alpha != 1:
-        arguments = (pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
-        scores = [score.pair_logps(model, *arguments) for model in models]
-    ref_logps = scores[1] if reward.needs_reference else None
-    return reward(scores[0], ref_logps, data.lengths(pairs)[:, 1:]).numpy()
+    logps = score.score_examples(policy, pairs, config, pad_id, "scoring pairs")
+    if reward.needs_reference and reference is None:
+        return logps, None
+    lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
+    if reward.ld_alpha == 1:
+        return logps, reward(logps, ref_logps, lengths)
+
+    def weighted(model: Policy) -> Tensor:
+        return score.pair_logps(model, pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+
+    ref_weighted = weighted(reference) if reward.needs_reference and reference else None
+    return logps, reward(weighted(policy), ref_weighted, lengths)
 
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:

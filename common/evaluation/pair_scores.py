@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from common.errors import UserError
@@ -64,9 +63,9 @@ def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> l
 def policy_scores(
     policy: str,
     kinds: Sequence[str],
-    logps: Floats,
-    lengths: NDArray[Any],
-    implicit_rewards: Floats | None,
+    logps: Tensor,
+    lengths: Tensor,
+    implicit_rewards: Tensor | None,
 ) -> dict[str, Floats]:
     """Scores (N, 2) of a policy by each of some `POLICY_SCORES`, under `<policy> <kind>`.
 
@@ -82,11 +81,11 @@ def policy_scores(
     scores: dict[str, Floats] = {}
     for kind in kinds:
         if kind == "logp_per_token":
-            scores[f"{policy} {kind}"] = logps / lengths
+            scores[f"{policy} {kind}"] = (logps / lengths).numpy()
         elif implicit_rewards is None:
-            scores[f"{policy} logp"] = logps
+            scores[f"{policy} logp"] = logps.numpy()
         else:
-            scores[f"{policy} {kind}"] = implicit_rewards
+            scores[f"{policy} {kind}"] = implicit_rewards.numpy()
     return scores
 
 

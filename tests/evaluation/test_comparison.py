@@ -54,9 +54,9 @@ def pair(row: int, **facts: Any) -> dict[str, Any]:
 
 
 def test_readings_of_a_policy_by_hand():
-    logps, lengths = np.array([[-4.0, -6.0]]), np.array([[2, 3]])
+    logps, lengths = torch.tensor([[-4.0, -6.0]]), torch.tensor([[2, 3]])
     kinds = pair_scores.POLICY_SCORES
-    implicit = np.array([[0.5, -1.5]])
+    implicit = torch.tensor([[0.5, -1.5]])
     read = pair_scores.policy_scores("dpo", kinds, logps, lengths, implicit)
     assert {name: scores.tolist() for name, scores in read.items()} == {
         "dpo implicit_reward": [[0.5, -1.5]],
