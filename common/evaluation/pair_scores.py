@@ -180,22 +180,14 @@ def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["E
 
 
 def reward_of_run(path: str) -> "ImplicitReward":
-    """The reward by which the run that wrote a policy judges pairs, as its config.yaml has it.
-
-    Without one it is log(pi / ref).
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
     from common.evaluation.score import ImplicitReward
 
     settings = config_of_run(path)
     names = ("loss_type", "reference_free", "ld_alpha")
     is_dpo = all(name in settings for name in names)
     options = {name: settings[name] for name in names} if is_dpo else {}
-    beta: Any = settings.get("beta")
-    has_scale = isinstance(beta, int | float) and beta > 0
-    return ImplicitReward(beta=beta if has_scale else 1.0, **options)
+    return ImplicitReward(beta=settings.get("beta") or 1.0, **options)
 
 
 def reference_of_run(path: str) -> str:
@@ -209,18 +201,11 @@ def reference_of_run(path: str) -> str:
 
 
 def config_of_run(path: str) -> dict[str, Any]:
-    """The config.yaml of the run that wrote a model, empty where there is none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The config.yaml of the run that wrote a model, empty where there is none."""
     from common.evaluation.score import run_of
     from common.record.folder import read_config
 
-    try:
-        return read_config(run_of(path)[0]) if Path(path).is_dir() else {}
-    except ValueError as error:
-        raise UserError(f"{error}; it says by which reward the policy is judged.") from None
+    return read_config(run_of(path)[0]) if Path(path).is_dir() else {}
 
 
 def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:

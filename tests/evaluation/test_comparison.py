@@ -397,8 +397,6 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     [
         ("beta: 0.3", ImplicitReward(beta=0.3)),
         ("beta: 0", ImplicitReward()),
-        ("beta: -1", ImplicitReward()),
-        ("beta: x", ImplicitReward()),
         ("[1]", ImplicitReward()),
         (
             "{beta: 2, loss_type: [simpo], reference_free: false, ld_alpha: 0.5}",
@@ -414,9 +412,6 @@ def test_a_policy_is_judged_by_the_reward_of_its_run(
     assert pair_scores.reward_of_run(str(folder)) == ImplicitReward()
     (tmp_path / "config.yaml").write_text(text)
     assert pair_scores.reward_of_run(str(folder)) == expected
-    (tmp_path / "config.yaml").write_text("{")
-    with pytest.raises(UserError, match="by which reward the policy is judged"):
-        pair_scores.reward_of_run(str(folder))
 
 
 def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
