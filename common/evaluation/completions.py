@@ -153,11 +153,9 @@ def sample(
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     of_sampler = replace(config, max_completion_length=max_new_tokens)
     sampler = new_sampler(policy, tokenizer, stop_ids, of_sampler)
-    rollouts = sampler.sample_shared(
+    return sampler.sample_shared(
         prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
     )
-    sampler.close()
-    return rollouts
 
 
 def measure(

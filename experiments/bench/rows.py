@@ -5,6 +5,7 @@ work in every step, whatever order they read in. Only sampled completions differ
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 MAX_PROMPT_LENGTH = 384  # tokens
 MAX_COMPLETION_LENGTH = 56  # tokens, stop token included
@@ -39,7 +40,7 @@ class BenchRow:
 
 
 def _grpo(
-    name: str, num_rows: int, group: int, steps: int, reach: float | None, **more
+    name: str, num_rows: int, group: int, steps: int, reach: float | None, **more: Any
 ) -> BenchRow:
     # 64 rollouts are warm after one step, and take TRL the time of eight steps of 8.
     warmup = 1 if num_rows * group >= 64 else 2

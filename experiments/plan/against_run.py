@@ -131,7 +131,7 @@ def measured(
     if args.device == "cpu" and not case.in_steps:
         return resident * 2**20 / 1e9
     records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    return max(record.get("peak_memory_gb", 0.0) for record in records)
+    return float(max(record.get("peak_memory_gb", 0.0) for record in records))
 
 
 def fixture_of(model: str, folder: Path) -> Path:

@@ -23,11 +23,11 @@ from typing import Any
 from common.config import SFTConfig, TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
+from common.pairs.reward_config import RewardConfig
 from common.record.terminal import format_number, markdown_table
 from experiments.plan import page as plan
 from experiments.plan.memory import Moment, host_bytes, peak
 from experiments.plan.work import FLOAT32, Run, micro_batch, step_flops
-from train_reward import RewardConfig
 
 MEMORY = 80e9  # bytes of a GPU
 SHARE = 0.9  # for what is planned; CUDA and NCCL take some, and gaps between allocations
@@ -120,7 +120,8 @@ def sent_bytes(run: Run, ranks: int) -> float:
     in every micro-batch if they are sharded.
     """
     number = micro_batch(run, ranks).number
-    passes = 2 * number + (run.config.stage == "GRPO" and not run.config.rollout_server)
+    samples_here = isinstance(run.config, GRPOConfig) and not run.config.rollout_server
+    passes = 2 * number + samples_here
     frozen = [*([run.reference] if run.reference else []), *run.reward_models]
     gathered = passes * run.policy.numbers() + number * sum(model.numbers() for model in frozen)
     reductions = number if run.shards_gradients else 1

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from common.grpo.config import GRPOConfig
 from experiments.plan import ladder
 from experiments.plan.work import Run
 
@@ -26,7 +27,8 @@ def test_the_page_is_what_the_planner_says():
 
 def test_bytes_sent_are_worked_out_by_hand():
     model = SimpleNamespace(numbers=lambda ranks=1, trained=False: 10)
-    config = SimpleNamespace(stage="GRPO", rollout_server="", bf16=True)
+    flags = {"output_dir": "unused", "model_name_or_path": "unused", "reward_funcs": ["gold"]}
+    config = GRPOConfig(**flags, bf16=True)
     run = Run(config, model, model, (), on_gpu=True, process_bytes=0)
     with mock.patch.object(ladder, "micro_batch", return_value=SimpleNamespace(number=3)):
         # Of each 20 bytes of bfloat16 half is missing on each of two ranks: the policy's 7 times,
