@@ -63,9 +63,8 @@ def gist(error: BaseException) -> str:
     return text.split(". ")[0][:240].rstrip(".")
 
 
-def hint(word: Any, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
-    """What an unknown flag or key may have been meant to be."""
-    name = str(word).lstrip("-").split("=")[0].replace("-", "_")
+def hint(name: str, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
+    """What an unknown name may have been meant to be."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {close[0]}?" if close else otherwise
 

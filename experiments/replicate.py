@@ -31,7 +31,6 @@ import yaml
 
 from common.config import flag
 from common.errors import UserError, check_fields, hint
-from common.flags.hints import config_class
 from common.flags.parser import parse
 from common.flags.recipes import read_recipe
 from common.report.blocks import Block, Section, Table
@@ -210,7 +209,7 @@ def stages_with(override: str, names: Sequence[str]) -> list[str]:
     if not equals or not takers:
         raise UserError(
             f"--overrides has {override!r}; it must be flag=value or stage.flag=value with a flag "
-            f"of {', '.join(names)} ({hint(flag_name, set.union(*known.values()))})."
+            f"of {', '.join(names)} ({hint(flag_name, set().union(*known.values()))})."
         )
     return takers
 

@@ -10,6 +10,7 @@ Not collective: a driver is one process, which starts the processes of a run and
 """
 
 import hashlib
+import importlib
 import json
 import signal
 import subprocess
@@ -18,11 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 from common.checkpoint.files import describe
 from common.errors import UserError
-from common.flags.hints import config_class
 from common.flags.parser import parse
 from common.flags.recipes import read_recipe
 from common.record.jsonl import write_atomically
@@ -107,6 +107,12 @@ def command(stage: Stage, num_processes: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     launch = [*launcher, str(num_processes)] if num_processes > 1 else []
     return [sys.executable, *launch, *script, *script_arguments(stage)]
+
+
+def config_class(script: str) -> type[Any]:
+    """What the flags of a script become: what its `main` takes."""
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    return cast(type[Any], get_type_hints(module.main)["config"])
 
 
 def config_of(stage: Stage) -> Any:

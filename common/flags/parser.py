@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from common.errors import UserError, shown
-from common.flags.hints import answer, of_choice
+from common.errors import UserError, hint, shown
+from common.flags.hints import answer
 from common.flags.recipes import read_recipe
 
 Config = TypeVar("Config")
@@ -25,14 +25,11 @@ NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)", re.IGNORECASE)
 class Parser(argparse.ArgumentParser):
     """One that raises a UserError."""
 
-    cls: type[Any] = object  # the config class that its flags become
-
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [*map(str, action.choices)]
-            end = of_choice(action.dest, value, choices, self.cls)
-            needed = f"it must be one of {', '.join(choices)}{end}"
-            raise UserError(f"--{action.dest} is {shown(value)}; {needed}.")
+            needed = f"{', '.join(choices)} ({hint(value, choices, 'see docs/from-trl.md')})"
+            raise UserError(f"--{action.dest} is {shown(value)}; it must be one of {needed}.")
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -47,7 +44,6 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
     usage = "%(prog)s [--config RECIPE] [--FLAG VALUE ...]"
     parser = Parser(usage=usage, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.cls = cls
     parser._negative_number_matcher = NEGATIVE_NUMBER
     parser.add_argument("--config", metavar="RECIPE", help="YAML file with values of these flags")
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -57,11 +53,11 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     for name, f in fields.items():
         add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
     given = vars(parser.parse_known_args(argv)[0])
-    recipe = recipe_arguments(given["config"], cls, fields) if "config" in given else []
+    recipe = recipe_arguments(given["config"], fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
-        raise UserError(f"unknown argument {answer([strays[0], *others], cls, list(fields))}.")
+        raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
     values = {name: value for name, value in vars(arguments).items() if name != "config"}
     config = cls(**values)
     config.given = frozenset(values)  # type: ignore[attr-defined]
@@ -111,9 +107,7 @@ def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
         group.add_argument(f"--no_{f.name}", **negation)
 
 
-def recipe_arguments(
-    file: str, cls: type[Any], fields: Mapping[str, dataclasses.Field]
-) -> list[str]:
+def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:
     """A recipe as `--key value` arguments.
 
     Raises:
@@ -122,8 +116,7 @@ def recipe_arguments(
     arguments = []
     recipe = read_recipe(file)
     if unknown := [key for key in recipe if key not in fields]:
-        told = answer(unknown, cls, list(fields))
-        raise UserError(f"--config {file} has the unknown key {told}.")
+        raise UserError(f"--config {file} has the unknown key {answer(unknown, list(fields))}.")
     for key, value in recipe.items():
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]

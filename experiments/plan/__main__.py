@@ -13,9 +13,9 @@ import sys
 
 from common import distributed
 from common.errors import UserError
-from common.flags.hints import config_class
 from common.flags.parser import parse
 from experiments.plan import page
+from experiments.stages import config_class
 
 SCRIPTS = ("train_sft.py", "train_reward.py", "train_dpo.py", "train_grpo.py")
 
