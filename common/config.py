@@ -7,7 +7,7 @@ and recipes become such a dataclass in `flags/parser.py`.
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,7 @@ from typing import Any, ClassVar
 from common.errors import UserError, check_fields, values_of
 
 REPORT_TO = ("none", "wandb", "tensorboard")
-Idle = Sequence[tuple[Any, Sequence[str], str]]  # whether so, which flags, and where
 AUTO = "auto"
-NOTHING_FROZEN = "where no model is frozen, and with --cpu_offload, which moves all"
 MODELS = ("model", "adapter")  # folders of a run; one may be a link to another disk
 
 
@@ -65,10 +63,8 @@ class CommonConfig:
     """
 
     unused: ClassVar[Sequence[str]] = ()
-    given = frozenset[str]()  # names of the flags in the command line and its recipe
     model_commit = ""  # that model_name_or_path was found at on the hub
     dataset_commit = ""  # of dataset_name
-    typed = frozenset[str]()  # of those in the command line itself
 
     _what: ClassVar = "what"
     output_dir: str = free_flag("", "folder this run writes to", required=True, is_path=True)
@@ -140,43 +136,18 @@ class CommonConfig:
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
         check_fields(self)
-        is_local = self.dataset_name == "synthetic" or os.path.exists(self.dataset_name)
-        for name in ("dataset_config", "dataset_revision") if is_local else ():
-            if getattr(self, name):
-                raise self.refused(name, "empty with a local --dataset_name")
         names = [name for pair in self.column_map for name in pair.split("=", 1)]
         ends = (names[::2], names[1::2])
         if any(not name for name in names) or len(names) != 2 * len(self.column_map):
             raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
         if any(len(set(end)) < len(end) for end in ends):
             raise self.refused("column_map", "one new name for each column")
-        if names and self.dataset_name == "synthetic":
-            raise self.refused("column_map", "empty with --dataset_name synthetic")
-
-    def refuse_without(self, what: str, *names: str) -> None:
-        """Refuse flags that without another one's value have no effect."""
-        for f in dataclasses.fields(self) if not getattr(self, what) else ():
-            default = f.metadata["default"]
-            if f.name in names and getattr(self, f.name) != default:
-                left = default if type(default) is int else "left out"
-                raise self.refused(f.name, f"{left} without --{what}")
 
     def refused(self, name: str, needed: str) -> UserError:
         """The error for a value that those of other fields exclude."""
         value = getattr(self, name)
         value = str(value).lower() if isinstance(value, bool) else value
         return UserError(f"--{name} is {value}; it must be {needed}.")
-
-    def idle(self) -> Idle:
-        """Flags that change nothing beside the others."""
-        return [(True, self.unused, "in this command")]
-
-    def refuse_idle(self, given: Set[str], *more: tuple[Any, Sequence[str], str]) -> None:
-        """Raise a UserError for a flag of those given that has another value and no effect."""
-        why = {name: where for so, names, where in [*self.idle(), *more] if so for name in names}
-        for name in sorted(given & why.keys()):
-            if getattr(self, name) != self.__dataclass_fields__[name].metadata["default"]:
-                raise UserError(f"--{name} has no effect {why[name]}; leave it out.")
 
     @property
     def renamed_columns(self) -> dict[str, str]:
@@ -203,7 +174,6 @@ class HubConfig(CommonConfig):
         super().__post_init__()
         if self.push_to_hub and not self.hub_model_id:
             raise UserError("--hub_model_id is required with --push_to_hub: name/of-a-model.")
-        self.refuse_without("push_to_hub", "hub_model_id", "hub_private_repo")
 
 
 @dataclass
@@ -274,23 +244,13 @@ class TrainConfig(HubConfig):
         super().__post_init__()
         if not self.model_name_or_path:
             raise UserError("--model_name_or_path is required: hub id, folder, or config .json.")
-        if self.min_lr and self.lr_scheduler_type == "constant":
-            raise self.refused("min_lr", "0 with --lr_scheduler_type constant: nothing decays")
         if self.min_lr > self.learning_rate:
             raise self.refused("min_lr", f"at most --learning_rate, {self.learning_rate:g}")
         if self.max_steps == self.num_train_epochs == 0:
             raise self.refused("num_train_epochs", "positive with --max_steps 0")
-        self.refuse_without("dataset_test_split", "eval_steps", "num_eval_rows")
-        self.refuse_without("num_sample_prompts", "sample_steps")
-        self.refuse_without("profile", "profile_steps")
-        self.refuse_without("lora_r", "lora_target_modules")
-        if self.run_name and "wandb" not in self.report_to:
-            raise self.refused("run_name", "empty without --report_to wandb")
+        if self.lora_target_modules and not self.lora_r:
+            raise self.refused("lora_target_modules", "empty without --lora_r")
         self.refuse_own_output()
-
-    def idle(self) -> Idle:
-        """Flags that change nothing beside the others."""
-        return [*super().idle(), (not self.lora_r, ["lora_alpha"], "without --lora_r")]
 
     def refuse_own_output(self) -> None:
         """Refuse an input that this run would replace: resuming reads it again."""

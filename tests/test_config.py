@@ -292,19 +292,3 @@ def test_a_single_file_is_evaluated_whatever_its_name(tmp_path):
     assert config_module.split_of(str(tmp_path), config) == "test"
     with pytest.raises(UserError, match="not 'test'"):
         config_module.split_of(str(file), config)
-
-
-def test_what_a_command_line_leaves_idle_of_a_recipe_is_let_be():
-    """What it gives itself is not, nor a recipe that leaves a flag of its own idle."""
-    config_module = importlib.import_module("common.evaluation.config")
-    recipe = ["--config", "assets/recipes/demo/evaluate.yaml", "--output_dir", "run"]
-
-    def settle(*argv: str) -> None:
-        config_module.settle(parse(config_module.EvaluateConfig, [*recipe, *argv]))
-
-    settle("--num_prompts", "0")  # with its reward_funcs
-    settle("--policies", "--reward_models", "a")  # with its policy_scores
-    with pytest.raises(UserError, match="--temperature has no effect without policies that"):
-        settle("--num_prompts", "0", "--temperature", "0.5")
-    with pytest.raises(UserError, match="--reshard_after_forward has no effect in this command"):
-        settle("--reshard_after_forward", "false")

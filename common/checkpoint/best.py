@@ -11,12 +11,11 @@ from common.record.glossary import METRICS, is_defined
 
 
 def refuse_impossible(config: CommonConfig) -> None:
-    """Raise a UserError for a typed flag without effect, and for a metric of no checkpoint."""
+    """Raise a UserError for a metric by which no checkpoint can be the best."""
     from common.rewards.functions import short_names
 
     if not isinstance(config, TrainConfig):
         return
-    config.refuse_idle(config.typed)
     metric, every = config.metric_for_best_model, config.eval_steps
     if config.load_best_model_at_end and not metric:
         raise config.refused("load_best_model_at_end", "false without --metric_for_best_model")

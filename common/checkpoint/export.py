@@ -19,7 +19,7 @@ from common.checkpoint.saver import cause
 from common.checkpoint.state import once_each
 from common.config import CommonConfig, HubConfig, path_flag
 from common.errors import UserError
-from common.flags.parser import headings, parse
+from common.flags.parser import parse
 from common.model import fsdp
 from common.record.folder import refuse_unwritable
 from common.record.terminal import run_command
@@ -84,13 +84,9 @@ def main(config: ExportConfig) -> None:
     """Export a checkpoint.
 
     Raises:
-        UserError: it is none, or is damaged, or there is a model already; or a flag has no effect.
+        UserError: it is none, or is damaged, or there is a model already.
     """
     checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
-    titles = headings(ExportConfig)
-    for name in sorted(config.given):
-        if {name, titles[name]} & {*config.unused}:
-            raise UserError(f"--{name} has no effect on an export; leave it out.")
     if distributed.world_size() > 1:
         raise UserError("a checkpoint is exported by one process; start it without torchrun.")
     if not (checkpoint / files.MANIFEST).is_file():

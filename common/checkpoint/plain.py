@@ -156,8 +156,6 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
     with torch.device("meta"):
         lm: Any = load.build(auto_class, str(folder), model_config, config)
     state = read_weights(checkpoint)
-    if base and not manifest["adapters"]:
-        raise UserError("--model_name_or_path has no effect: the checkpoint has no adapters.")
     if manifest["adapters"]:
         of_adapter, config = lora.read_settings(str(folder)), copy.copy(config)
         if not base:

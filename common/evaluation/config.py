@@ -1,4 +1,4 @@
-"""The configuration of an evaluation, and which of its flags have no effect."""
+"""The configuration of an evaluation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,20 +9,10 @@ from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
 from common.evaluation import pair_scores
 from common.sampling.vllm.config import EngineConfig
 
-OF_POLICIES = ("ref_model_name_or_path", "policy_scores", "score_stop_token")
-OF_PAIRS = (*OF_POLICIES[1:], "num_eval_rows")
-OF_GENERATIONS = (
-    *("prompts_dataset_name", "num_generations", "temperature", "max_new_tokens", "reward_funcs"),
-    *("judge_funcs", "generation_batch_size", "generation_cache_tokens"),
-)
-
 
 @dataclass
 class EvaluateConfig(EngineConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
-
-    # A flag of a recipe that one of these in the command line leaves without effect is let be
-    deciding: ClassVar = {"policies", "dataset_name", "score_pairs", "num_prompts"}
 
     unused: ClassVar = (
         *("gradient_checkpointing", "reshard_after_forward", "offload_frozen"),
@@ -83,8 +73,6 @@ class EvaluateConfig(EngineConfig):
         if self.max_new_tokens > self.max_completion_length:
             most = f"at most --max_completion_length, {self.max_completion_length}"
             raise self.refused("max_new_tokens", most)
-        if self.rollout_server and not self.generates:
-            raise self.refused("rollout_server", "empty without --policies that generate")
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         if len(self.policies) == 1 and not self.ref_model_name_or_path:
@@ -102,10 +90,10 @@ class EvaluateConfig(EngineConfig):
 
 
 def settle(config: EvaluateConfig) -> None:
-    """Set `score_pairs` to whether there are any, and refuse flags that then have no effect.
+    """Set `score_pairs` to whether there are any.
 
     Raises:
-        UserError: such a flag was given, or there is nothing to do.
+        UserError: there is nothing to do.
     """
     from common.text.rows import has_pairs
 
@@ -117,24 +105,14 @@ def settle(config: EvaluateConfig) -> None:
             f"nothing to evaluate on: no pairs of {name} are judged (columns chosen and rejected), "
             "and no policy generates; give --policies and --num_prompts."
         )
-    only_prompts = not config.score_pairs and config.prompts_dataset_name != name
-    idle = (
-        (not config.generates, OF_GENERATIONS, "without policies that generate"),
-        (only_prompts, ["dataset_name"], "without its pairs, beside --prompts_dataset_name"),
-        (not config.score_pairs, OF_PAIRS, "without pairs (columns chosen and rejected)"),
-        (not config.policies, OF_POLICIES, "without --policies"),
-        (not config.policies and config.num_prompts, ["num_prompts"], "without --policies"),
-    )
-    config.refuse_idle(config.typed if config.typed & config.deciding else config.given, *idle)
 
 
 def split_of(name: str, config: EvaluateConfig) -> str:
-    """The split to evaluate on: of a single file that file, unless the flag was typed."""
+    """The split to evaluate on: of a single file that file, unless the flag names one."""
     from common.text.rows import test_split
 
     path = Path(name).expanduser()
-    is_own = path.is_file() and "dataset_test_split" not in config.typed
-    if is_own:
+    if path.is_file() and config.dataset_test_split == AUTO:
         return path.name.split(".")[0]
     if split := test_split(config, name):
         return split

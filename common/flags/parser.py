@@ -58,11 +58,7 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     if strays:
         others = [word for word in strays[1:] if word.startswith("--")]
         raise UserError(f"unknown argument {answer([strays[0], *others], list(fields))}.")
-    values = {name: value for name, value in vars(arguments).items() if name != "config"}
-    config = cls(**values)
-    config.given = frozenset(values)  # type: ignore[attr-defined]
-    config.typed = frozenset(given.keys() & fields.keys())  # type: ignore[attr-defined]
-    return config
+    return cls(**{name: value for name, value in vars(arguments).items() if name != "config"})
 
 
 def underscored(word: str) -> str:

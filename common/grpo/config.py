@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, path_flag
+from common.config import TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE
 from common.losses import (
     AGGREGATIONS,
@@ -131,9 +131,6 @@ class GRPOConfig(TrainConfig, EngineConfig):
         super().__post_init__()
         self.num_candidates = self.num_candidates or self.num_generations
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
-        if not self.require_stop_token:
-            why = "--penalize_missing_eos false is for completions that are cut by design"
-            raise self.refused("require_stop_token", f"true in GRPO; {why}")
         if self.num_candidates < self.num_generations:
             most = f"at most --num_candidates, {self.num_candidates}"
             raise self.refused("num_generations", most)
@@ -144,39 +141,9 @@ class GRPOConfig(TrainConfig, EngineConfig):
             why = "without --eval_pairs_dataset_name"
             raise self.refused("metric_for_best_model", f"another one {why}")
         refuse_rollouts(self)
-        refuse_reference(self)
-        refuse_kl(self)
-
-    def idle(self) -> Idle:
-        """Flags that change nothing beside the others."""
-        from common.rewards.functions import is_reward_model
-
-        is_base = self.lora_r > 0 and self.ref_model_name_or_path == self.model_name_or_path
-        has_frozen = self.beta > 0 and not self.ref_update_steps and not is_base
-        has_frozen = has_frozen or any(map(is_reward_model, self.reward_funcs))
-        all_kept = self.num_candidates == self.num_generations
-        return [
-            *super().idle(),
-            (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
-            (all_kept, ["rejection_method", "baseline"], "where all candidates are kept"),
-            (
-                not self.penalize_missing_eos,
-                ["missing_eos_penalty"],
-                "with --penalize_missing_eos false",
-            ),
-            (
-                self.zero_variance != "resample",
-                ["max_resamples"],
-                "without --zero_variance resample",
-            ),
-            (self.policy_objective == "cispo", ["epsilon_low"], "with --policy_objective cispo"),
-            (
-                self.sampler_correction == "none",
-                ["sampler_correction_cap"],
-                "without --sampler_correction",
-            ),
-            (not self.ref_update_steps, ["ref_mixup_alpha"], "without --ref_update_steps"),
-        ]
+        if self.beta > 0:
+            refuse_reference(self)
+            refuse_kl(self)
 
     @property
     def num_updates(self) -> int:
@@ -195,10 +162,6 @@ def refuse_rollouts(config: GRPOConfig) -> None:
         where = "with --top_p below 1 or --top_k above 0"
         why = "sampler and trainer have different supports"
         raise config.refused("sampler_correction", f"none {where}: {why}")
-    is_drawn = config.num_candidates > config.num_generations
-    if config.distinct_candidates and (config.rejection_method == "max_variance" or not is_drawn):
-        where = "with --rejection_method max_variance and where all candidates are kept"
-        raise config.refused("distinct_candidates", f"false {where}: nothing is drawn")
     if config.overlong_buffer >= config.max_completion_length:
         most = f"below --max_completion_length, {config.max_completion_length}"
         raise config.refused("overlong_buffer", most)
@@ -212,23 +175,15 @@ def refuse_rollouts(config: GRPOConfig) -> None:
 
 
 def refuse_reference(config: GRPOConfig) -> None:
-    """Raise a UserError for a reference without use, or that cannot take the adapters."""
-    is_other = config.ref_model_name_or_path != config.model_name_or_path
-    if config.beta == 0:
-        plain = {"ref_update_steps": 0, "kl_estimator": "k3", "kl_in": "loss"}
-        for name, value in (plain | {"kl_correction": False}).items():
-            if getattr(config, name) != value:
-                needed = f"{str(value).lower()} with --beta 0, which has no KL and no reference"
-                raise config.refused(name, needed)
-        if is_other:
-            raise config.refused("ref_model_name_or_path", "empty with --beta 0: no reference")
-    elif config.lora_r and config.ref_update_steps:
-        if config.ref_mixup_alpha != 1:
-            why = "a mixture of two adapters has a higher rank"
-            raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
-        if is_other:
-            where = "with --lora_r and --ref_update_steps"
-            raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
+    """Raise a UserError for a moving reference that cannot take the adapters."""
+    if not (config.lora_r and config.ref_update_steps):
+        return
+    if config.ref_mixup_alpha != 1:
+        why = "a mixture of two adapters has a higher rank"
+        raise config.refused("ref_mixup_alpha", f"1 with --lora_r: {why}")
+    if config.ref_model_name_or_path != config.model_name_or_path:
+        where = "with --lora_r and --ref_update_steps"
+        raise config.refused("ref_model_name_or_path", f"empty {where}: the policy's own move")
 
 
 def refuse_kl(config: GRPOConfig) -> None:

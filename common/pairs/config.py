@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import NOTHING_FROZEN, Idle, TrainConfig, flag, path_flag
+from common.config import TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError
 from common.evaluation.score import ImplicitReward
 from common.losses import (
@@ -14,12 +14,6 @@ from common.losses import (
 from common.sampling.vllm.config import EngineConfig
 
 PAIR_METHODS = ("rso_tournament", "best_worst", "all")
-OF_PENALTY = ("missing_eos_penalty",)
-OF_TOURNAMENT = ("num_generations", "rejection_temperature")
-OF_ROLLOUTS = (
-    *("pair_method", "num_candidates", *OF_TOURNAMENT, "temperature", "reward_weights"),
-    *("penalize_missing_eos", *OF_PENALTY),
-)
 
 
 @dataclass
@@ -78,31 +72,10 @@ class DPOConfig(TrainConfig, EngineConfig):
         super().__post_init__()
         self.ref_model_name_or_path = self.ref_model_name_or_path or self.model_name_or_path
         refuse_losses(self)
-        has_own = self.ref_model_name_or_path != self.model_name_or_path
-        if has_own and not self.needs_reference:
-            losses = f"--loss_type {', '.join(self.loss_type)}"
-            cause = "--reference_free true" if self.reference_free else losses
-            raise self.refused("ref_model_name_or_path", f"empty with {cause}: no reference")
         if self.pairs_from == "rollouts":
             refuse_rollouts(self)
         elif self.reward_funcs:
             raise self.refused("reward_funcs", "empty without --pairs_from rollouts")
-        elif self.rollout_server:
-            raise self.refused("rollout_server", "empty without --pairs_from rollouts")
-
-    def idle(self) -> Idle:
-        """Flags that change nothing beside the others."""
-        is_sampled = self.pairs_from == "rollouts"
-        is_base = self.lora_r > 0 and self.ref_model_name_or_path == self.model_name_or_path
-        has_frozen = is_sampled or (self.needs_reference and not is_base)
-        no_tournament = self.pair_method != "rso_tournament"
-        return [
-            *super().idle(),
-            (self.cpu_offload or not has_frozen, ["offload_frozen"], NOTHING_FROZEN),
-            (not self.penalize_missing_eos, OF_PENALTY, "with --penalize_missing_eos false"),
-            (no_tournament, OF_TOURNAMENT, "without --pair_method rso_tournament"),
-            (not is_sampled, OF_ROLLOUTS, "without --pairs_from rollouts"),
-        ]
 
     @property
     def implicit_reward(self) -> ImplicitReward:

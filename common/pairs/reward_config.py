@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import Idle, TrainConfig, flag, path_flag
+from common.config import TrainConfig, flag, path_flag
 from common.model.load import HEAD_INITS
 
 
@@ -37,14 +37,3 @@ class RewardConfig(TrainConfig):
         "", "rows with `prompt` and `completion` whose mean reward becomes 0 (empty: no shift)"
     )
     num_sft_rows: int = flag(512, "rows of its training split that are scored for it", gt=0)
-
-    def __post_init__(self) -> None:
-        """Refuse values that no reward model may have."""
-        super().__post_init__()
-        if self.sample_steps:
-            raise self.refused("sample_steps", "0 in this stage; --eval_steps shows pairs too")
-
-    def idle(self) -> Idle:
-        """Flags that change nothing beside the others."""
-        has_none = not self.sft_dataset_name
-        return [*super().idle(), (has_none, ["num_sft_rows"], "without --sft_dataset_name")]

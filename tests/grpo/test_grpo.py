@@ -802,7 +802,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"sampler_correction_cap": 0.5}, ["--sampler_correction_cap is 0.5", "at least 1"]),
     ({"overlong_buffer": 8}, ["--overlong_buffer is 8", "--max_completion_length, 8"]),
     ({"ref_mixup_alpha": 1.5}, ["--ref_mixup_alpha is 1.5", "at most 1"]),
-    ({"ref_update_steps": 5, "beta": 0.0}, ["--ref_update_steps is 5", "no reference"]),
     ({"entropy_coef": -1.0}, ["--entropy_coef is -1.0", "at least 0"]),
 ]
 

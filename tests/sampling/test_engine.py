@@ -23,7 +23,6 @@ from common.errors import EngineError, UserError
 from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.model import lora
-from common.pairs.config import DPOConfig
 from common.record.jsonl import read_jsonl
 from common.sampling import token_records
 from common.sampling.sampler import Sampler
@@ -256,12 +255,6 @@ def test_flags_that_contradict_are_refused(fields, sentence):
         GRPOConfig(**REQUIRED, **fields)
 
 
-def test_a_stage_that_samples_nothing_refuses_the_engine():
-    with pytest.raises(UserError, match="--rollout_server is .*; it must be empty without --pairs"):
-        DPOConfig(output_dir="unused", model_name_or_path="unused", **SERVER)
-    needed = ["--output_dir", "a", "--dataset_name", "b", "--policies", "c", "--num_prompts", "0"]
-    with pytest.raises(UserError, match="must be empty without --policies that generate"):
-        parse(evaluate.EvaluateConfig, [*needed, "--rollout_server", "http://a:1"])
 
 
 def test_a_restricted_distribution_needs_log_probabilities_before_it():

@@ -303,15 +303,6 @@ def test_a_further_data_set_need_not_have_every_column_of_the_map(tmp_path, toke
     assert example.prompt == "The sky is"
 
 
-def test_a_map_a_revision_or_a_configuration_without_effect_is_refused(tmp_path):
-    with pytest.raises(UserError, match="column_map .* must be empty with --dataset_name synth"):
-        tiny.train_config(column_map=["prompt=question"])
-    for name in ("synthetic", str(tmp_path)):
-        for flag in ("dataset_revision", "dataset_config"):
-            with pytest.raises(UserError, match=f"--{flag} is v1; it must be empty with a local"):
-                tiny.train_config(dataset_name=name, **{flag: "v1"})
-
-
 @pytest.mark.parametrize(
     ("schema", "title", "expected"),
     [
