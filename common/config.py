@@ -36,7 +36,7 @@ def flag(
         description: The help text.
         choices: The values it may take, of a list each item.
         required: It must not be empty.
-        is_path: It may name files and folders, which must then be readable.
+        is_path: It may name files and folders; a slash at the end is dropped.
         may_change: A run may be resumed with another value; else that makes it another run.
         bounds: `gt`, `ge`, `lt`, `le`.
     """
@@ -136,12 +136,8 @@ class CommonConfig:
     def __post_init__(self) -> None:
         """Refuse values that no field may have."""
         check_fields(self)
-        names = [name for pair in self.column_map for name in pair.split("=", 1)]
-        ends = (names[::2], names[1::2])
-        if any(not name for name in names) or len(names) != 2 * len(self.column_map):
+        if not all(all(pair.partition("=")) for pair in self.column_map):
             raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
-        if any(len(set(end)) < len(end) for end in ends):
-            raise self.refused("column_map", "one new name for each column")
 
     def refused(self, name: str, needed: str) -> UserError:
         """The error for a value that those of other fields exclude."""

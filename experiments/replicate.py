@@ -49,6 +49,7 @@ from experiments.stages import (
     Stage,
     check_flags,
     command,
+    config_class,
     config_of,
     exit_with_status,
     is_finished,

@@ -254,9 +254,6 @@ def test_an_environment_is_read_as_json(tmp_path):
     assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {}
     file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
     assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
-    file.write_text("stage: SFTConfig\n")
-    with pytest.raises(ValueError, match=r"environment\.json cannot be read"):
-        folder.read_config(tmp_path, folder.ENVIRONMENT)
 
 
 def test_is_due():

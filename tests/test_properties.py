@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from common import noise
 from common.data import load_examples
 from common.errors import UserError
-from common.flags.parser import parse
 from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
@@ -29,7 +28,6 @@ from common.text.chat import is_messages
 from common.text.rows import COMPLETION_COLUMNS, load_rows
 from common.text.tokenise import tokenize_rows
 from common.text.truncate import closing_cue, split_prompt
-from train_sft import SFTConfig
 
 pytestmark = pytest.mark.usefixtures("process_group")
 LAYOUTS = st.sampled_from(["padded", "shared_prefix"])
@@ -305,38 +303,3 @@ def test_any_file_is_read_or_refused(folder, content, suffix, is_packed):
     content = content if isinstance(content, bytes) else content.encode()
     file.write_bytes(gzip.compress(content) if is_packed else content)
     assert_read_or_refused(file, "prompts")
-
-
-LINES = st.sampled_from(
-    ["seed: 1", "seed: 1e3", "bf16: yes", "run_name: no", "run_name: 2024-13-45", "a: b: c", "- x"]
-    + ["layout: padded", "lora_target_modules: [a, [b]]", "learning_rate: .nan", "? [a]", "&a *a"]
-    + ["max_steps: 0x10", "max_steps: 1:30", "batch_size: '4'", "stop_token: !!binary x", "%YAML 9"]
-)
-
-
-@settings(max_examples=80)
-@given(lines=st.lists(LINES | st.text(max_size=20), max_size=4))
-def test_any_recipe_is_read_or_refused(folder, lines):
-    file = folder / "recipe.yaml"
-    file.write_text("\n".join(lines), encoding="utf-8", newline="")
-    argv = ["--config", str(file), "--output_dir", "a", "--model_name_or_path", "b"]
-    assert_config_or_refused(argv)
-
-
-FLAGS = ["--seed", "--bf16", "--lora_r", "--config", "--output_dir", "--batch_size=0", "--x=y"]
-VALUES = ["1", "-1", "nan", "", "--", "-", "1e999", "true", "/", "a\x00b", "x" * 5000]
-
-
-@settings(max_examples=80)
-@given(argv=st.lists(st.sampled_from([*FLAGS, *VALUES]) | st.text(max_size=5), max_size=6))
-def test_any_command_line_is_read_or_refused(folder, argv):
-    assert_config_or_refused(["--output_dir", "a", "--model_name_or_path", "b", *argv])
-
-
-def assert_config_or_refused(argv: list[str]) -> None:
-    try:
-        config = parse(SFTConfig, argv)
-    except UserError as error:
-        assert_one_sentence(error)
-    else:
-        assert config.batch_size > 0

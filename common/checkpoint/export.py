@@ -87,8 +87,6 @@ def main(config: ExportConfig) -> None:
         UserError: it is none, or is damaged, or there is a model already.
     """
     checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
-    if distributed.world_size() > 1:
-        raise UserError("a checkpoint is exported by one process; start it without torchrun.")
     if not (checkpoint / files.MANIFEST).is_file():
         known = files.newest_first(checkpoint) or files.newest_first(checkpoint.parent)
         advice = f"; give {known[0]}" if known else ""

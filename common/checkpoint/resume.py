@@ -62,10 +62,7 @@ def refuse_other_stage(config: TrainConfig) -> None:
     output_dir, stage = Path(config.output_dir), type(config).__name__
     if not has_model(output_dir):
         return
-    try:
-        environment = read_config(output_dir, ENVIRONMENT)
-    except ValueError:
-        environment = {}
+    environment = read_config(output_dir, ENVIRONMENT)
     written_by = environment.get("stage", stage) if environment else "no run"
     if written_by != stage:
         raise UserError(
@@ -92,10 +89,7 @@ def leave_finished(config: TrainConfig) -> None:
 def is_finished(config: TrainConfig) -> bool:
     """Whether a run of the same config has ended here after its inputs were last changed."""
     output_dir = Path(config.output_dir)
-    try:
-        environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
-    except ValueError:
-        return False
+    environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
     if not (has_model(output_dir) and environment.get("finished")):
         return False
     ended = (output_dir / ENVIRONMENT).stat().st_mtime
@@ -115,10 +109,7 @@ def is_finished(config: TrainConfig) -> bool:
 def of_other_model(config: TrainConfig) -> list[str]:
     """How the run of a finished model in `output_dir` differs from this one; empty without it."""
     output_dir = Path(config.output_dir)
-    try:
-        saved = read_config(output_dir) if has_model(output_dir) else {}
-    except ValueError:
-        saved = {}
+    saved = read_config(output_dir) if has_model(output_dir) else {}
     return changed_fields(saved, config) if saved else []
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.config import AUTO, REPORT_TO, flag, free_flag, path_flag
-from common.errors import SMALLEST_TEMPERATURE, UserError, refuse_twice
+from common.errors import UserError
 from common.evaluation import pair_scores
 from common.sampling.vllm.config import EngineConfig
 
@@ -64,10 +64,6 @@ class EvaluateConfig(EngineConfig):
         super().__post_init__()
         if not self.policies and not self.reward_models:
             raise UserError("nothing to evaluate: give --policies, --reward_models or both.")
-        for name in ("policies", "reward_models", "judge_funcs"):
-            refuse_twice(name, getattr(self, name))
-        if 0 < self.temperature < SMALLEST_TEMPERATURE:
-            raise self.refused("temperature", f"0, or at least {SMALLEST_TEMPERATURE}")
         if self.num_generations > 1 and self.temperature == 0:
             raise self.refused("num_generations", "1 with --temperature 0, which draws one again")
         if self.max_new_tokens > self.max_completion_length:
@@ -78,9 +74,6 @@ class EvaluateConfig(EngineConfig):
         if len(self.policies) == 1 and not self.ref_model_name_or_path:
             self.ref_model_name_or_path = pair_scores.reference_of_run(first)
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
-        if self.policies:  # the reference is evaluated once, where it is one of them
-            named = dict.fromkeys([self.ref_model_name_or_path, *self.policies])
-            refuse_twice("ref_model_name_or_path or --policies", list(named))
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 
     @property

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from common.errors import UserError, hint, shown
+from common.errors import UserError, hint
 from common.flags.hints import answer
 from common.flags.recipes import read_recipe
 
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [*map(str, action.choices)]
             needed = f"{', '.join(choices)} ({hint(value, choices, 'see docs/from-trl.md')})"
-            raise UserError(f"--{action.dest} is {shown(value)}; it must be one of {needed}.")
+            raise UserError(f"--{action.dest} is {value!r}; it must be one of {needed}.")
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line."""
@@ -116,11 +116,8 @@ def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list
     for key, value in recipe.items():
         is_list = isinstance(fields[key].metadata["default"], list)
         items = value if isinstance(value, list) and is_list else [value]
-        is_flag = is_list and any(re.match(r"-[^\d.]", str(item)) for item in items)
-        if is_flag or not all(isinstance(item, str) for item in items):
-            needed = "values without a dash before" if is_flag else "one value"
-            what = f"--config {file} gives {shown(value)} for {key!r}"
-            raise UserError(f"{what}; it must be {needed}.")
+        if not all(isinstance(item, str) for item in items):
+            raise UserError(f"--config {file} gives {value} for {key!r}; it must be one value.")
         # A single value may begin with a dash: it is one argument with its flag
         arguments += [f"--{key}", *items] if is_list else [f"--{key}={value}"]
     return arguments

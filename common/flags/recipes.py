@@ -33,8 +33,7 @@ def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
     except OSError as error:
         reason = f"{error.strerror}{why_missing(file)}"
         raise UserError(f"--config {file} cannot be read: {reason}.") from None
-    # ValueError: no text in UTF-8, a 31st of February; RecursionError: lists in lists in lists
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", "")
         reason = f"line {mark.line + 1}, {problem}" if mark else gist(error)

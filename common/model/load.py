@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from common import distributed
 from common.config import CommonConfig
-from common.errors import UserError, gist, shown, why_missing
+from common.errors import UserError, gist, why_missing
 from common.noise import derive_seed
 
 if TYPE_CHECKING:
@@ -43,13 +43,9 @@ HEAD_INITS = tuple(HEAD_STDS)
 def revision_of(path: str, config: CommonConfig) -> str:
     """Which revision is read of a hub id: `model_revision` of the `model_name_or_path` only.
 
-    Raises:
-        UserError: one was asked for of a file or folder.
+    Of a folder it has no effect.
     """
-    is_asked = config.model_revision != "main" and path == config.model_name_or_path
-    if is_asked and (Path(path).exists() or path.endswith(".json")):
-        raise config.refused("model_revision", f"main with {path!r}, which is not on the hub")
-    return config.model_revision if is_asked else "main"
+    return config.model_revision if path == config.model_name_or_path else "main"
 
 
 def load_tokenizer(
@@ -61,7 +57,7 @@ def load_tokenizer(
     one that is looked at need have none.
 
     Raises:
-        UserError: there is none, it has no eos token, or its longest text is no number.
+        UserError: there is none, or it has no eos token.
     """
     from common.model import checks
 
@@ -80,12 +76,6 @@ def load_tokenizer(
     except Exception as error:  # the tokenizers library raises no subclass of it
         why = checks.reason(error) + why_missing(path)
         raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
-    limit: Any = tokenizer.model_max_length
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
-        raise UserError(
-            f"the tokenizer of {path!r} has model_max_length {shown(limit)}; it must be a positive "
-            "number."
-        )
     if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
@@ -139,14 +129,15 @@ def read_model_config(
     first loss is not ln 2, and noise depends on how rows are split over ranks.
 
     Raises:
-        UserError: nothing there, the wrong kind of model, sizes that none has, more tokens than
-            embeddings, or prompt and completion longer than the model's positions.
+        UserError: nothing there, the wrong kind of model, more tokens than embeddings, or prompt
+            and completion longer than the model's positions.
     """
     from common.model import checks
 
     model_config = find_config(path, tokenizer, config)
     checks.check_kind(path, model_config, kind)
-    checks.check_sizes(path, model_config, kind, tokenizer)
+    if tokenizer is not None:
+        checks.check_vocabulary(path, model_config, kind, tokenizer)
     checks.check_lengths(path, model_config, config)
     # Weights may be stored in bfloat16; parameters are float32 on every rank, also on those that
     # build the model without reading it.
@@ -276,9 +267,9 @@ def load(
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
     Raises:
-        UserError: the weights cannot be read, have other shapes, are not finite, belong to a larger
-            model, or lack parameters other than a new reward head, which would be trained from
-            random values in silence.
+        UserError: the weights cannot be read, have other shapes, belong to a larger model, or lack
+            parameters other than a new reward head, which would be trained from random values in
+            silence.
     """
     from common.model import checks
 
@@ -314,22 +305,15 @@ def load(
         raise UserError(f"no safetensors weights could be loaded from {path!r}: {why}.") from None
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
-    checks.check_weights(path, model, report, has_new_head=has_new_head, revision=revision)
+    checks.check_weights(path, model, report, has_new_head=has_new_head)
     return model
 
 
 def build(
     auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
 ) -> PreTrainedModel:
-    """A model of random weights, or of none on the meta device.
-
-    Raises:
-        UserError: its config is of no model.
-    """
-    try:
-        return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
-    except ValueError as error:
-        raise UserError(f"no model can be built as {path!r} says: {gist(error)}.") from None
+    """A model of random weights, or of none on the meta device."""
+    return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 
 def add_own_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,5 +1,6 @@
 """The columns of pairs beside their texts: by how much the chosen one is better, and how long."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from common import data
 from common.data import Example
-from common.errors import LARGEST, UserError
+from common.errors import UserError
 from common.losses import wins
 
 
@@ -23,7 +24,7 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
     values = []
     for example in examples:
         value: Any = example.columns.get(column)
-        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN compares as False
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise UserError(
                 f"row {example.row + 1} of the pairs has {value!r} in its column {column!r}; "
                 "--margin_column names one with a finite number in every row."

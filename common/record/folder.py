@@ -18,24 +18,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common.config import MODELS
-from common.errors import UserError, gist, refuse_forbidden
+from common.errors import UserError
 from common.record.jsonl import read_jsonl, write_atomically
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 REFERENCE_LOGPS = "ref_logps_{}.pt"  # of the training pairs, and of the held-out ones
-FOLDERS = (
-    *(*MODELS, "model.partial", "adapter.partial", "checkpoints", "failed", "plots"),
-    *("profile", "wandb", "tensorboard"),
-)
-FILES = (
-    *(CONFIG, ENVIRONMENT, METRICS, SAMPLES, "results.json", "pairs.jsonl", "scores.jsonl"),
-    *("pairs.tokens", "completions.jsonl", "report.md", "report.html", ".lock"),
-    *(REFERENCE_LOGPS.format(split) for split in ("train", "held_out")),
-    *("plots/curves.png", "plots/accuracy.png", "plots/reward.png", "plots/reward_curves.png"),
-    "plots/loss.png",
-)
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "wandb", "peft")
 
 
@@ -43,15 +31,11 @@ def save_config(file: Path, config: Any) -> None:
     """Write the resolved values, as a recipe."""
     import yaml
 
-    file.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    write_atomically(file, [yaml.safe_dump(asdict(config), sort_keys=False)])
 
 
 def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
-    """Write `config.yaml` and `environment.json`. Rank 0 only.
-
-    Raises:
-        UserError: they cannot be written.
-    """
+    """Write `config.yaml` and `environment.json`. Rank 0 only."""
     import torch
 
     from common.text import hub
@@ -75,13 +59,9 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "stage": type(config).__name__,
         "started": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),  # this launch
     }
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        save_config(output_dir / CONFIG, config)
-        (output_dir / ENVIRONMENT).write_text(json.dumps(environment, indent=2) + "\n")
-    except OSError as error:
-        reason = error.strerror or gist(error)
-        raise UserError(f"--output_dir {output_dir} cannot be written: {reason}.") from None
+    output_dir.mkdir(parents=True, exist_ok=True)
+    save_config(output_dir / CONFIG, config)
+    write_atomically(output_dir / ENVIRONMENT, [json.dumps(environment, indent=2) + "\n"])
 
 
 def mark_finished(output_dir: Path) -> None:
@@ -91,18 +71,11 @@ def mark_finished(output_dir: Path) -> None:
 
 
 def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
-    """What `config.yaml` or `environment.json` holds; empty where there is none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """What `config.yaml` or `environment.json` holds; empty where there is none."""
     import yaml
 
     file, load = run_dir / name, yaml.safe_load if name == CONFIG else json.loads
-    try:
-        found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{file} cannot be read: {gist(error)}") from None
+    found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 
@@ -148,30 +121,10 @@ def git_commit() -> str | None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Raise a UserError for an output_dir in which a run could not write. Makes nothing.
-
-    A file where the trained model belongs, or a folder where its curves do, would be noticed after
-    the training.
-    """
-    folder, what = Path(path).absolute(), f"--output_dir {path}"
-    nearest = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not nearest.is_dir():
-        raise UserError(f"{what} needs {nearest} to be a folder, and it is none.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        advice = "allows no new files; name another folder"
-        raise UserError(f"{what} cannot be written: {nearest} {advice}.")
-    for name in (*FOLDERS, *FILES):
-        place = folder / name
-        if name in MODELS and place.is_symlink():
-            target = Path(os.path.realpath(place))
-            if os.path.ismount(target) or not os.access(target.parent, os.W_OK | os.X_OK):
-                advice = "let it point to a folder inside one that can be written"
-                link = f"{name!r}, a link to {target}, which cannot be replaced"
-                raise UserError(f"{what} holds {link}; {advice}.")
-            if not place.exists():  # it waits for the model
-                continue
-        needed, other = ("folder", "file") if name in FOLDERS else ("file", "folder")
-        if os.path.lexists(place) and place.is_dir() != (needed == "folder"):
-            advice = f"where a {needed} is to be written; remove it or name another folder"
-            raise UserError(f"{what} holds a {other} {name!r} {advice}.")
-        refuse_forbidden("output_dir", place, os.R_OK | os.W_OK)
+    """Raise a UserError for an output_dir in which a run could not write. Makes nothing."""
+    folder = Path(path).absolute()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise UserError(
+            f"--output_dir {path} cannot be written: {nearest} is no folder that allows new files."
+        )

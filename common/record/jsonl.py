@@ -28,7 +28,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             records.append(json.loads(line))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
             if number < len(lines):
                 raise RuntimeError(f"{path}, line {number}: not JSON ({error}).") from error
     return records
@@ -78,7 +78,7 @@ def _logged(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
         sums = (record.get(name) or 0.0 for name in ("elapsed_minutes", "peak_memory_gb"))
         numbers = (record["step"], *sums)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         return None
     return record if all(isinstance(number, int | float) for number in numbers) else None
 
@@ -110,6 +110,4 @@ def json_line(record: Mapping[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
-    text = json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half of a surrogate pair, which UTF-8 cannot hold, becomes \udxxx: JSON's own escape for it.
-    return text.encode(errors="backslashreplace").decode()
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"

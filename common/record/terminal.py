@@ -1,6 +1,5 @@
 """What a person reads in a terminal: numbers, aligned tables, the progress bar."""
 
-import contextlib
 import io
 import math
 import re
@@ -99,35 +98,11 @@ def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
     return [*lines[: most - 1], lines[most - 1][:-1] + ELLIPSIS]
 
 
-class LastingFile(io.FileIO):
-    """A file to which writing never fails: what it does not take is dropped."""
-
-    def write(self, data: Any) -> int:
-        """Write, if somebody still reads (`| head`) and the disk is not full."""
-        try:
-            return super().write(data) or len(data)
-        except OSError:
-            return len(data)
-
-
 def keep_printing() -> None:
-    """From now on nothing that is printed ends the process, neither by whom nor by what is read.
-
-    Characters that the terminal's encoding has not got, and halves of surrogate pairs, are shown as
-    escapes. Where somebody else has replaced stdout or stderr, that stays.
-    """
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        with contextlib.suppress(AttributeError, OSError):  # there is none, or it is no file
-            stream = getattr(sys, name)
-            if stream.fileno() == number:
-                stream.flush()
-                lasting = io.TextIOWrapper(
-                    io.BufferedWriter(LastingFile(number, "w", closefd=False)),
-                    encoding=stream.encoding,
-                    errors="backslashreplace",
-                    line_buffering=stream.line_buffering or stream.write_through,  # python -u
-                )
-                setattr(sys, name, lasting)
+    """From now on a character that the terminal's encoding has not got is printed as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # and not what somebody has put in its place
+            stream.reconfigure(errors="backslashreplace")
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -19,9 +19,7 @@ Rows = Sequence[Sequence[Any]]
 
 
 def refuse_impossible(report_to: Sequence[str]) -> None:
-    """Raise a UserError for `none` beside others, and for what is not installed."""
-    if "none" in report_to and len(set(report_to)) > 1:
-        raise UserError(f"--report_to is {report_to}; it must be none alone, or others.")
+    """Raise a UserError for what is not installed."""
     # wandb is a requirement, tensorboard is not
     if "tensorboard" in report_to and not importlib.util.find_spec("tensorboard"):
         advice = "`pip install tensorboard`, or leave it out"

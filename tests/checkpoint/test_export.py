@@ -126,8 +126,6 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
     assert f"{newest} cannot be exported: {reason}" in refused(newest)
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
         plain.use_folders(tiny.train_config(model_name_or_path=str(newest)))
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    assert "by one process; start it without torchrun" in refused(before)
 
 
 def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> None:
@@ -217,6 +215,5 @@ def test_the_hub_is_asked_before_and_given_the_model_and_the_adapter_at_the_end(
     for step in (push.prepare, lambda c: push.push(tmp_path, c)):
         step(tiny.train_config())  # not asked for
     assert len(calls) == num_calls
-    for fields in ({"push_to_hub": True}, {"hub_model_id": "a/b"}, {"hub_private_repo": True}):
-        with pytest.raises(UserError, match="hub"):
-            tiny.train_config(**fields)
+    with pytest.raises(UserError, match="--hub_model_id is required"):
+        tiny.train_config(push_to_hub=True)

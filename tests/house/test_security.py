@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bad_things
+import mistakes
 import pytest
 import tiny
 import torch
-from refusals import STAGES, Refusals, arguments
+from mistakes import STAGES, Refusals, arguments
 
 from common.flags.parser import parse
 from common.model import load
@@ -47,7 +47,7 @@ class Evil:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Working directory with a good policy and good rows; with a process group."""
-    with bad_things.working_folder(tmp_path_factory.mktemp("security")) as folder:
+    with mistakes.working_folder(tmp_path_factory.mktemp("security")) as folder:
         yield folder
 
 

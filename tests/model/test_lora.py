@@ -21,7 +21,7 @@ import torch
 from ranks import Job, launch, run_stages, untimed_lines, whole
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common import distributed
 from common.checkpoint import export, files, plain
@@ -378,6 +378,12 @@ def test_fields_that_contradict_each_other_are_refused(fields, message):
     needed |= {"reward_funcs": ["gold"], "ref_update_steps": 2}
     with pytest.raises(UserError, match=message):
         GRPOConfig(**(needed | fields))
+
+
+def test_a_config_has_no_weights_to_adapt():
+    config = lora_config("shape.json")
+    with pytest.raises(UserError, match="shape.json; .* a config has no weights to adapt"):
+        load.load(AutoModelForCausalLM, "shape.json", PretrainedConfig(), config)
 
 
 @pytest.mark.parametrize("target", ["lm_head", "wte", "proj"])

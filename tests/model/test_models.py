@@ -115,8 +115,7 @@ def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
         read("lab/tiny", short_config(model_name_or_path="lab/tiny", model_revision="v3"))
     local = str(cache / "snapshots" / commits["main"])
     config = short_config(model_name_or_path=local, model_revision="v2")
-    with pytest.raises(UserError, match="--model_revision is v2; it must be main with '.*hub"):
-        read(local, config)
+    assert read(local, config)[1] == len(tiny.tokenizer()), "of a folder it has no effect"
     # adapters on it: their settings name the revision of their base
     lm = models.load_policy(
         "lab/tiny",
@@ -612,18 +611,6 @@ def test_a_shape_gets_an_embedding_for_every_id(tmp_path):
     tokenizer = tokenizer_with_a_gap(70)
     model_config = models.read_model_config(str(path), "policy", tokenizer, short_config())
     assert model_config.vocab_size == 71
-
-
-def test_a_shape_that_cannot_be_built_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "odd.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 10, "n_head": 4}))
-    config = short_config()
-    model_config = models.read_model_config(str(path), "policy", tiny.tokenizer(), config)
-    for rank in (0, 1):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        with pytest.raises(UserError) as caught:
-            models.load_policy(str(path), model_config, config)
-        assert_one_sentence(caught.value, "no model can be built", "odd.json")
 
 
 def test_positions_may_be_used_to_the_last_one(tmp_path):

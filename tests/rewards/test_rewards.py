@@ -492,8 +492,7 @@ def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monk
     ("names", "weights", "words"),
     [
         (["gold", "gold"], [], "names 'gold' twice"),
-        (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold one finite"),
-        (["gold"], [math.nan], "reward_weights is [nan]"),
+        (["gold"], [1.0, 2.0], "reward_weights is [1.0, 2.0]; it must hold one number"),
         (["count"], [], "say of what: count:<argument>"),
         (["regex:"], [], "say of what: regex:<argument>"),
         (["regex:(a"], [], "no pattern: missing )"),
@@ -503,8 +502,8 @@ def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monk
         (["./no_folder"], [], "which is no folder"),
         (["nope.py:f"], [], "there is no file 'nope.py'"),
         ([f"{'no ' * 100}.py:f"], [], "there is no file 'no no"),
-        (["{file}"], [], "add the function"),
-        (["{file}:"], [], "add the function"),
+        (["{file}"], [], "name the function"),
+        (["{file}:"], [], "name the function"),
         (["{file}:nope"], [], "no function of that name"),
         (["{file}:constant"], [], "no function of that name"),
     ],
@@ -519,18 +518,6 @@ def test_a_bad_name_or_weight_is_refused_in_one_sentence(file, names, weights, w
     assert message.endswith(".")
     for name in names:
         assert name in message
-
-
-def test_a_file_that_fails_is_named_with_its_cause(tmp_path):
-    (tmp_path / "bad.py").write_text("1 / 0\n")
-    with pytest.raises(UserError, match=r"bad\.py' raised ZeroDivisionError: division by zero"):
-        tiny.reward_functions([f"{tmp_path / 'bad.py'}:f"])
-    (tmp_path / "worse.py").write_text("def f(:\n")
-    with pytest.raises(UserError, match="SyntaxError"):
-        tiny.reward_functions([f"{tmp_path / 'worse.py'}:f"])
-    (tmp_path / "lines.py").write_text("raise ValueError('two\\nlines')\n")
-    with pytest.raises(UserError, match="ValueError: two lines"):
-        tiny.reward_functions([f"{tmp_path / 'lines.py'}:f"])
 
 
 def test_a_missing_column_is_refused_before_anything_is_sampled(file):

@@ -255,8 +255,6 @@ def test_flags_that_contradict_are_refused(fields, sentence):
         GRPOConfig(**REQUIRED, **fields)
 
 
-
-
 def test_a_restricted_distribution_needs_log_probabilities_before_it():
     assert server.logprobs_mode(GRPOConfig(**REQUIRED, top_k=3)) == "raw_logprobs"
     assert server.logprobs_mode(GRPOConfig(**REQUIRED, temperature=0.7)) == "processed_logprobs"

@@ -283,8 +283,6 @@ def test_columns_get_other_names(tmp_path, tokenizer):
         (["question=answer"], "a column 'question', which that would replace"),
         (["prompt"], "it must be pairs NEW=OLD"),
         (["prompt="], "it must be pairs NEW=OLD"),
-        (["prompt=question", "prompt=answer"], "it must be one new name for each column"),
-        (["prompt=question", "completion=question"], "it must be one new name for each column"),
     ],
 )
 def test_a_column_map_that_cannot_be_is_refused(tmp_path, tokenizer, column_map, told):

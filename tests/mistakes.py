@@ -1,16 +1,26 @@
-"""Stages run in this process as a user runs them, to the sentence with which they refuse."""
+"""A folder with good and malformed rows, models and files, and a stage run in it to its refusal."""
 
 import importlib
+import json
 import os
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
 
 from common import launch
 from common.exits import failures, signals
 from common.record import output_lock
+from common.text import synthetic
 
 STAGES = {
     "train_sft": "SFTConfig",
@@ -30,6 +40,77 @@ BASE = {
 }
 DATA = {"train_sft": "sft", "train_grpo": "sft"}  # the others read pairs
 
+PROMPT = "TITLE: a\n\nPOST: b\n\nTL;DR:"
+SFT = {"prompt": PROMPT, "completion": " c"}
+PAIR = {"prompt": PROMPT, "chosen": " c", "rejected": " d"}
+USER, ANSWER = {"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}
+# Rows of train.jsonl in a folder of the name
+ROWS: dict[str, list[Any]] = {
+    "sft": [SFT] * 4,
+    "pairs": [PAIR] * 4,
+    "chat": [{"messages": [USER, ANSWER]}],  # well-formed, for a tokenizer without a template
+    "margin_text": [{**PAIR, "margin": "large"}],
+}
+FILES = {
+    "typo.yaml": "learning_rte: 1\n",
+    "twice.yaml": "seed: 1\nbatch_size: 2\nseed: 3\n",
+    "typo.json": json.dumps({"model_type": "gpt2", "n_layr": 1}),
+    "shape.json": json.dumps({"model_type": "gpt2", "n_layer": 1}),
+    "rewards.py": """
+def lengths(prompts, completions, completion_ids, **columns):
+    return [float(len(ids)) for ids in completion_ids]
+
+def raises(completions, **columns):
+    return [1 / 0 for _ in completions]
+
+def leaves(completions, **columns):
+    raise SystemExit(0)
+""",
+}
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[Path]:
+    """Work in a folder with good and malformed rows, models and files."""
+    for name, rows in ROWS.items():
+        (folder / name).mkdir()
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / name / "train.jsonl").write_text(text)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    make_models(folder)
+    with tiny.working_directory(folder):
+        yield folder
+
+
+def make_models(folder: Path) -> None:
+    """A policy, a reward model, and folders with something wrong in them."""
+    tokenizer = synthetic.train_tokenizer(300)
+    shape = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 300}
+    torch.manual_seed(0)
+    policy = GPT2LMHeadModel(GPT2Config(**shape))
+    policy.save_pretrained(folder / "policy")
+    policy.save_pretrained(folder / "old_run" / "model")
+    classifier = GPT2Config(**shape, num_labels=1, pad_token_id=1)
+    GPT2ForSequenceClassification(classifier).save_pretrained(folder / "judge")
+    GPT2LMHeadModel(GPT2Config(**shape | {"vocab_size": 7})).save_pretrained(folder / "few_words")
+    T5Config().save_pretrained(folder / "t5")
+    for name in ("policy", "judge", "few_words", "t5", "words", "old_run/model"):
+        tokenizer.save_pretrained(folder / name)
+    for name in ("partial", "only_bin", "no_eos", "quantised"):
+        shutil.copytree(folder / "policy", folder / name)
+    save_file({"wte.weight": torch.zeros(300, 8)}, folder / "partial" / "model.safetensors")
+    weights = load_file(folder / "policy" / "model.safetensors")
+    torch.save(weights, folder / "only_bin" / "pytorch_model.bin")
+    (folder / "only_bin" / "model.safetensors").unlink()
+    change(folder / "no_eos" / "tokenizer_config.json", eos_token=None)
+    change(folder / "quantised" / "config.json", quantization_config={"quant_method": "gptq"})
+
+
+def change(file: Path, **fields: Any) -> None:
+    """Give fields of a JSON file other values."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
 
 def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
     """A command line that runs, but for the flags given."""
@@ -38,9 +119,7 @@ def arguments(stage: str, flags: dict[str, Any]) -> list[str]:
         values["reward_funcs"] = "rewards.py:lengths"
     if stage == "evaluate":
         values = {**values, "policies": "policy", "dataset_test_split": "train"}
-        idle = {"batch_size", "max_steps"}
-        idle |= {"model_name_or_path"} if "tokenizer_name_or_path" in flags else set()
-        values = {k: v for k, v in values.items() if k not in idle}
+        values = {k: v for k, v in values.items() if k not in ("batch_size", "max_steps")}
     argv = []
     for name, value in (values | flags).items():
         argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -1,0 +1,396 @@
+"""Claim: the mistakes that users make end in one clear sentence and the exit status 2.
+
+The sentence names the flag, or the file and its row, the value, and what is allowed; nothing has
+been written by then, the folder of the run is not even made. The table of `MISTAKES` runs the
+stages as a user does, but in this process: nearly all are refused before any weights are read. Some
+run as real commands, alone and under torchrun, where the sentence is printed once. The malformed
+things themselves are in `mistakes.py`.
+"""
+
+import errno
+import gzip
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mistakes
+import pytest
+import torch
+from mistakes import STAGES, Refusals, arguments, check_sentence
+from safetensors.torch import load_file, save_file
+
+from common import launch, self_checks
+from common.checkpoint import export
+from common.errors import UserError
+from common.exits import signals
+from common.flags.parser import parse
+from common.model import load
+from common.record.jsonl import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Working directory with models, data sets and reward files."""
+    with mistakes.working_folder(tmp_path_factory.mktemp("mistakes")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def refusals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Refusals:
+    return Refusals(monkeypatch, capsys)
+
+
+MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [  # stage, flags, parts of the sentence
+    # Paths
+    ("train_sft", {"output_dir": ""}, ["--output_dir is required"]),
+    (
+        "train_sft",
+        {"output_dir": "typo.json/run"},
+        ["typo.json is no folder"],
+    ),
+    (
+        "train_sft",
+        {"output_dir": "old_run", "model_name_or_path": "old_run/model"},
+        ["--model_name_or_path is old_run/model", "would write to"],
+    ),
+    ("train_sft", {"resume_from_checkpoint": "run/gone"}, ["--resume_from_checkpoint run/gone"]),
+    ("train_sft", {"dataset_name": "gone.jsonl"}, ["'gone.jsonl' does not exist"]),
+    ("train_sft", {"dataset_name": "assets/recipes"}, ["does not exist", "repository's root, "]),
+    ("train_sft", {"dataset_train_split": "test"}, ["'test'", "train.jsonl"]),
+    ("train_sft", {"model_name_or_path": "./nowhere"}, ["'./nowhere' does not exist"]),
+    ("train_sft", {"model_name_or_path": "old_run"}, ["'old_run'", "its subfolder 'model'"]),
+    (
+        "train_dpo",
+        {"ref_model_name_or_path": "out/sft_2/model"},
+        ["'out/sft_2/model'", "train_sft.py with --output_dir out/sft_2 writes it"],
+    ),
+    ("train_grpo", {"reward_funcs": "silver.py:f"}, ["no file 'silver.py'"]),
+    ("train_grpo", {"reward_funcs": "rewards.py"}, ["'rewards.py'", "path/to/file.py:function"]),
+    ("train_grpo", {"reward_funcs": "rewards.py:best"}, ["'rewards.py:best'", "no function"]),
+    ("train_grpo", {"reward_funcs": "silver"}, ["'silver'", "no folder", "gold"]),
+    # Models and tokenizers
+    ("train_sft", {"model_name_or_path": "shape.json"}, ["--tokenizer_name_or_path is required"]),
+    (
+        "train_sft",
+        {"model_name_or_path": "typo.json", "tokenizer_name_or_path": "policy"},
+        ["'typo.json' has 'n_layr'", "no gpt2 has", "did you mean n_layer?"],
+    ),
+    ("train_sft", {"model_name_or_path": "t5"}, ["'t5' is a t5 model", "causal language model"]),
+    ("train_sft", {"model_name_or_path": "judge"}, ["'judge' is a reward model"]),
+    ("train_grpo", {"reward_funcs": "policy"}, ["'policy' is not a reward model", "GPT2LMHead"]),
+    ("train_sft", {"model_name_or_path": "quantised"}, ["quantization_config ('gptq')"]),
+    ("train_sft", {"model_name_or_path": "few_words"}, ["300 tokens", "'few_words'", "7"]),
+    ("train_sft", {"model_name_or_path": "no_eos"}, ["'no_eos'", "no eos token"]),
+    ("train_sft", {"stop_token": "TL;DR:"}, ["--stop_token 'TL;DR:' is", "tokens"]),
+    ("train_sft", {"model_name_or_path": "only_bin"}, ["pytorch_model.bin is a pickle", "again"]),
+    ("train_sft", {"model_name_or_path": "partial"}, ["is missing, and ", "of one model"]),
+    # Columns and rows
+    ("train_sft", {"dataset_name": "pairs"}, ["'completion' is missing", "'chosen'"]),
+    ("train_sft", {"dataset_name": "chat"}, ["cannot render them", "chat template"]),
+    ("train_grpo", {"reward_funcs": "gold"}, ["'gold' needs the column 'facts'"]),
+    (
+        "train_reward",
+        {"dataset_name": "margin_text", "margin_column": "margin"},
+        ["row 1", "'large'", "'margin'", "finite"],
+    ),
+    # Sizes
+    ("train_sft", {"batch_size": 0}, ["--batch_size is 0", "above 0"]),
+    ("train_sft", {"max_prompt_length": 60}, ["--max_prompt_length 60", "64 positions"]),
+    ("train_sft", {"max_prompt_length": 5}, ["4 of 4 rows", "prompt over max_prompt_length"]),
+    ("train_grpo", {"num_candidates": 4}, ["--num_generations is 8", "--num_candidates, 4"]),
+    # Flags
+    ("train_sft", {"learning_rte": 1}, ["'--learning_rte'", "did you mean learning_rate?"]),
+    ("train_sft", {"config": "typo.yaml"}, ["typo.yaml", "'learning_rte'", "mean learning_rate?"]),
+    ("train_sft", {"config": "twice.yaml"}, ["twice.yaml, line 3: the key 'seed' is there twice"]),
+    ("train_sft", {"max_steps": "many"}, ["--max_steps", "'many'"]),
+    ("train_sft", {"metric_for_best_model": "rewrad", "save_steps": 1}, ["rewrad", "no run logs"]),
+    ("train_dpo", {"reward_funcs": "gold"}, ["--reward_funcs", "without --pairs_from rollouts"]),
+    ("evaluate", {"policies": []}, ["nothing to evaluate"]),
+]
+FOUND_IN_WEIGHTS = ("only_bin", "partial")
+
+
+def test_the_table_is_short() -> None:
+    assert len(MISTAKES) <= 40
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "parts"),
+    MISTAKES,
+    ids=[" ".join([s, *(f"{k}={v}" for k, v in flags.items())]) for s, flags, _ in MISTAKES],
+)
+def test_a_mistake_ends_in_one_sentence_before_weights_are_read(
+    stage, flags, parts, refusals, monkeypatch
+):
+    if flags.get("model_name_or_path") not in FOUND_IN_WEIGHTS:
+        monkeypatch.setattr(load, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    message = refusals.sentence(stage, arguments(stage, flags))
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "expected"),
+    [
+        ("train_sft", {}, ["Policy"]),
+        ("train_reward", {}, ["RewardModel"]),
+        ("train_dpo", {}, ["Policy", "Policy"]),
+        ("train_dpo", {"lora_r": 2}, ["AdapterReference", "Policy"]),
+        ("train_grpo", {"reward_funcs": "judge"}, ["Policy", "RewardModel", "Policy"]),
+        ("evaluate", {"reward_models": "judge"}, ["RewardModel", "Policy"]),
+    ],
+)
+def test_every_model_is_checked_before_it_is_used(
+    stage, flags, expected, refusals, monkeypatch, tmp_path
+):
+    """The reference, reward models and what is evaluated as the policy that is trained."""
+    seen: list[str] = []
+
+    def check(model: Any, config: Any, **options: Any) -> None:
+        seen.append(type(model).__name__)
+        if len(seen) == len(expected):
+            raise UserError("enough.")
+
+    monkeypatch.setattr(self_checks, "only_tokens_matter", check)
+    status, _ = refusals.run(stage, arguments(stage, flags | {"output_dir": tmp_path}))
+    assert (status, seen) == (2, expected)
+
+
+def test_a_failure_at_the_end_is_its_place_and_its_traceback(refusals, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "late/model")
+
+    monkeypatch.setattr(export, "save_pretrained", fail)
+    status, errors = refusals.run("train_sft", arguments("train_sft", {"output_dir": "late"}))
+    assert status == 1
+    assert "rank 0 after step 1, the last of train_sft:\nTraceback" in errors
+    assert errors.endswith("OSError: [Errno 28] No space left on device: 'late/model'\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("raises", "ZeroDivisionError: division by zero"), ("leaves", "SystemExit")]
+)
+def test_a_reward_function_that_raises_ends_the_run_with_its_traceback(name, error, refusals):
+    """Also one that calls exit(): the run must not end with the status of success."""
+    flags = {"reward_funcs": f"rewards.py:{name}", "num_generations": 8, "output_dir": "begun"}
+    status, errors = refusals.run("train_grpo", arguments("train_grpo", flags))
+    assert status == 1
+    assert re.search(rf'rewards.py", line \d+, in {name}\n(.*\n)+{error}', errors)
+    assert not Path("begun/model").exists()
+
+
+# ---- what looks odd and is good ------------------------------------------------------------------
+
+
+def test_the_good_input_is_not_refused(folder, monkeypatch):
+    """The control: without the bad value every stage goes on to load weights."""
+    for stage in STAGES:
+        reaches_weights(stage, {"output_dir": "good"}, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["bom", "long", "extra", "windows", "blank_lines", "doubled"])
+def test_odd_but_good_rows_are_read(name, folder, monkeypatch, capsys):
+    line = json.dumps(mistakes.SFT)
+    words = "word after word. " * 12_000
+    long = {"prompt": f"TITLE: a\n\nPOST: {words}\n\nTL;DR:", "n": words * 50}  # 10 MB, of a line
+    texts = {
+        "bom": "\ufeff" + f"{line}\n" * 3,
+        "long": f"{line}\n{json.dumps(mistakes.SFT | long)}\n{line}\n",
+        "extra": json.dumps({**mistakes.SFT, "id": 1, "n": float("nan"), "tags": [{}]}) + "\n",
+        "windows": f"{line}\r\n" * 3,
+        "blank_lines": f"\n{line}\n\n \n{line}\n",
+        "doubled": "".join(json.dumps({**mistakes.SFT, "id": i}) + "\n" for i in (1, 1, 2)),
+    }
+    Path(f"{name}.jsonl").write_text(texts[name], encoding="utf-8", newline="")
+    reaches_weights("train_sft", {"dataset_name": f"{name}.jsonl"}, monkeypatch)
+    num_doubled = {"extra": 0, "blank_lines": 1, "long": 1}.get(name, 2)
+    report = capsys.readouterr().out
+    assert "rows, truncated" in report
+    assert f" {num_doubled} duplicates" in report, "counted and told, not refused"
+    Path(f"{name}.jsonl").unlink()
+
+
+def test_a_recipe_with_a_byte_order_mark_is_read(folder, monkeypatch):
+    Path("bom.yaml").write_text("\ufeffseed: 5\n", encoding="utf-8")
+    reaches_weights("train_sft", {"config": "bom.yaml"}, monkeypatch)
+
+
+@pytest.mark.parametrize("text", ["-1e-3", "-.001", "-0.001", "-1E-3", "-1e-03"])
+def test_a_negative_number_is_a_value_however_it_is_written(text, folder):
+    """By itself argparse takes a dash before an exponent for a flag."""
+    config_class = importlib.import_module("train_grpo").GRPOConfig
+    argv = [*arguments("train_grpo", {}), "--missing_eos_penalty", text, "--reward_weights", text]
+    config = parse(config_class, argv)
+    assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
+    Path("negative.yaml").write_text(f"reward_weights: [{text}]\nmissing_eos_penalty: {text}\n")
+    config = parse(config_class, ["--config", "negative.yaml", *arguments("train_grpo", {})])
+    assert (config.missing_eos_penalty, config.reward_weights) == (-0.001, [-0.001])
+
+
+def test_tensors_of_older_files_and_the_head_of_a_trunk_are_left_out(folder):
+    """GPT-2's own file holds its masks; a reward model is made of a policy's trunk."""
+    weights = load_file("policy/model.safetensors")
+    shutil.copytree("policy", "older")
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+        "transformer.h.0.attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.ones(300, 8),
+    }
+    save_file(weights | masks, "older/model.safetensors", metadata={"format": "pt"})
+    flags = {"model_name_or_path": "older"}
+    for stage in ("train_sft", "train_reward"):
+        module = importlib.import_module(stage)
+        argv = arguments(stage, flags | {"output_dir": f"{stage}_of_older"})
+        module.main(parse(getattr(module, STAGES[stage]), argv))
+        assert Path(f"{stage}_of_older/model/model.safetensors").is_file()
+
+
+def reaches_weights(stage: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load", lambda *_, **__: (_ for _ in ()).throw(InterruptedError))
+    module = importlib.import_module(stage)
+    with pytest.raises(InterruptedError):
+        module.main(parse(getattr(module, STAGES[stage]), arguments(stage, flags)))
+
+
+def test_paths_may_have_spaces(folder):
+    """Of the rows, the model, the reward file, the recipe and the run."""
+    shutil.copytree("policy", "a policy")
+    shutil.copytree("sft", "some rows")
+    shutil.copy("rewards.py", "my rewards.py")
+    Path("my recipe.yaml").write_text("reward_funcs: ['my rewards.py:lengths']\n")
+    flags = {"model_name_or_path": "a policy", "dataset_name": "some rows", "output_dir": "a run"}
+    argv = [*arguments("train_sft", flags), "--num_generations", "2", "--max_steps", "1"]
+    module = importlib.import_module("train_grpo")
+    module.main(parse(module.GRPOConfig, ["--config", "my recipe.yaml", *argv]))
+    assert Path("a run/model/model.safetensors").is_file()
+    assert read_jsonl(Path("a run/metrics.jsonl"))[-1]["reward/lengths"] > 0
+    packed = gzip.compress(Path("some rows/train.jsonl").read_bytes())
+    Path("some rows.jsonl.gz").write_bytes(packed)
+    flags |= {"model_name_or_path": "a run/model", "dataset_name": "some rows.jsonl.gz"}
+    flags["output_dir"] = "a second run"
+    module = importlib.import_module("train_sft")
+    module.main(parse(module.SFTConfig, arguments("train_sft", flags)))
+
+
+def test_a_stage_run_here_leaves_signals_to_pytest(refusals):
+    before = [signal.getsignal(number) for number in signals.STOPPING]
+    refusals.sentence("train_sft", arguments("train_sft", {"dataset_name": "gone.jsonl"}))
+    assert [signal.getsignal(number) for number in signals.STOPPING] == before
+
+
+# ---- as real commands ----------------------------------------------------------------------------
+
+
+def test_only_the_first_rank_of_a_host_speaks_unless_it_has_nothing_to_say(monkeypatch, capsys):
+    """Another waits for that sentence, after which torchrun ends it; then it speaks."""
+    events: list[Any] = []
+
+    def leave(status: int) -> None:
+        events.append(status)
+        raise SystemExit(status)
+
+    def sleep(seconds: float) -> None:
+        assert not capsys.readouterr().err, "it spoke at once"
+        events.append(seconds)
+
+    monkeypatch.setattr(sys, "argv", ["train_sft.py", "--nonsense"])
+    monkeypatch.setattr(launch, "close_and_exit", leave)
+    monkeypatch.setattr(time, "sleep", sleep)
+    config_class = importlib.import_module("train_sft").SFTConfig
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            launch.run(lambda config: pytest.fail("it ran"), config_class)
+        assert "error: unknown argument '--nonsense'" in capsys.readouterr().err
+    assert events == [2, launch.PATIENCE, 2]
+
+
+def run_script(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """A stage as a user starts it; the hub does not answer at the address it is given."""
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, *command],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            **offline,
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"max_stepz": 1}, "unknown argument '--max_stepz' (did you mean max_steps?)."),
+        ({"model_name_or_path": "no/body"}, "no tokenizer could be loaded from 'no/body': "),
+        ({"dataset_name": "no/body"}, "dataset_name 'no/body' (split 'train') is no local "),
+    ],
+)
+def test_a_script_prints_the_sentence_alone_and_exits_with_2(flags, sentence, folder):
+    result = run_script([str(ROOT / "train_sft.py"), *arguments("train_sft", flags)])
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()  # nor does a library say that it tries again
+    assert line.startswith(f"error: {sentence}")
+    check_sentence(line)
+    assert not Path("run").exists()
+
+
+def test_a_terminal_in_ascii_shows_what_it_has_not_got_as_escapes(folder, tmp_path):
+    """A run whose table of samples has other characters comes to its end."""
+    speaks = """
+def speaks(completions, log_extra, **columns):
+    log_extra("note", ["caf\xe9"] * len(completions))
+    print("caf\xe9", flush=True)
+    return [float(len(text)) for text in completions]
+"""
+    Path("speaks.py").write_text(speaks, encoding="utf-8")
+    flags = {"output_dir": tmp_path, "reward_funcs": "speaks.py:speaks", "num_sample_prompts": 1}
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    result = run_script(
+        [str(ROOT / "train_grpo.py"), *arguments("train_grpo", flags)], **ascii_only
+    )
+    assert result.returncode == 0, result.stderr
+    assert "caf\\xe9\n" in result.stdout
+    (*_, line) = read_jsonl(tmp_path / "samples.jsonl")
+    assert line["logged/note"] == "caf\xe9"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"batch_size": 3}, "--batch_size is 3, which 2 processes cannot share evenly; "),
+        ({"max_stepz": 1}, "unknown argument '--max_stepz' (did you mean max_steps?)."),
+        ({"dataset_name": "no/body"}, "dataset_name 'no/body' (split 'train') is no local "),
+    ],
+)
+def test_two_processes_print_the_sentence_once(flags, sentence, folder):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = str(ROOT / "train_sft.py")
+    result = run_script([*torchrun, script, *arguments("train_sft", flags)])
+    assert result.returncode != 0
+    assert len(re.findall(rf"^error: {re.escape(sentence)}", result.stderr, re.MULTILINE)) == 1
+    *_, last, rule = result.stderr.splitlines()  # of torchrun's own summary
+    assert f": error: {sentence}" in last
+    assert set(rule) == {"="}
+    assert "failed:" not in result.stderr.split("error: ")[0]
+    assert not Path("run").exists()
