@@ -35,7 +35,6 @@ TRL = {
     ("keep_last",): ("save_total_limit",),
     ("resume_from_checkpoint",): ("overwrite_output_dir",),
     ("output_dir",): ("logging_dir",),
-    ("column_map",): ("dataset_text_field",),
     ("tokenizer_name_or_path",): ("chat_template_path",),
     ("stop_token",): ("eos_token",),
     ("lora_r",): ("use_peft",),
@@ -49,12 +48,9 @@ TRL = {
     ("kl_correction",): ("use_bias_correction_kl",),
     ("ref_update_steps",): ("sync_ref_model", "ref_model_sync_steps"),
     ("ref_mixup_alpha",): ("ref_model_mixup_alpha",),
-    ("rollout_engine",): ("use_vllm",),
     ("rollout_server",): (
-        *("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
+        *("use_vllm", "vllm_server_base_url", "vllm_server_host", "vllm_server_port"),
     ),
-    ("rollout_memory",): ("vllm_gpu_memory_utilization",),
-    ("rollout_tensor_parallel",): ("vllm_tensor_parallel_size",),
     ("ddp_timeout",): ("vllm_server_timeout",),
     ("sampler_correction",): (
         *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),

@@ -14,7 +14,7 @@ import pytest
 from common.errors import UserError
 from common.flags.hints import TRL
 from common.flags.parser import parse
-from experiments.replicate import config_class
+from experiments.stages import config_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-trl.md"
 ROW = re.compile(r"\| `(\w+)` \| (.+?) \| (.+) \|")
