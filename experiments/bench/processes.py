@@ -21,7 +21,6 @@ def run(
     log: Path,
     *,
     threads: int,
-    on_gpu: bool = False,
     more_environment: Mapping[str, str] | None = None,
 ) -> float:
     """Run this Python with these arguments in the repository; returns its peak memory in MB.
@@ -30,7 +29,6 @@ def run(
         arguments: Of the interpreter: a script or `-m module`, and flags.
         log: File that gets what it prints.
         threads: Of every library that multiplies matrices.
-        on_gpu: Whether it sees the GPUs of the machine.
         more_environment: Further variables.
 
     Raises:
@@ -39,7 +37,7 @@ def run(
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
+        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "disabled",
