@@ -51,7 +51,8 @@ def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Ex
             return [Example(**row) for row in rows]
     found = pairs_from_rollouts(config, *rest)
     if distributed.is_rank0():
-        write_atomically(file, map(json_line, [made_by, *map(vars, found)]))
+        kept = [vars(replace(pair, columns={})) for pair in found]  # which training does not read
+        write_atomically(file, map(json_line, [made_by, *kept]))
     return found
 
 
@@ -251,9 +252,7 @@ def as_examples(pairs: Sequence[SampledPair]) -> list[Example]:
             "which is --missing_eos_penalty where none stops; change --reward_funcs, raise "
             "--temperature or --num_candidates."
         )
-    return [
-        replace(pair.example, row=row, columns={}, messages=[]) for row, pair in enumerate(pairs)
-    ]
+    return [replace(pair.example, row=row, messages=[]) for row, pair in enumerate(pairs)]
 
 
 def write_jsonl(path: Path, pairs: Sequence[SampledPair]) -> None:

@@ -1,6 +1,5 @@
 """Local files of rows: which ones are a split, and what they hold."""
 
-import codecs
 import gzip
 import json
 import os
@@ -108,17 +107,10 @@ def read(files: Iterable[Path]) -> Iterator[Row]:
     Raises:
         UserError: Names a file that cannot be read, and the line or row that is at fault.
     """
-    for file in files:
-        for number, row in enumerate(_read_file(file), start=1):
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"{os.fspath(file)}, row {number}: expected an object with named columns, "
-                    f"found {type(row).__name__}."
-                )
-            yield row
+    return (row for file in files for row in _read_file(file))
 
 
-def _read_file(path: Path) -> Iterator[Any]:
+def _read_file(path: Path) -> Iterator[Row]:
     """The rows of one file."""
     try:
         if path.suffix == ".parquet":
@@ -137,27 +129,35 @@ def _read_file(path: Path) -> Iterator[Any]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
-def _json_rows(stream: Any, source: str) -> Iterator[Any]:
-    """The items of a JSON list, or of one JSON text per line."""
-    has_rows = False  # before this line
+def _json_rows(stream: Any, source: str) -> Iterator[Row]:
+    """Rows of a JSON list of objects, or of one object per line."""
+    is_list = None  # until there is more than white space
     # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
     for number, line in enumerate(stream, start=1):
-        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        is_list = not has_rows and text.lstrip().startswith(b"[")
-        has_rows = has_rows or bool(text.strip())
         try:
-            if is_list:
-                yield from _DECODER.decode((text + stream.read()).decode())
-            elif text.strip():
-                yield _DECODER.decode(text.decode().rstrip())
-        except ValueError as error:
-            fault, num_before = gist(error), 0
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            if not text.strip():
+                continue
+            is_list = is_list is None and text.lstrip().startswith("[")
+            found = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
+        except (ValueError, RecursionError) as error:
+            fault, line_number = gist(error), number
             if isinstance(error, json.JSONDecodeError):
                 fault = f"it is not JSON, at column {error.colno}: {error.msg}"
-                num_before = error.lineno - 1
+                line_number += error.lineno - 1
             elif isinstance(error, UnicodeDecodeError):
-                num_before = error.object.count(b"\n", 0, error.start)
-            raise UserError(f"{source}, line {number + num_before}: {fault}.") from None
+                byte = f"byte 0x{error.object[error.start]:02x}"
+                fault = f"{byte} is no text in UTF-8; save the file in that encoding"
+                line_number += bool(is_list) + error.object.count(b"\n", 0, error.start)
+            raise UserError(f"{source}, line {line_number}: {fault}.") from None
+        for index, row in enumerate(found if is_list else [found], start=1):
+            if not isinstance(row, dict):
+                place = f"row {index}" if is_list else f"line {number}"
+                raise UserError(
+                    f"{source}, {place}: expected an object with named columns, found "
+                    f"{type(row).__name__}."
+                )
+            yield row
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
