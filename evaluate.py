@@ -275,7 +275,8 @@ def attainable(described: list[dict[str, Any]]) -> float | None:
     """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
     from common.text import synthetic
 
-    known = described and all(isinstance(p["label_probability"], float) for p in described)
+    chances = [pair["label_probability"] for pair in described]
+    known = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
     return synthetic.attainable_accuracy(described) if known else None
 
 

@@ -138,6 +138,8 @@ class CommonConfig:
         check_fields(self)
         if not all(all(pair.partition("=")) for pair in self.column_map):
             raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
+        if len(self.renamed_columns) < len(self.column_map):
+            raise self.refused("column_map", "one old name for each new one")
 
     def refused(self, name: str, needed: str) -> UserError:
         """The error for a value that those of other fields exclude."""

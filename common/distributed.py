@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -249,25 +249,13 @@ def barrier() -> None:
 
 
 def is_first_on_host() -> bool:
-    """Whether this process goes first in `host_first`."""
+    """Whether this process is the first of its machine."""
     return number_in("LOCAL_RANK") == 0
 
 
 def num_on_host() -> int:
     """Number of processes on this machine."""
     return number_in("LOCAL_WORLD_SIZE", 1)
-
-
-@contextlib.contextmanager
-def host_first() -> Iterator[None]:
-    """One process of each machine goes through the block before the others do. Collective."""
-    if not is_first_on_host():
-        barrier()
-    try:
-        yield
-    finally:
-        if is_first_on_host():
-            barrier()
 
 
 def print_rank0(*values: object, **options: Any) -> None:

@@ -26,7 +26,7 @@ from common import distributed
 from common.checkpoint import card, files
 from common.checkpoint.state import once_each
 from common.config import CommonConfig
-from common.errors import UserError, values_of
+from common.errors import UserError, gist, values_of
 from common.evaluation.score import run_of
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
@@ -243,6 +243,8 @@ def exported(checkpoint: Path, config: CommonConfig) -> str:
                     print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)
         except UserError as error:
             failure = str(error)
+        except OSError as error:
+            failure = f"no model can be written into the checkpoint {checkpoint}: {gist(error)}."
     if failure := distributed.from_rank0(failure):
         raise UserError(failure)
     return str(model)

@@ -273,14 +273,14 @@ def load(
     """
     from common.model import checks
 
-    revision = revision_of(path, config)
+    revision, is_config = revision_of(path, config), path.endswith(".json")
+    if is_config and getattr(config, "lora_r", 0) > 0 and path == config.model_name_or_path:
+        needed = "a folder or hub id with --lora_r: a config has no weights to adapt"
+        raise config.refused("model_name_or_path", needed)
     if not distributed.is_rank0():
         with torch.device("meta"):
             return build(auto_class, path, model_config, config)
-    if path.endswith(".json"):
-        if getattr(config, "lora_r", 0) and path == config.model_name_or_path:
-            needed = "a folder or hub id with --lora_r: a config has no weights to adapt"
-            raise config.refused("model_name_or_path", needed)
+    if is_config:
         torch.manual_seed(derive_seed(config.seed, "model initialisation"))
         model = build(auto_class, path, model_config, config)
         distributed.seed_everything(config.seed)

@@ -25,6 +25,7 @@ from common.errors import UserError
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
 from common.pairs.config import DPOConfig
+from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.terminal import progress_bar, show_status
 from common.rewards.score import RewardFunctions
@@ -51,6 +52,7 @@ def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Ex
             return [Example(**row) for row in rows]
     found = pairs_from_rollouts(config, *rest)
     if distributed.is_rank0():
+        output_lock.take(file.parent)
         kept = [vars(replace(pair, columns={})) for pair in found]  # which training does not read
         write_atomically(file, map(json_line, [made_by, *kept]))
     return found

@@ -154,6 +154,7 @@ def kept_logps(
     Raises:
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.
     """
+    from common.record import output_lock
     from common.record.folder import REFERENCE_LOGPS
     from common.record.jsonl import replacing
 
@@ -164,7 +165,7 @@ def kept_logps(
     if logps is None or logps[rows].isnan().any():  # NaN: max_steps is larger now
         logps = compute()
         if distributed.is_rank0():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            output_lock.take(file.parent)
             with replacing(file) as unfinished:
                 torch.save({"key": key, "logps": logps}, unfinished)
     is_finite = logps.isfinite().all(1).tolist()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
@@ -43,26 +44,34 @@ def once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
     """What `make` returns, called by the first process of each machine only. Collective.
 
     The others map its rows, if they are many and JSON can hold their columns, else they call it
-    too. The folder has a new name in every run and is gone once all have mapped it, so that no run
-    reads rows of another one.
+    too. The folder has a new name in every run and on every machine, and is gone once all have
+    mapped it, so that no run reads rows of another one. If the first process fails, the others lose
+    it as a peer and leave the word to it.
     """
-    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}"
+    name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
     folder = Path(tempfile.gettempdir(), name)
     is_first = distributed.is_first_on_host()
-    with distributed.host_first():
-        made = [] if folder.exists() else make()
-        if is_first and distributed.num_on_host() > 1 and len(made) >= MIN_ROWS:
-            write(folder, made)
-        # What is mapped takes the place of what was made, which takes memory.
-        examples = MappedRows(folder) if folder.exists() else made
-    distributed.barrier()
-    if is_first:
-        shutil.rmtree(folder, ignore_errors=True)
-    return examples
+    try:
+        examples: Sequence[Example] = make() if is_first else []
+        if is_first and distributed.num_on_host() > 1 and len(examples) >= MIN_ROWS:
+            write(folder, examples)
+        distributed.barrier()
+        if folder.exists():
+            examples = MappedRows(folder)  # which takes less memory than what was made
+        elif not is_first:
+            examples = make()
+        distributed.barrier()
+        return examples
+    finally:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write(folder: Path, examples: Sequence[Example]) -> None:
-    """Write examples, all with as many completions; nothing if JSON cannot hold their columns."""
+    """Write examples, all with as many completions.
+
+    Nothing is left where JSON cannot hold their columns, or the disk is full.
+    """
     import datasets
 
     try:
@@ -80,4 +89,7 @@ def write(folder: Path, examples: Sequence[Example]) -> None:
     types |= {"others": datasets.Value("string"), "lengths": datasets.List(datasets.Value("int64"))}
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict(cells, features=datasets.Features(types))
-    rows.save_to_disk(str(folder))
+    try:
+        rows.save_to_disk(str(folder))
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)

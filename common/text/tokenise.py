@@ -109,9 +109,12 @@ def tokenize_rows(
         numbers: Of each row, which it was when they were read; default 0, 1, ...
 
     Raises:
-        UserError: A slow tokenizer and a prompt to cut.
+        UserError: A slow tokenizer and a prompt to cut, or a cue that no prompt has.
     """
     columns = COMPLETION_COLUMNS[kind]
+    cue = typed_cue(config)
+    if cue and not any(closing_cue(row["prompt"], cue) for row in rows):
+        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
     numbers = numbers or range(len(rows))
     report = DataReport(split=split, num_rows=len(rows))
     kept: list[Example] = []
@@ -141,6 +144,11 @@ def tokenize_rows(
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
     return kept, report
+
+
+def typed_cue(config: CommonConfig) -> str:
+    r"""The cue that a flag gives, in which `\n` is a line break."""
+    return config.prompt_cue.replace("\\n", "\n")
 
 
 def _in_chunks(
@@ -204,7 +212,7 @@ def _tokenize_prompts(
                 f"{type(tokenizer).__name__}."
             )
         else:
-            cue = closing_cue(prompt, config.prompt_cue)
+            cue = closing_cue(prompt, typed_cue(config))
             shorter = truncate_prompt(prompt, tokenizer, room, cue)
             result.append(_Text(shorter[0], leading + shorter[1], True) if shorter else None)
     return result

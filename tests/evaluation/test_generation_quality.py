@@ -405,12 +405,14 @@ def test_two_ranks_write_what_one_writes(folder, results, lines):
 
 
 def same(found: Any, expected: Any) -> bool:
-    """Whether two JSON values are the same but for the rounding of floats."""
+    """Whether two JSON values are the same but for the rounding of float32."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == (pytest.approx(expected, abs=1e-5) if expected is not None else None))
+    return bool(
+        found == (pytest.approx(expected, rel=1e-6, abs=1e-5) if expected is not None else None)
+    )
 
 
 def test_a_completion_of_no_words_shares_none():

@@ -365,7 +365,7 @@ def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
     [
         ({"lora_r": -1}, "--lora_r is -1; it must be at least 0"),
         ({"lora_alpha": 0}, "--lora_alpha is 0; it must be above 0"),
-        ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be left out without --lora_r"),
+        ({"lora_r": 0, "lora_target_modules": ["c_fc"]}, "must be empty without --lora_r"),
         ({"ref_mixup_alpha": 0.5}, "--ref_mixup_alpha is 0.5; it must be 1 with --lora_r"),
         (
             {"ref_model_name_or_path": "b"},

@@ -465,7 +465,7 @@ def test_models_are_read_last(tmp_path, file, monkeypatch):
         loaded.append(name)
         return constant(7.0)
 
-    monkeypatch.setattr(models, "model_function", load)
+    monkeypatch.setattr(models, "RewardModelFunction", load)
     names = [str(folder), f"{file}:length", "hub/model"]
     found = tiny.reward_functions(names)(["p"], ["c"], [[1, 2]], {})
     assert loaded == [str(folder), "hub/model"]
@@ -480,7 +480,7 @@ def test_models_are_read_last(tmp_path, file, monkeypatch):
 def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monkeypatch):
     gold = Path(__file__).parents[2] / "assets/recipes/sentiment/gold.py"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(models, "model_function", lambda *_: constant(7.0))
+    monkeypatch.setattr(models, "RewardModelFunction", lambda *_: constant(7.0))
     Path("judge").mkdir()
     names = [f"{gold}:{name}" for name in ("positive", "judge", "./judge", "hub/judge")]
     assert list(tiny.reward_functions(names).functions) == names
