@@ -112,9 +112,7 @@ def tokenize_rows(
         UserError: A slow tokenizer and a prompt to cut, or a cue that no prompt has.
     """
     columns = COMPLETION_COLUMNS[kind]
-    cue = typed_cue(config)
-    if cue and not any(closing_cue(row["prompt"], cue) for row in rows):
-        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
+    refuse_lost_cue(rows, typed_cue(config), split)
     numbers = numbers or range(len(rows))
     report = DataReport(split=split, num_rows=len(rows))
     kept: list[Example] = []
@@ -144,6 +142,12 @@ def tokenize_rows(
     report.num_boundaries_checked = len(pairs)
     report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
     return kept, report
+
+
+def refuse_lost_cue(rows: Sequence[Row], cue: str, split: str) -> None:
+    """Raise a UserError for a cue in which no prompt ends: it would not be kept in silence."""
+    if cue and not any(closing_cue(row["prompt"], cue) for row in rows):
+        raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
 
 
 def typed_cue(config: CommonConfig) -> str:

@@ -410,9 +410,9 @@ def same(found: Any, expected: Any) -> bool:
         return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(
-        found == (pytest.approx(expected, rel=1e-6, abs=1e-5) if expected is not None else None)
-    )
+    if isinstance(expected, float):
+        return bool(found == pytest.approx(expected, rel=1e-6, abs=1e-5))
+    return bool(found == expected)
 
 
 def test_a_completion_of_no_words_shares_none():
