@@ -20,7 +20,6 @@ from typing import Any
 from common.errors import UserError
 from common.evaluation.score import run_cost
 from common.flags.parser import Parser
-from common.record.terminal import NOT_MEASURED
 from common.report.blocks import Block, Picture, Section, Table
 from experiments.outcomes import (
     about,
@@ -162,13 +161,11 @@ def introduction(sweep: Sweep) -> str:
     return (
         f"Each row is {row}, for the seeds {list(sweep.seeds)}. A base row has mean "
         "\N{PLUS-MINUS SIGN} standard deviation over seeds; every other row the mean difference to "
-        f"{base} of the same seed, with Student's 95% interval over seeds, which does not cover "
-        "the draw of the held-out rows. One star: the interval excludes 0. The first outcome of a "
-        "stage is its primary one: two stars, and yes, mark an effect whose interval excludes 0 "
-        "also when the intervals of all lines of the stage hold together with 95% (Bonferroni); "
-        "else the effect is no larger than the farther end of that interval. The other outcomes "
-        "are secondary, without a correction. Of a share whose interval would leave 0 to 100 the "
-        f"seeds' values are shown, in round brackets. {NOT_MEASURED}: not measured."
+        f"{base} of the same seed, with Student's 95% interval over seeds. One star: the interval "
+        "excludes 0. Two stars, and yes: also when the intervals of all lines hold together with "
+        "95% (Bonferroni), for the first outcome of a stage only; else the effect is no larger "
+        "than the farther end of that interval. In round brackets: the seeds' values of a share "
+        "whose interval would leave 0 to 100."
     )
 
 
