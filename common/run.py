@@ -1,4 +1,4 @@
-"""What stands around the loop of every stage.
+"""What every stage does before, between and after its steps.
 
 It is no Trainer: the loop, the loss and the counts of a stage are in its script.
 """

@@ -1,5 +1,4 @@
-"""Pairs of completions: where they come from, and what the reference says of them.
+"""Pairs of completions: their flags, where they come from, and their reference log-probs.
 
-Face: config.DPOConfig, reward_config.RewardConfig, margins, reference (and
-its cache), from_rollouts.
+Face: config.DPOConfig, reward_config.RewardConfig, margins, reference, from_rollouts.
 """

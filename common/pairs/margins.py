@@ -1,4 +1,4 @@
-"""The columns of pairs beside their texts: by how much the chosen one is better, and how long."""
+"""Margins and lengths of pairs."""
 
 import math
 from collections.abc import Sequence
