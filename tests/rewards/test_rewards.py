@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForSequenceClassification, TrainerState
+from transformers import AutoModelForSequenceClassification, BertConfig, TrainerState
 
 from common import distributed
 from common.advantages import apply_missing_eos_penalty
 from common.data import Example
 from common.errors import UserError
+from common.model import load
 from common.rewards import models
 from common.rewards.functions import is_reward_model, rouge_l_f1
 from common.rewards.score import RewardFunctions
@@ -541,3 +542,14 @@ def test_the_penalty_replaces_the_reward_of_what_did_not_stop():
     assert apply_missing_eos_penalty(rewards, has_stop, 0.0).tolist() == [[0.5, 0.0], [0.0, 0.25]]
     assert torch.equal(apply_missing_eos_penalty(rewards, has_stop, None), rewards)
     assert rewards.tolist() == [[0.5, -3.0], [2.0, 0.25]]
+
+
+def test_an_encoder_is_no_model_of_any_kind(tmp_path: Path):
+    """As a reward model it is refused before its tokenizer is read, which may have no eos."""
+    BertConfig(num_labels=1).save_pretrained(tmp_path)
+    config = tiny.train_config()
+    with pytest.raises(UserError, match="is a bert model, .*; let a reward function call it"):
+        models.RewardModelFunction(str(tmp_path), tiny.tokenizer(), config)
+    for kind in ("policy", "trunk"):
+        with pytest.raises(UserError, match="is a bert model, not a causal language model"):
+            load.read_model_config(str(tmp_path), kind, tiny.tokenizer(), config)
