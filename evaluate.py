@@ -71,7 +71,7 @@ def main(config: EvaluateConfig) -> None:
     if policies:
         distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
-    scorer = RewardFunctions.find(judging, [], tokenizer, config, beside=[*policies, *comparing])
+    scorer = RewardFunctions.find(judging, [], tokenizer, config, [*policies, *comparing])
     pairs, prompts = load_data(config, tokenizer, stop_ids)
     scorer.check_messages(pairs)
     scorer.check_rows(prompts)

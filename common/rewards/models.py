@@ -76,8 +76,8 @@ class RewardModelFunction:
     def rewards(self, pieces: Sequence[Piece]) -> list[float]:
         """Rewards of B completions by their places; the first one's for all that are equal.
 
-        A score is rounded by what stands beside it in the batch. Equal completions must not differ
-        by that: GRPO would divide the difference by itself and train on it.
+        The rounding of a score depends on the other rows of its batch. Equal completions must not
+        differ by it: GRPO would divide the difference by itself and train on it.
 
         Raises:
             UserError: a text is too long in this model's own tokens.

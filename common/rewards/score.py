@@ -109,7 +109,7 @@ class RewardFunctions:
         functions: By name.
         weights: One for each.
         tokenizer: The policy's; unused on texts.
-        beside: Further paths in the same tables, from which short names must differ too.
+        other_names: Further paths in the same tables, from which short names must differ too.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class RewardFunctions:
         functions: Mapping[str, RewardFunction],
         weights: Sequence[float],
         tokenizer: Any = None,
-        beside: Sequence[str] = (),
+        other_names: Sequence[str] = (),
     ) -> None:
         """Take the functions."""
         assert len(functions) == len(weights)
         self.functions = dict(functions)
         self.weights = list(weights)
         self.tokenizer = tokenizer
-        self.short = short_names([*functions, *beside])  # by name
+        self.short = short_names([*functions, *other_names])  # by name
 
     @classmethod
     def find(
@@ -133,17 +133,17 @@ class RewardFunctions:
         weights: Sequence[float],
         tokenizer: Any,
         config: CommonConfig,
-        beside: Sequence[str] = (),
+        other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
         """Find and check every function; `load` reads the reward models' weights.
 
         Args:
-            names: Built-ins with what stands behind their colon, file.py:function, which is run as
+            names: Built-ins with their argument (`count:x`), file.py:function, which is run as
                 code, and folders or hub ids of reward models.
             weights: One per name; empty for 1 each.
             tokenizer: The policy's.
             config: Of the run.
-            beside: As for the class.
+            other_names: Further paths in the same tables.
 
         Raises:
             UserError: a name twice or that is no function, a folder without a reward model, or
@@ -162,7 +162,7 @@ class RewardFunctions:
             )
         found = [(name, find_function(name)) for name in names]  # all, before a model is read
         functions = {name: f or RewardModelFunction(name, tokenizer, config) for name, f in found}
-        return cls(functions, weights, tokenizer, beside)
+        return cls(functions, weights, tokenizer, other_names)
 
     @property
     def reward_models(self) -> dict[str, Any]:

@@ -129,8 +129,8 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
         shares = [100 * rate["length_controlled"]["win_rate"] for rate in wins]
         cells.append(over(shares, 1, is_share=True))
         rows.append([name, *cells])
-    heads = (head for head, _, _ in keys.values())
-    return markdown.table([f"beside {base}", *heads, "RM prefers it at equal length %"], rows)
+    heads = [f"compared with {base}", *(head for head, _, _ in keys.values())]
+    return markdown.table([*heads, "RM prefers it at equal length %"], rows)
 
 
 def reward_models(systems: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -39,18 +39,18 @@ class Claim:
 
     def row(self, record: Record) -> list[str]:
         """Its line of the table."""
-        told = [f"{self.says} ({self.paper})", self.setting]
+        cells = [f"{self.says} ({self.paper})", self.setting]
         try:
             found = over_seeds(self.effect(record))
         except KeyError:
-            return [*told, NOT_MEASURED, "not measured"]
+            return [*cells, NOT_MEASURED, "not measured"]
         cell = f"{found.difference.removesuffix(' *')} {self.unit}, {found.n} seeds"
         if found.low is None or found.high is None:
-            return [*told, cell, "cannot be told: one seed"]
+            return [*cells, cell, "not significant: one seed"]
         if found.excludes_zero:
-            return [*told, cell, "holds" if found.mean * self.sign > 0 else "does not hold"]
+            return [*cells, cell, "holds" if found.mean * self.sign > 0 else "does not hold"]
         most = found.high if self.sign > 0 else found.low
-        return [*told, cell, f"cannot be told; at most {most:+.2f}"]
+        return [*cells, cell, f"not significant; at most {most:+.2f}"]
 
 
 def table() -> str:
@@ -66,7 +66,7 @@ def line(
     stage: str,
     outcome: str,
     of: tuple[str, str],
-    beside: tuple[str, str] = BASE,
+    baseline: tuple[str, str] = BASE,
     scale: float = 1.0,
 ) -> Effect:
     """What one line of a stage has over another, or over the base of the same seed."""
@@ -76,7 +76,7 @@ def line(
         runs = {(e["detail"], e["choice"]): e["by_seed"] for e in own}
         if own:
             runs[BASE] = own[0]["base_by_seed"]
-        return [scale * (a - b) for a, b in zip(runs[of], runs[beside], strict=True)]
+        return [scale * (a - b) for a, b in zip(runs[of], runs[baseline], strict=True)]
 
     return effect
 
@@ -160,19 +160,19 @@ DRAWN, CONSTANT = ("rejection", "none, 8 of 8"), ("aggregation", "constant, Dr. 
 # fmt: off
 CLAIMS = [
     Claim(DPO, "at the same KL DPO has more reward than PPO",
-          "DPO at the betas that no seed takes farther than GRPO (beta 1) beside GRPO, one proxy",
+          "DPO at the betas that no seed takes farther than GRPO (beta 1) against GRPO, one proxy",
           POINTS, 1, OVER, at_equal_kl("dpo", "grpo")),
     Claim(DAA, "DPO too is over-optimised: far from the reference it gets worse",
           "DPO, smallest beta minus best of the other seeds", POINTS, -1, OVER, turn("dpo")),
     Claim(DAA, "the same", "DPO over beta, farthest minus nearest", POINTS, -1, OVER, far("dpo")),
     Claim(DAA, "with too small a beta DPO gets worse",
-          "beta 0.02 beside 0.2", POINTS, -1, SWEEP, line("dpo", GOLD, ("beta", "0.02"))),
+          "beta 0.02 against 0.2", POINTS, -1, SWEEP, line("dpo", GOLD, ("beta", "0.02"))),
     Claim(GAO, "against a proxy RL loses true reward in the end",
           "GRPO, last step minus best of the other seeds", POINTS, -1, OVER, turn("grpo")),
     Claim(GAO, "so does best of n",
           "last n minus best of the other seeds", POINTS, -1, OVER, turn("best_of_n")),
     Claim(GAO, "RL needs more KL than best of n for as much of the optimised reward",
-          "best of n, at the upper bound of its KL, beside GRPO",
+          "best of n, at the upper bound of its KL, against GRPO",
           "units of the proxy", 1, OVER, at_equal_kl("best_of_n", "grpo", "proxy_gain", 1)),
     Claim(GAO, "best of n is nearer to d (a - b d) than to RL's form",
           "how much farther off d (a - b log d) is, rmse; d by the bound",
@@ -187,24 +187,24 @@ CLAIMS = [
           "reward model with dropout 0.1 instead",
           ACCURACY, -1, SWEEP, line("reward", "accuracy", ("dropout", "0.1, padded"))),
     Claim(HUANG, "an Adam epsilon of 1e-5 is worth having",
-          "reward model, 1e-5 beside 1e-8",
+          "reward model, 1e-5 against 1e-8",
           ACCURACY, 1, SWEEP, line("reward", "accuracy", ("Adam eps", "1e-5"))),
     Claim(DR_GRPO, "the mean over a completion's tokens makes wrong completions longer",
           "all completions, with a sum over a constant instead",
           "tokens", -1, SWEEP, line("grpo", "length", CONSTANT)),
     Claim(DAPO, "a higher upper bound keeps up entropy",
-          "four passes over a rollout, 0.28 beside 0.2",
+          "four passes over a rollout, 0.28 against 0.2",
           "nats per 1,000 tokens", 1, SWEEP, line("updates", "entropy", CLIP, scale=1000)),
     Claim(DAPO, "and reaches more",
           "the same runs", POINTS, 1, SWEEP, line("updates", GOLD, CLIP)),
     Claim(GSPO, "with the sequence's ratio as many updates learn more",
-          "four passes over a rollout, bounds 3e-4 and 4e-4 beside 0.2",
+          "four passes over a rollout, bounds 3e-4 and 4e-4 against 0.2",
           "units of the optimised reward", 1, SWEEP, line("updates", "reward", RATIO)),
     Claim(PODS, "the most different of many rollouts teach more than as many drawn",
-          "8 of 12 by max_variance beside 8 of 8; sampling costs half more",
+          "8 of 12 by max_variance against 8 of 8; sampling costs half more",
           POINTS, 1, SWEEP, line("grpo", GOLD, ("rejection", "max_variance"), DRAWN)),
     Claim("the origin's README", "normalising what is kept once more helps",
-          "over all ranks, beside once",
+          "over all ranks, against once",
           POINTS, 1, SWEEP, line("grpo", GOLD, ("global normalisation", "on"))),
 ]
 # fmt: on

@@ -117,7 +117,7 @@ def beside() -> str:
     rows = []
     for own, other in [*pairs, *((own, most) for own in farther[:1])]:
         points = [100 * (a - b) for a, b in zip(own.rewards, other.rewards, strict=True)]
-        rows.append([f"{own.name}, beside {other.name}", over(points, 1)])
+        rows.append([f"{own.name}, compared with {other.name}", over(points, 1)])
     return markdown.table(["difference by seed", "passes, points [95%]"], rows)
 
 
