@@ -33,6 +33,7 @@ from common.grpo.rollouts import Groups, Kept
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import lora
 from common.padding import MAKERS
+from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.sampling.sampler import Rollouts
 from common.scoring import Policy, ReferenceStates
@@ -401,6 +402,21 @@ def test_one_update_is_reinforce(layout):
     expected = flat_gradient(policy)
     assert expected.norm() > 0.1
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5 * float(expected.norm()))
+
+
+def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
+    """Old log-probs are the policy's before the update, not those that the sampler computed."""
+    policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
+    config, metrics = new_config(beta=0.0), Accumulator("cpu")
+    expected = gradient(policy, groups, config)
+    policy.zero_grad()
+    for batch in prepared(groups, config)[0]:
+        with torch.no_grad():
+            drifted = policy(batch.batch).token_logps + 0.5 * batch.advantages[:, None].sign()
+        batch = replace(batch, sampled_logps=drifted)
+        train_grpo.grpo_loss(policy, batch, config, metrics, [], is_new=True).backward()
+    torch.testing.assert_close(flat_gradient(policy), expected)
+    assert metrics.reduce()["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
