@@ -62,6 +62,7 @@ COMMON = {
 OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": {},
     "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 16, "sample_steps": 0},
+    "dpo": {},
     "grpo": {
         "eval_pairs_dataset_name": "synthetic",
         "num_candidates": 6,
