@@ -41,6 +41,7 @@ from common.evaluation.score import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.scoring import Policy
+from common.text.example import Vocabulary
 
 WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
 
@@ -57,22 +58,21 @@ def main(config: EvaluateConfig) -> None:
     settle(config)
 
     # Data; every folder is checked before the first model is loaded
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    pad_id = tokenizer.pad_token_id
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
-    stop_ids = load.stop_token_ids(tokenizer, config, policies)  # the same for all of them
+    vocabulary = load.load_vocabulary(config, policies)  # the same for all of them
     policy_configs = {
-        path: load.read_model_config(path, "policy", tokenizer, config) for path in policies
+        path: load.read_model_config(path, "policy", vocabulary.tokenizer, config)
+        for path in policies
     }
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     for path in policies:
-        pair_scores.refuse_other_tokenizer(path, tokenizer, config)
+        pair_scores.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
     rewards_of = {path: pair_scores.reward_of_run(path) for path in policies}
     if policies:
         distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
-    scorer = RewardFunctions.find(judging, [], tokenizer, config, [*policies, *comparing])
-    pairs, prompts = load_data(config, tokenizer, stop_ids)
+    scorer = RewardFunctions.find(judging, [], vocabulary, config, [*policies, *comparing])
+    pairs, prompts = load_data(config, vocabulary)
     scorer.check_messages(pairs)
     scorer.check_rows(prompts)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
@@ -88,13 +88,13 @@ def main(config: EvaluateConfig) -> None:
     evaluated = dict.fromkeys([*first, *scorer.reward_models, *config.policies])
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
     for path, function in scorer.reward_models.items() if pairs else ():
-        scores = pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config)
+        scores = pair_scores.reward_scores(function, pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     reference, ref_logps = None, None
-    scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, stop_ids)
+    scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, vocabulary)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
@@ -102,7 +102,7 @@ def main(config: EvaluateConfig) -> None:
         self_checks.only_tokens_matter(policy, config)
         if pairs:
             logps, rewards = score_pairs(
-                policy, reference, ref_logps, scored, rewards_of[path], config, pad_id
+                policy, reference, ref_logps, scored, rewards_of[path], config, vocabulary
             )
             ref_logps = logps if ref_logps is None else ref_logps
             if path in config.policies:
@@ -115,14 +115,14 @@ def main(config: EvaluateConfig) -> None:
         write_parts(table, collect(prompts, generations), output_dir)
         if prompts:
             title = f"sampling from {names[path]}"
-            rollouts = completions.sample(policy, prompts, tokenizer, stop_ids, config, title)
+            rollouts = completions.sample(policy, prompts, vocabulary, config, title)
             generations[names[path]] = completions.measure(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature
             )
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations), output_dir)
-    own = completions.reference_completions(scorer, prompts, stop_ids, config.max_completion_length)
+    own = completions.reference_completions(scorer, prompts, config.max_completion_length)
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
     functions = {names[path]: judge for path, judge in comparing.items()}
@@ -130,7 +130,7 @@ def main(config: EvaluateConfig) -> None:
 
     # Results
     if pairs:
-        texts = pair_scores.completion_texts(pairs, tokenizer, stop_ids)
+        texts = pair_scores.completion_texts(pairs, vocabulary)
         table.add(pair_scores.baselines(pairs, texts, config.seed))
     write_parts(table, answers, output_dir)
     results = {
@@ -167,7 +167,7 @@ def score_pairs(
     pairs: Sequence[Example],
     reward: ImplicitReward,
     config: EvaluateConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities (N, 2) of the pairs, and the rewards by which the policy's run judges them.
 
@@ -175,7 +175,7 @@ def score_pairs(
     training, so that both say the same of the same pairs: where tails count `ld_alpha`, policy and
     reference score the pairs again. `ref_logps` (N, 2) are the reference's. Collective.
     """
-    logps = score.score_examples(policy, pairs, config, pad_id, "scoring pairs")
+    logps = score.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
     if reward.needs_reference and reference is None:
         return logps, None
     lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
@@ -183,7 +183,7 @@ def score_pairs(
         return logps, reward(logps, ref_logps, lengths)
 
     def weighted(model: Policy) -> Tensor:
-        return score.pair_logps(model, pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+        return score.pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
 
     ref_weighted = weighted(reference) if reward.needs_reference and reference else None
     return logps, reward(weighted(policy), ref_weighted, lengths)
@@ -216,13 +216,13 @@ def start_folder(config: EvaluateConfig) -> None:
 
 
 def load_data(
-    config: EvaluateConfig, tokenizer: Any, stop_ids: list[int]
+    config: EvaluateConfig, vocabulary: Vocabulary
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
 
     def load_rows(name: str, kind: str, number: int) -> Sequence[Example]:
         split = split_of(name, config)
-        return data.load_examples(config, name, split, kind, tokenizer, stop_ids, number)
+        return data.load_examples(config, name, split, kind, vocabulary, number)
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []

@@ -47,6 +47,7 @@ from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run, find_checkpoint
 from common.scoring import Policy
+from common.text.example import Vocabulary
 
 
 def main(config: DPOConfig) -> None:
@@ -58,15 +59,15 @@ def main(config: DPOConfig) -> None:
     mesh = distributed.mesh(config.num_replicas)
 
     # Data
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
+    vocabulary = load.load_vocabulary(config)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
-    configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
+    configs = [
+        load.read_model_config(path, "policy", vocabulary.tokenizer, config) for path in paths
+    ]
     resume_from = find_checkpoint(config)
-    rest = (tokenizer, stop_ids, configs[0], mesh)
-    train_set, eval_set = load_pairs(config, *rest, is_resumed=resume_from is not None)
-    self_checks.stop_token_is_trained(train_set, stop_ids, config)
+    is_resumed = resume_from is not None
+    train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)
+    self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
     shared_lengths = score.shorter_lengths(train_set)  # (rows,)
     shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
@@ -74,9 +75,16 @@ def main(config: DPOConfig) -> None:
     # Frozen reference, which scores pairs ahead of training and can then be freed
     policy, reference = None, ReferenceScores()
     if config.needs_reference:
-        models = (paths, configs, mesh, tokenizer)
         reference, policy = load_reference(
-            config, *models, train_set, eval_set, shown, order, is_resumed=resume_from is not None
+            config,
+            configs[1],
+            mesh,
+            vocabulary,
+            train_set,
+            eval_set,
+            order,
+            shown=shown,
+            is_resumed=is_resumed,
         )
         gc.collect()  # FSDP's units refer to one another: it would stay beside the policy
 
@@ -84,30 +92,30 @@ def main(config: DPOConfig) -> None:
     if policy is None:
         policy = Policy(load.load_policy(paths[0], configs[0], config, trains=True))
         policy = fsdp.shard(policy, config, mesh)
-    sampler = Sampler(policy, tokenizer, stop_ids, config)
+    sampler = Sampler(policy, vocabulary, config)
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
-        pair_logps = score.score_examples(policy, train_set[:1], config, pad_id, "reference")
+        pair_logps = score.score_examples(policy, train_set[:1], config, vocabulary, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
-    run = Run(policy, order, config, resume_from, tokenizer, stop_ids)
+    run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
             accuracy, _ = score.preferences(
-                policy, eval_set, config, pad_id, config.implicit_reward, reference.held_out
+                policy, eval_set, config, vocabulary, config.implicit_reward, reference.held_out
             )
             run.logger.log(step, accuracy.metrics)
 
     def show_samples(step: int) -> None:
-        shown_logps = token_records.token_logps(policy, shown, config, pad_id)
-        columns = token_records.pair_columns(shown, shown_logps, reference.shown, tokenizer)
+        shown_logps = token_records.token_logps(policy, shown, config, vocabulary)
+        columns = token_records.pair_columns(shown, shown_logps, reference.shown, vocabulary)
         run.logger.samples(step, sampler.table(shown, **columns))
 
     # Loop
     for step in run.steps():
-        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
@@ -135,8 +143,7 @@ def main(config: DPOConfig) -> None:
 
 def load_pairs(
     config: DPOConfig,
-    tokenizer: Any,
-    stop_ids: list[int],
+    vocabulary: Vocabulary,
     model_config: Any,
     mesh: DeviceMesh,
     *,
@@ -146,11 +153,11 @@ def load_pairs(
     from common.pairs.from_rollouts import pairs_of_run
 
     if config.pairs_from == "dataset":
-        return data.load_splits(config, "preference", tokenizer, stop_ids)
+        return data.load_splits(config, "preference", vocabulary)
     name, split, number = config.dataset_name, config.dataset_test_split, config.num_eval_rows
-    rest = (tokenizer, stop_ids)
-    eval_set = data.load_examples(config, name, split, "preference", *rest, number)
-    return pairs_of_run(config, *rest, model_config, mesh, is_resumed=is_resumed), eval_set
+    eval_set = data.load_examples(config, name, split, "preference", vocabulary, number)
+    train_set = pairs_of_run(config, vocabulary, model_config, mesh, is_resumed=is_resumed)
+    return train_set, eval_set
 
 
 def pair_losses(

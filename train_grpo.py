@@ -76,16 +76,16 @@ def main(config: GRPOConfig) -> None:
     distributed.seed_everything(config.seed)
 
     # Data and rewards
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
+    vocabulary = load.load_vocabulary(config)
     paths = (config.model_name_or_path, config.ref_model_name_or_path)
-    configs = [load.read_model_config(path, "policy", tokenizer, config) for path in paths]
-    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
+    configs = [
+        load.read_model_config(path, "policy", vocabulary.tokenizer, config) for path in paths
+    ]
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     resume_from = find_checkpoint(config)
-    train_set, eval_set = data.load_splits(config, "prompts", tokenizer, stop_ids)
-    of_pairs = (config.eval_pairs_dataset_name, config.dataset_test_split, "preference")
-    pairs = data.load_examples(config, *of_pairs, tokenizer, stop_ids, config.num_eval_rows)
+    train_set, eval_set = data.load_splits(config, "prompts", vocabulary)
+    name, split = config.eval_pairs_dataset_name, config.dataset_test_split
+    pairs = data.load_examples(config, name, split, "preference", vocabulary, config.num_eval_rows)
     scorer.check_rows(train_set, eval_set)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
@@ -95,7 +95,7 @@ def main(config: GRPOConfig) -> None:
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
     reference = load_reference(policy, paths, configs[1], config, mesh)
     scorer.load(mesh)
-    sampler = new_sampler(policy, tokenizer, stop_ids, config)
+    sampler = new_sampler(policy, vocabulary, config)
     held_out = HeldOut(sampler, scorer, reference, eval_set, pairs, config)  # before that moves
 
     # Self-checks, resume
@@ -104,7 +104,7 @@ def main(config: GRPOConfig) -> None:
     moving_reference = reference if config.ref_update_steps > 0 else None
     if moving_reference is not None:
         lora.require_same_shapes(moving_reference, policy)
-    run = Run(policy, order, config, resume_from, tokenizer, stop_ids, moving_reference)
+    run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
     said: set[str] = set()  # warnings
 
@@ -126,7 +126,7 @@ def main(config: GRPOConfig) -> None:
         # 2. Select G of the K, say which of them count, and which share an update and a forward
         kept = rollouts.keep(groups, rollouts.select(groups, config, step), config)
         monitor.warn(kept, config, step, said)
-        updates = minibatches.split(kept, config, pad_id, step)
+        updates = minibatches.split(kept, config, vocabulary, step)
         # 3. Log-probabilities (N*G, C) under the reference, and the policy before its updates
         with torch.no_grad(), run.metrics.timed("reference_seconds"):
             before = minibatches.before_updates(policy, reference, updates, kept, config)

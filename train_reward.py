@@ -42,6 +42,7 @@ from common.pairs.margins import length_balance, margins
 from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
+from common.text.example import Vocabulary
 
 
 def main(config: RewardConfig) -> None:
@@ -50,13 +51,11 @@ def main(config: RewardConfig) -> None:
     device = distributed.device()
 
     # Data
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    load.add_own_pad_token(tokenizer)
-    pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
+    vocabulary = load.load_vocabulary(config, has_own_pad=True)
+    tokenizer = vocabulary.tokenizer
     model_config = load.read_model_config(config.model_name_or_path, "trunk", tokenizer, config)
     resume_from = find_checkpoint(config)
-    train_set, eval_set, sft_set = load_data(config, tokenizer, stop_ids, model_config)
+    train_set, eval_set, sft_set = load_data(config, vocabulary, model_config)
     print_balance(train_set, eval_set)
     margin_of_row = margins(train_set, config.margin_column).to(device)  # (rows,)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
@@ -73,17 +72,17 @@ def main(config: RewardConfig) -> None:
     self_checks.only_tokens_matter(model, config)
     if config.self_check:
         self_checks.equal_across_ranks("the reward head", lm.score.weight)
-    run = Run(model, order, config, resume_from, tokenizer)
+    run = Run(model, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, scores = score.preferences(model, eval_set, config, pad_id)
+            accuracy, scores = score.preferences(model, eval_set, config, vocabulary)
             run.logger.log(step, accuracy.metrics)
-            run.logger.samples(step, score.pair_table(eval_set, scores, tokenizer, config))
+            run.logger.samples(step, score.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
     for step in run.steps():
-        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_pairs = distributed.count_all(batch.is_real[::2].sum() for batch in batches)
         for batch in run.micro_batches(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
@@ -105,7 +104,7 @@ def main(config: RewardConfig) -> None:
         if not sft_set:
             return 0.0
         with fsdp.in_float32(model):  # as the exported model computes them
-            rewards = score.score_examples(model, sft_set, config, pad_id, "scoring references")
+            rewards = score.score_examples(model, sft_set, config, vocabulary, "scoring references")
         run.logger.log(run.total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 
@@ -114,22 +113,20 @@ def main(config: RewardConfig) -> None:
 
 
 def load_data(
-    config: RewardConfig, tokenizer: Any, stop_ids: list[int], model_config: Any
+    config: RewardConfig, vocabulary: Vocabulary, model_config: Any
 ) -> tuple[Sequence[Example], Sequence[Example], Sequence[Example]]:
     """Pairs to train on, held-out ones, and rows whose mean reward becomes 0, to their very end."""
     from common.model import checks
 
-    train_set, eval_set = data.load_splits(config, "preference", tokenizer, stop_ids)
+    train_set, eval_set = data.load_splits(config, "preference", vocabulary)
     references, split = config.sft_dataset_name, config.dataset_train_split
-    sft_set = data.load_examples(
-        config, references, split, "sft", tokenizer, stop_ids, config.num_sft_rows
-    )
-    self_checks.stop_token_is_trained(train_set, stop_ids, config)
-    rest = (tokenizer, stop_ids, checks.max_positions(model_config))
+    sft_set = data.load_examples(config, references, split, "sft", vocabulary, config.num_sft_rows)
+    self_checks.stop_token_is_trained(train_set, vocabulary, config)
+    limit = checks.max_positions(model_config)
     return (
-        data.to_end_of_turn(train_set, *rest),
-        data.to_end_of_turn(eval_set, *rest),
-        data.to_end_of_turn(sft_set, *rest),
+        data.to_end_of_turn(train_set, vocabulary, limit),
+        data.to_end_of_turn(eval_set, vocabulary, limit),
+        data.to_end_of_turn(sft_set, vocabulary, limit),
     )
 
 

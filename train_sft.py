@@ -36,28 +36,28 @@ def main(config: SFTConfig) -> None:
     distributed.seed_everything(config.seed)
 
     # Data
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
-    pad_id = tokenizer.pad_token_id
-    stop_ids = load.stop_token_ids(tokenizer, config, [config.model_name_or_path])
-    model_config = load.read_model_config(config.model_name_or_path, "policy", tokenizer, config)
+    vocabulary = load.load_vocabulary(config)
+    model_config = load.read_model_config(
+        config.model_name_or_path, "policy", vocabulary.tokenizer, config
+    )
     resume_from = find_checkpoint(config)
-    train_set, eval_set = data.load_splits(config, "sft", tokenizer, stop_ids)
-    self_checks.stop_token_is_trained(train_set, stop_ids, config)
+    train_set, eval_set = data.load_splits(config, "sft", vocabulary)
+    self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
 
     # Model, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
     lm = load.load_policy(config.model_name_or_path, model_config, config, trains=True)
     policy = fsdp.shard(Policy(lm), config, mesh)
-    sampler = Sampler(policy, tokenizer, stop_ids, config)
+    sampler = Sampler(policy, vocabulary, config)
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
-    run = Run(policy, order, config, resume_from, tokenizer, stop_ids)
+    run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            eval_loss = score.mean_sft_loss(policy, eval_set, config, pad_id)
+            eval_loss = score.mean_sft_loss(policy, eval_set, config, vocabulary)
             run.logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:
@@ -65,7 +65,7 @@ def main(config: SFTConfig) -> None:
 
     # Loop
     for step in run.steps():
-        batches = data.micro_batches(train_set, order.rows(step), config, pad_id)
+        batches = data.micro_batches(train_set, order.rows(step), config, vocabulary)
         num_tokens = distributed.count_all(batch.num_tokens for batch in batches)
         for batch in run.micro_batches(batches):
             token_logps = policy(batch).token_logps  # (B, C)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
 from common.text.example import Example as Example
+from common.text.example import Vocabulary
 
 MOST_FILLER = 10_000  # rows that a batch may have, filler included, where the data set has fewer
 order_of_epoch = functools.lru_cache(1)(permutation)
@@ -29,8 +29,7 @@ def load_examples(
     dataset_name: str,
     split: str,
     kind: str,
-    tokenizer: Any,
-    stop_ids: Sequence[int],
+    vocabulary: Vocabulary,
     num_rows: int = 0,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; [] for an empty name.
@@ -46,27 +45,27 @@ def load_examples(
             distributed.print_rank0(f"{dataset_name} has no held-out split: no evaluation on it")
     if not dataset_name or not split:
         return []
-    return tokenise.load(config, dataset_name, split, kind, tokenizer, stop_ids, num_rows)
+    return tokenise.load(config, dataset_name, split, kind, vocabulary, num_rows)
 
 
 def load_splits(
-    config: TrainConfig, kind: str, tokenizer: Any, stop_ids: Sequence[int]
+    config: TrainConfig, kind: str, vocabulary: Vocabulary
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
     from common.text import rows
 
-    name, rest = config.dataset_name, (kind, tokenizer, stop_ids)
+    name = config.dataset_name
     train, test = config.dataset_train_split, rows.test_split(config, name)
     if config.dataset_test_split == AUTO and not test:
         tried = " or ".join(rows.TEST_SPLITS)
         distributed.print_rank0(f"{name} has no split {tried}: trained without evaluation")
-    train_set = load_examples(config, name, train, *rest, num_rows=config.num_train_rows)
+    train_set = load_examples(config, name, train, kind, vocabulary, config.num_train_rows)
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:
         from common.text import tokenise
 
-        shown = tokenise.marked(train_set[0], tokenizer)
+        shown = tokenise.marked(train_set[0], vocabulary.tokenizer)
         distributed.print_rank0(f"  row {train_set[0].row + 1}, [[trained]]: {shown}")
-    return train_set, load_examples(config, name, test, *rest, num_rows=config.num_eval_rows)
+    return train_set, load_examples(config, name, test, kind, vocabulary, config.num_eval_rows)
 
 
 def lengths(examples: Sequence[Example]) -> torch.Tensor:
@@ -244,7 +243,7 @@ def micro_batches(
     examples: Sequence[Example],
     rows: Sequence[int | None],
     config: CommonConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
 ) -> list[AnyBatch]:
     """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
 
@@ -259,7 +258,7 @@ def micro_batches(
             example, first = examples[row], row * num_completions
             places = list(range(first, first + num_completions))
             pieces.append(Piece(example.prompt_ids, example.completions, places, row=example.row))
-    return batches(pieces, config, pad_id, num_completions)
+    return batches(pieces, config, vocabulary.pad_id, num_completions)
 
 
 def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
@@ -290,7 +289,7 @@ def prompts(
 
 
 def to_end_of_turn(
-    examples: Sequence[Example], tokenizer: Any, stop_ids: Sequence[int], limit: int | None
+    examples: Sequence[Example], vocabulary: Vocabulary, limit: int | None
 ) -> Sequence[Example]:
     """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
 
@@ -302,9 +301,9 @@ def to_end_of_turn(
     first = next((example for example in examples if example.messages), None)
     if first is None:
         return examples
-    end = chat.TurnEnd(first.messages, tokenizer)
+    end = chat.TurnEnd(first.messages, vocabulary.tokenizer)
     closed = [
-        replace(e, completions=[end.closed(c, c[-1] in stop_ids) for c in e.completions])
+        replace(e, completions=[end.closed(c, c[-1] in vocabulary.stop_ids) for c in e.completions])
         if e.messages
         else e
         for e in examples

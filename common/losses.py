@@ -288,8 +288,9 @@ def clipped_tokens(
 
     All of it in `clip`, a share in `cispo`. An advantage of 0 up to rounding has none to remove.
     """
-    given = (token_logps.detach(), old_token_logps, completion_mask)
-    ratio = probability_ratio(*given, ratio_level=ratio_level)
+    ratio = probability_ratio(
+        token_logps.detach(), old_token_logps, completion_mask, ratio_level=ratio_level
+    )
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     is_bounded = _bounded(ratio, advantages, **bounds) != ratio
     counted = torch.nn.functional.hardshrink(advantages, ADVANTAGE_ROUNDING)  # one kernel

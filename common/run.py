@@ -18,6 +18,7 @@ from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp
 from common.record.metrics import Accumulator
+from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # with `to(device)`; or what holds one as its `batch`
 Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
@@ -40,8 +41,7 @@ class Run:
         order: BatchOrder,
         config: TrainConfig,
         resume_from: Path | None,
-        tokenizer: Any = None,
-        stop_ids: Sequence[int] = (),
+        vocabulary: Vocabulary,
         moving_reference: nn.Module | Any | None = None,
     ) -> None:
         """Restore the state that `find_checkpoint` has found, if there is one. Collective.
@@ -59,10 +59,9 @@ class Run:
         self.shards_gradients = config.shard_gradients
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
-        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        self.vocabulary = vocabulary
         self.batches: Sequence[Any] = []  # of the update that is being made
-        has_settings = tokenizer is not None and distributed.is_rank0()
-        settings = plain.settings_of(module.lm, tokenizer, stop_ids) if has_settings else {}
+        settings = plain.settings_of(module.lm, vocabulary) if distributed.is_rank0() else {}
         self.saver = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
@@ -169,9 +168,9 @@ class Run:
         saver, step, folder = self.saver, self.total_steps, self.saver.output_dir / "model"
 
         def save() -> None:
-            of_model, added = (self.module, self.tokenizer, folder), shift()
+            added = shift()
             try:
-                export.save_pretrained(*of_model, stop_ids=self.stop_ids, reward_shift=added)
+                export.save_pretrained(self.module, self.vocabulary, folder, reward_shift=added)
             except UserError as error:  # on every rank
                 try:
                     kept = f"{saver.keep(step)}."

@@ -20,6 +20,7 @@ from common.losses import preference_loss
 from common.model import fsdp
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.scoring import CompletionScores, RewardModel
+from common.text.example import Vocabulary
 
 # Nats per token, or of a reward, that float32 sums in another order may differ by.
 FLOAT32_ROUNDING = 1e-3
@@ -159,13 +160,13 @@ def refuse_changed_logits(model: nn.Module, batch: AnyBatch, remedy: str) -> Non
 
 
 def stop_token_is_trained(
-    examples: Sequence[Example], stop_ids: Sequence[int], config: TrainConfig
+    examples: Sequence[Example], vocabulary: Vocabulary, config: TrainConfig
 ) -> None:
     """Raise unless completions that were not cut end in a stop token, which the mask counts."""
     if not (config.self_check and config.require_stop_token):
         return
     looked_at = examples[:256]
-    ended = [e for e in looked_at if e.completions[0][-1] in stop_ids]
+    ended = [e for e in looked_at if e.completions[0][-1] in vocabulary.stop_ids]
     if not ended:
         raise UserError(
             f"none of the first {len(looked_at)} training completions ends in a stop token, so "
@@ -173,7 +174,8 @@ def stop_token_is_trained(
             f"{config.max_completion_length}; raise it, or say --require_stop_token false where "
             "completions are cut by design."
         )
-    batch = padded_batch([ended[0].prompt_ids], [ended[0].completions[:1]], stop_ids[0])
+    pad_id = vocabulary.stop_ids[0]  # as GPT-2's: a mask made of the ids would leave it out
+    batch = padded_batch([ended[0].prompt_ids], [ended[0].completions[:1]], pad_id)
     refuse_unless(bool(batch.completion_mask[0, -1]), "the stop token is outside the loss")
 
 

@@ -40,9 +40,8 @@ class PairsConfig(DPOConfig):
 def main(config: PairsConfig) -> None:
     """Sample, score, pair and write both splits, the training split last."""
     distributed.seed_everything(config.seed)
-    tokenizer = load.load_tokenizer(config.tokenizer_path, config)
+    vocabulary = load.load_vocabulary(config)
     path, mesh = config.model_name_or_path, distributed.mesh(config.num_replicas)
-    stop_ids = load.stop_token_ids(tokenizer, config, [path])
     if distributed.is_rank0():
         save_run_files(Path(config.output_dir), config, distributed.world_size())
     held_out = test_split(config, config.dataset_name)
@@ -53,10 +52,9 @@ def main(config: PairsConfig) -> None:
         config.dataset_train_split: config.num_train_rows,
     }
     for split, num_rows in splits.items():
-        model_config = load.read_model_config(path, "policy", tokenizer, config)
+        model_config = load.read_model_config(path, "policy", vocabulary.tokenizer, config)
         part = replace(config, dataset_train_split=split, num_train_rows=num_rows)
-        rest = (tokenizer, stop_ids, model_config, mesh, f"{split}.jsonl")
-        pairs_from_rollouts(part, *rest)
+        pairs_from_rollouts(part, vocabulary, model_config, mesh, f"{split}.jsonl")
         distributed.barrier()
 
 

@@ -418,13 +418,14 @@ def test_one_blank_row_of_many_is_dropped_and_counted(tmp_path, kind, messages):
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     config = tiny.train_config(max_prompt_length=60)
-    file, rest = str(tmp_path / "train.jsonl"), (tokenizer, [tokenizer.eos_token_id])
-    examples = load_examples(config, file, "train", kind, *rest)
+    file = str(tmp_path / "train.jsonl")
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    examples = load_examples(config, file, "train", kind, vocabulary)
     assert [e.row for e in examples] == [i for i in range(52) if i not in (3, 30)]
     config.max_dropped_fraction = 0.01
     told = "2 of 52 rows .1 empty completion, 1 empty prompt; the first is row 4"
     with pytest.raises(UserError, match=told):
-        load_examples(config, file, "train", kind, *rest)
+        load_examples(config, file, "train", kind, vocabulary)
 
 
 def test_tables_show_a_prompt_once_however_many_pairs_it_has():
@@ -509,8 +510,8 @@ def test_the_embedded_task_loses_nothing():
 def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     limits = {"max_prompt_length": 128, "num_train_rows": 6, "num_eval_rows": 4}
     config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="unused", seed=5, **limits)
-    tokenizer = synthetic.train_tokenizer()
-    train, test = load_splits(config, "preference", tokenizer, [0])
+    vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
+    train, test = load_splits(config, "preference", vocabulary)
     assert (len(train), len(test)) == (6, 4)
     rows = load_rows("synthetic", "validation", kind="preference", num_rows=4)
     assert [example.prompt for example in test] == [row["prompt"] for row in rows]
@@ -518,20 +519,24 @@ def test_a_stage_reads_both_splits_within_its_limits(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "train: 6 of 6 rows" in printed
     assert "validation: 4 of 4 rows" in printed
-    assert load_examples(config, "", "train", "sft", tokenizer, [0]) == []
+    assert load_examples(config, "", "train", "sft", vocabulary) == []
     config.dataset_test_split = ""
-    assert load_splits(config, "sft", tokenizer, [0])[1] == []
+    assert load_splits(config, "sft", vocabulary)[1] == []
 
 
 def test_a_file_that_is_only_evaluated_on_is_its_own_split(tmp_path, capsys):
     limits = {"max_prompt_length": 128, "output_dir": str(tmp_path), "dataset_test_split": "auto"}
-    config, tokenizer = tiny.train_config(**limits), synthetic.train_tokenizer()
+    config = tiny.train_config(**limits)
     pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for name in ("own", "train"):
         (tmp_path / f"{name}.jsonl").write_text(pair * 3)
-    file, rest = str(tmp_path / "own.jsonl"), ("auto", "preference", tokenizer, [0])
-    assert len(load_examples(config, file, *rest)) == 3
-    assert load_examples(config, str(tmp_path), *rest) == []
+    vocabulary = tiny.vocabulary(of=synthetic.train_tokenizer())
+
+    def load(path: Path) -> Any:
+        return load_examples(config, str(path), "auto", "preference", vocabulary)
+
+    assert len(load(tmp_path / "own.jsonl")) == 3
+    assert load(tmp_path) == []
     assert f"{tmp_path} has no held-out split: no evaluation on it" in capsys.readouterr().out
 
 
@@ -636,7 +641,7 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
     examples = [pair_example(row, row + 1, (row + 1, 2)) for row in range(5)]
     config = tiny.train_config(micro_batch_size=2, layout=layout)
     monkeypatch.setattr(distributed, "all_reduce_max", lambda count: count + 1)  # another rank's
-    batches = micro_batches(examples, [4, 0, None, 2, None], config, pad_id=7)
+    batches = micro_batches(examples, [4, 0, None, 2, None], config, tiny.vocabulary(pad_id=7))
     assert len(batches) == 3
     assert [batch.is_real.tolist() for batch in batches] == [
         [True] * 4,  # the two longest rows
@@ -664,16 +669,16 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
 def test_ranks_have_the_same_number_of_micro_batches_and_tokens_in_all(monkeypatch):
     examples = [pair_example(row, 2, (row + 1, 1)) for row in range(7)]
     tokens = {}
-    config = tiny.train_config(micro_batch_size=1)
+    rest = tiny.train_config(micro_batch_size=1), tiny.vocabulary()
     for world_size in (1, 2, 4):
         ranks = orders(7, 4, world_size)
         totals = torch.zeros(2, dtype=torch.long)
         for step in range(2):
-            own = [micro_batches(examples, order.rows(step), config, 0) for order in ranks]
+            own = [micro_batches(examples, order.rows(step), *rest) for order in ranks]
             most = torch.tensor(max(map(len, own)))
             with monkeypatch.context() as patch:
                 patch.setattr(distributed, "all_reduce_max", lambda _, most=most: most)
-                per_rank = [micro_batches(examples, order.rows(step), config, 0) for order in ranks]
+                per_rank = [micro_batches(examples, order.rows(step), *rest) for order in ranks]
             assert {len(batches) for batches in per_rank} == {int(most)}
             totals[step] = sum(int(b.num_tokens) for batches in per_rank for b in batches)
         tokens[world_size] = totals.tolist()

@@ -272,7 +272,10 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
         shares = [order.rows(step) for order in orders(lengths, 4, world_size)]
         all_batches = in_step(
             monkeypatch,
-            [lambda rows=rows: micro_batches(examples, rows, config, 7) for rows in shares],
+            [
+                lambda rows=rows: micro_batches(examples, rows, config, tiny.vocabulary())
+                for rows in shares
+            ],
         )
         assert len({len(batches) for batches in all_batches}) == 1
         found = {}

@@ -172,7 +172,7 @@ STOPS = tuple(range(0, 61, 6))  # rows end at many lengths
 
 def sample(policy: Policy, rows: list[int], num_samples: int, **fields: Any) -> Rollouts:
     config = tiny.train_config(max_completion_length=10, **fields)
-    sampler = Sampler(policy, tiny.tokenizer(), STOPS, config)
+    sampler = Sampler(policy, tiny.vocabulary(STOPS), config)
     return sampler.sample([EXAMPLES[row] for row in rows], num_samples=num_samples, step=3)
 
 
@@ -257,12 +257,10 @@ KINDS = st.sampled_from(list(COMPLETION_COLUMNS))
 
 def assert_read_or_refused(file: Path, kind: Any) -> None:
     """By a stage: read, rendered, tokenised. Text that passes is text."""
-    tokenizer = tiny.tokenizer()
     config = tiny.train_config(max_completion_length=8, max_dropped_fraction=1)
     try:
         rows = load_rows(str(file), "train", kind=kind)
-        rest = (kind, tokenizer, [tokenizer.eos_token_id])
-        examples = load_examples(config, str(file), "train", *rest)
+        examples = load_examples(config, str(file), "train", kind, tiny.vocabulary())
     except UserError as error:
         assert_one_sentence(error)
         return

@@ -255,16 +255,18 @@ def test_noise_of_a_model_s_own_is_refused(layout):
 
 def test_a_trained_stop_token_is_accepted():
     truncated = Example(0, "", [5, 6], [[7, 8, 9]], {})
-    self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
-    self_checks.stop_token_is_trained([truncated, *PAIRS], [13, STOP], CONFIG)
+    self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
+    self_checks.stop_token_is_trained([truncated, *PAIRS], tiny.vocabulary([13, STOP]), CONFIG)
 
 
 def test_data_without_a_stop_token_are_refused_unless_they_are_meant_so():
     words = "none of the first .* ends in a stop token.*--require_stop_token false where"
     with pytest.raises(UserError, match=words):
-        self_checks.stop_token_is_trained(PAIRS, [13], CONFIG)
+        self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([13]), CONFIG)
     for flag in ("require_stop_token", "self_check"):
-        self_checks.stop_token_is_trained(PAIRS, [13], tiny.train_config(**{flag: False}))
+        self_checks.stop_token_is_trained(
+            PAIRS, tiny.vocabulary([13]), tiny.train_config(**{flag: False})
+        )
 
 
 def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
@@ -277,7 +279,7 @@ def test_a_mask_inferred_from_the_pad_token_is_refused(monkeypatch):
 
     monkeypatch.setattr(self_checks, "padded_batch", inferred)
     with refused("the stop token is outside the loss"):
-        self_checks.stop_token_is_trained(PAIRS, [STOP], CONFIG)
+        self_checks.stop_token_is_trained(PAIRS, tiny.vocabulary([STOP]), CONFIG)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 
 def pair_logps(policy: nn.Module) -> Tensor:
     """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
-    return score.score_examples(policy, PAIRS[:1], CONFIG, PAD, "reference")
+    return score.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -354,7 +356,7 @@ def first_rollout(
     """Sample, score by the reference and check, with the trainer at temperature 0.7 and seed 0."""
     policy = sharded(Policy(tiny.causal_lm("gpt2")))
     source = Policy(tiny.causal_lm("gpt2", seed=sampler_seed))
-    rollouts = Sampler(source, tiny.tokenizer(), [STOP], config).sample(
+    rollouts = Sampler(source, tiny.vocabulary([STOP]), config).sample(
         PAIRS, num_samples=3, temperature=sampling_temperature
     )
     ids = rollouts.completion_ids

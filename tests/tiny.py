@@ -26,6 +26,7 @@ from common.padding import PaddedBatch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.rewards.score import RewardFunctions
 from common.text import synthetic
+from common.text.example import Vocabulary
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -119,6 +120,14 @@ def tokenizer() -> Any:
     return synthetic.train_tokenizer(300)
 
 
+def vocabulary(
+    stop_ids: Sequence[int] = (0,), of: Any = None, *, pad_id: int | None = None
+) -> Vocabulary:
+    """The vocabulary of a tokenizer (default: `tokenizer`), with its pad id unless one is given."""
+    of = of or tokenizer()
+    return Vocabulary(of, of.pad_token_id if pad_id is None else pad_id, stop_ids)
+
+
 def random_ids(length: int, *, seed: int, vocab_size: int = 61) -> list[int]:
     """Any ids, the end-of-text id 0 among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -188,7 +197,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 def reward_functions(names: Sequence[str], weights: Sequence[float] = ()) -> RewardFunctions:
     """The functions of these names, for a policy with `tokenizer`."""
-    return RewardFunctions.find(names, weights, tokenizer(), train_config())
+    return RewardFunctions.find(names, weights, vocabulary(), train_config())
 
 
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:

@@ -6,12 +6,9 @@ Also a command, which makes such a folder of a checkpoint, whatever became of it
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-from transformers import PreTrainedTokenizerBase
 
 from common import distributed
 from common.checkpoint import files, plain, push
@@ -23,14 +20,14 @@ from common.flags.parser import parse
 from common.model import fsdp
 from common.record.folder import refuse_unwritable
 from common.record.terminal import run_command
+from common.text.example import Vocabulary
 
 
 def save_pretrained(
     module: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: Vocabulary,
     folder: Path,
     *,
-    stop_ids: Sequence[int] = (),
     reward_shift: float = 0.0,
 ) -> None:
     """Write a plain `save_pretrained` folder with tokenizer, float32 safetensors. Collective.
@@ -39,9 +36,9 @@ def save_pretrained(
 
     Args:
         module: sharded; its submodule `lm` is the Hugging Face model.
-        tokenizer: saved beside the weights.
+        vocabulary: its tokenizer is saved with the weights, its stop ids as the generation config's
+            eos ids, so that `generate` stops there.
         folder: replaced whole once the new one is complete.
-        stop_ids: recorded as the generation config's eos ids, so that `generate` stops there.
         reward_shift: added to every score (see `fold_reward_shift`).
 
     Raises:
@@ -53,7 +50,7 @@ def save_pretrained(
         try:
             if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
                 lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
-            settings = plain.settings_of(lm, tokenizer, stop_ids)
+            settings = plain.settings_of(lm, vocabulary)
             plain.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
             failure = f"the model {folder} could not be written ({cause(error)})"

@@ -30,6 +30,7 @@ from common.errors import UserError, gist, values_of
 from common.evaluation.score import run_of
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
+from common.text.example import Vocabulary
 
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
 OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights only
@@ -38,10 +39,10 @@ OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights onl
 # ---- what stands beside the weights --------------------------------------------------------------
 
 
-def settings_of(lm: Any, tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[str, bytes]:
+def settings_of(lm: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
     """The files beside the weights of a model, and those beside its adapter, by name.
 
-    `generate` stops at the `stop_ids`, which are recorded as the generation config's eos ids.
+    `generate` stops at the vocabulary's stop ids: they are the generation config's eos ids.
     """
     config = copy.deepcopy(lm.config)
     config.architectures = [type(lm).__name__]
@@ -53,15 +54,14 @@ def settings_of(lm: Any, tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[s
         config.save_pretrained(name)
         if lm.can_generate():
             generation = copy.deepcopy(lm.generation_config)
-            if stop_ids:
-                generation.eos_token_id = list(stop_ids)
-                generation.pad_token_id = tokenizer.pad_token_id
+            generation.eos_token_id = list(vocabulary.stop_ids)
+            generation.pad_token_id = vocabulary.pad_id
             generation.save_pretrained(name)
         if settings := getattr(lm, "peft_config", {}).get(lora.TRAINED):
             settings = copy.copy(settings)
             settings.inference_mode = True  # as peft writes it
             settings.save_pretrained(name)
-        tokenizer.save_pretrained(name)
+        vocabulary.tokenizer.save_pretrained(name)
         return read_settings(Path(name))
 
 

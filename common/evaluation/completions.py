@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
     from common.scoring import Policy
+    from common.text.example import Vocabulary
 
 FILE = "completions.jsonl"
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared
@@ -142,8 +143,7 @@ def read(output_dir: Path) -> list[Answers]:
 def sample(
     policy: "Policy",
     prompts: Sequence["Example"],
-    tokenizer: Any,
-    stop_ids: Sequence[int],
+    vocabulary: "Vocabulary",
     config: "EvaluateConfig",
     title: str,
 ) -> "Rollouts":
@@ -152,7 +152,7 @@ def sample(
 
     max_new_tokens = config.max_new_tokens or config.max_completion_length
     of_sampler = replace(config, max_completion_length=max_new_tokens)
-    sampler = new_sampler(policy, tokenizer, stop_ids, of_sampler)
+    sampler = new_sampler(policy, vocabulary, of_sampler)
     return sampler.sample_shared(
         prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
     )
@@ -175,17 +175,20 @@ def measure(
     """
     from common.evaluation.score import score_examples
 
-    pad_id = judges.tokenizer.pad_token_id
-    arguments = (rollouts.completed(prompts), config, pad_id, "scoring")
-    own = score_examples(policy, *arguments, score=logp_and_entropy).flatten(0, 1)  # (N*K, 2)
+    examples, vocabulary = rollouts.completed(prompts), judges.vocabulary
+    own = score_examples(
+        policy, examples, config, vocabulary, "scoring", score=logp_and_entropy
+    ).flatten(0, 1)  # (N*K, 2)
     kl: list[float | None] = [None] * len(own)
     if temperature == 1 and reference is not None:
         ref_logps = own[:, 0]
         if reference is not policy:
-            ref_logps = score_examples(reference, *arguments).flatten()  # (N*K,)
+            ref_logps = score_examples(
+                reference, examples, config, vocabulary, "scoring"
+            ).flatten()  # (N*K,)
         kl = (own[:, 0] - ref_logps).tolist()
     entropy = (own[:, 1] / rollouts.lengths).tolist()
-    texts, references = rollouts.texts(judges.tokenizer), list(map(reference_text, prompts))
+    texts, references = rollouts.texts(vocabulary.tokenizer), list(map(reference_text, prompts))
     generations = judged(judges, prompts, rollouts, texts, references)
     rows = zip(generations, kl, entropy, strict=True)
     return [replace(generation, kl=k, entropy=h) for generation, k, h in rows]
@@ -200,7 +203,6 @@ def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
 def reference_completions(
     judges: "RewardFunctions",
     prompts: Sequence["Example"],
-    stop_ids: Sequence[int],
     max_completion_length: int,
 ) -> dict[int, Generation]:
     """The rows' own completions, judged like a policy's. Collective if a reward model takes part.
@@ -218,14 +220,16 @@ def reference_completions(
     texts = {i: text for i, e in enumerate(prompts) if (text := reference_text(e)).strip()}
     if not texts:
         return {}
-    examples = [prompts[i] for i in texts]
+    examples, tokenizer = [prompts[i] for i in texts], judges.vocabulary.tokenizer
     written = []  # as the policy would write it: in a conversation, by the chat template
     for example, text in zip(examples, texts.values(), strict=True):
         answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
         asked = example.messages or example.prompt
         row = {**example.columns, "prompt": asked, "completion": answer}
-        written += [one["completion"] for one in render(row, ["completion"], judges.tokenizer)]
-    cut = tokenize_completions(written, judges.tokenizer, stop_ids, max_completion_length)
+        written += [one["completion"] for one in render(row, ["completion"], tokenizer)]
+    cut = tokenize_completions(
+        written, tokenizer, judges.vocabulary.stop_ids, max_completion_length
+    )
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     no_rouge = [""] * len(texts)  # with itself says nothing
     own = judged(judges, examples, rollouts, list(texts.values()), no_rouge)
@@ -261,7 +265,8 @@ def judged(
         by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
     k = len(texts) // max(1, len(prompts))
     messages = [example.messages for example in prompts for _ in range(k)]
-    given = as_answers(rollouts.texts(judges.tokenizer), messages, judges.tokenizer)
+    tokenizer = judges.vocabulary.tokenizer
+    given = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
     found = judges.extracted_answers(given)  # what the rewards are of
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from common.data import Example
     from common.evaluation.score import ImplicitReward
     from common.rewards.models import RewardModelFunction
+    from common.text.example import Vocabulary
 
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
@@ -120,8 +121,7 @@ def baselines(
 def reward_scores(
     function: "RewardModelFunction",
     pairs: Sequence["Example"],
-    tokenizer: Any,
-    stop_ids: Sequence[int],
+    vocabulary: "Vocabulary",
     config: "CommonConfig",
 ) -> Tensor:
     """Rewards of both completions of every pair. Collective.
@@ -139,20 +139,18 @@ def reward_scores(
     is_chat = any(example.messages for example in pairs)
     if function.same_ids and not is_chat:
         assert function.model is not None, "load() comes first"
-        return score_examples(
-            function.model, pairs, config, tokenizer.pad_token_id, "scoring pairs"
-        )
+        return score_examples(function.model, pairs, config, vocabulary, "scoring pairs")
     rows = range(distributed.rank(), len(pairs), distributed.world_size())
     sides = [(pairs[row], ids) for row in rows for ids in pairs[row].completions]
     own = [pairs[row] for row in rows]
-    texts = [text for both in completion_texts(own, tokenizer, stop_ids) for text in both]
+    texts = [text for both in completion_texts(own, vocabulary) for text in both]
     prompts: list[Any] = [example.messages or example.prompt for example, _ in sides]
     rewards = function(
         prompts,
-        as_answers(texts, [example.messages for example, _ in sides], tokenizer),
+        as_answers(texts, [example.messages for example, _ in sides], vocabulary.tokenizer),
         completion_ids=[ids for _, ids in sides],
         prompt_ids=[example.prompt_ids for example, _ in sides],
-        has_stop=[ids[-1] in stop_ids for _, ids in sides],
+        has_stop=[ids[-1] in vocabulary.stop_ids for _, ids in sides],
         **{name: [pair.columns.get(name) for pair, _ in sides] for name in TEMPLATE_COLUMNS},
     )
     scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
@@ -160,21 +158,20 @@ def reward_scores(
     return distributed.all_reduce_sum(scores.to(distributed.device())).cpu()
 
 
-def completion_texts(
-    pairs: Sequence["Example"], tokenizer: Any, stop_ids: Sequence[int]
-) -> list[list[str]]:
+def completion_texts(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list[list[str]]:
     """The completions of every pair as text, without the stop token."""
+    decode, stop_ids = vocabulary.tokenizer.decode, vocabulary.stop_ids
     return [
-        [tokenizer.decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
+        [decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
         for pair in pairs
     ]
 
 
-def without_stop(pairs: Sequence["Example"], stop_ids: Sequence[int]) -> list["Example"]:
+def without_stop(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list["Example"]:
     """The pairs without the stop token that ends a completion, unless there is nothing else."""
 
     def cut(ids: list[int]) -> list[int]:
-        return ids[:-1] if len(ids) > 1 and ids[-1] in stop_ids else ids
+        return ids[:-1] if len(ids) > 1 and ids[-1] in vocabulary.stop_ids else ids
 
     return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
 

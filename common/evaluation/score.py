@@ -17,6 +17,7 @@ from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logp
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.scoring import sequence_scores
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.evaluation.intervals import PreferenceAccuracy
@@ -27,7 +28,7 @@ def score_examples(
     model: nn.Module,
     examples: Sequence[Example],
     config: CommonConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
     title: str,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
 ) -> Tensor:
@@ -37,7 +38,7 @@ def score_examples(
         model: a `Policy` (log-probability of the completion) or a `RewardModel` (reward).
         examples: N prompts with K completions each.
         config: how much is scored at once on each rank, and in which layout.
-        pad_id: fills padding; masked.
+        vocabulary: its pad id fills padding.
         title: what the progress bar says.
         score: what is computed of a batch, (B,); or (B, S), several numbers of one forward pass.
 
@@ -53,7 +54,7 @@ def score_examples(
     def batches() -> Iterator[AnyBatch]:
         for pieces in packs:
             bar.update()
-            yield data.collate(pieces, config.layout, pad_id)
+            yield data.collate(pieces, config.layout, vocabulary.pad_id)
         bar.close()
 
     scores = score_batches(model, batches(), len(first), score)[first]
@@ -110,14 +111,16 @@ def distinct(examples: Sequence[Example], config: CommonConfig) -> tuple[list[Pi
 
 
 def mean_sft_loss(
-    model: nn.Module, examples: Sequence[Example], config: CommonConfig, pad_id: int
+    model: nn.Module, examples: Sequence[Example], config: CommonConfig, vocabulary: Vocabulary
 ) -> float:
     """Mean negative log-likelihood per trained token over all examples, in nats. Collective."""
 
     def sums(model: nn.Module, batch: AnyBatch) -> Tensor:
         return torch.stack([sequence_scores(model, batch), batch.completion_mask.sum(-1)], -1)
 
-    found = score_examples(model, examples, config, pad_id, "evaluating", score=sums)  # (N, 1, 2)
+    found = score_examples(
+        model, examples, config, vocabulary, "evaluating", score=sums
+    )  # (N, 1, 2)
     logp, num_tokens = found.sum((0, 1)).tolist()
     return float(-logp / num_tokens)
 
@@ -174,19 +177,19 @@ def pair_logps(
     policy: nn.Module,
     pairs: Sequence[Example],
     config: CommonConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
     title: str,
     ld_alpha: float = 1.0,
 ) -> Tensor:
     """Log-probabilities (N, 2) of N pairs; tails count `ld_alpha`. Collective."""
     if ld_alpha == 1:
-        return score_examples(policy, pairs, config, pad_id, title)
+        return score_examples(policy, pairs, config, vocabulary, title)
     # Where tails begin depends on the other completion of the row, so no row is left out.
     rows = list(range(distributed.rank(), len(pairs), distributed.world_size()))
     weighted = partial(
         tail_weighted_logps, shared_lengths=shorter_lengths(pairs), ld_alpha=ld_alpha
     )
-    batches = data.micro_batches(pairs, rows, config, pad_id)
+    batches = data.micro_batches(pairs, rows, config, vocabulary)
     return score_batches(policy, batches, 2 * len(pairs), weighted).view(-1, 2)
 
 
@@ -194,7 +197,7 @@ def preferences(
     model: nn.Module,
     pairs: Sequence[Example],
     config: CommonConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
     reward: ImplicitReward | None = None,
     ref_logps: Tensor | None = None,
 ) -> tuple["PreferenceAccuracy", Tensor]:
@@ -209,9 +212,9 @@ def preferences(
     from common.evaluation.intervals import preference_accuracy
 
     if reward is None:
-        scores = score_examples(model, pairs, config, pad_id, "scoring pairs")  # (N, 2)
+        scores = score_examples(model, pairs, config, vocabulary, "scoring pairs")  # (N, 2)
     else:
-        logps = pair_logps(model, pairs, config, pad_id, "scoring pairs", reward.ld_alpha)
+        logps = pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
         scores = reward(logps, ref_logps, data.lengths(pairs)[:, 1:])
     return preference_accuracy(scores[:, 0], scores[:, 1]), scores
 
@@ -236,13 +239,16 @@ def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> N
 
 
 def pair_table(
-    examples: Sequence[Example], scores: Tensor, tokenizer: Any, config: CommonConfig
+    examples: Sequence[Example], scores: Tensor, vocabulary: Vocabulary, config: CommonConfig
 ) -> list[dict[str, Any]]:
     """Rows to print: prompt end, both completions and their scores (N, 2)."""
     table = []
     names = ("prompt", "chosen", "rejected", "chosen score", "rejected score")
     for example, own in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
-        texts = (tokenizer.decode(ids, skip_special_tokens=True) for ids in example.completions)
+        texts = (
+            vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in example.completions
+        )
         table.append(dict(zip(names, (example.prompt, *texts, *own), strict=True)))
     return table
 

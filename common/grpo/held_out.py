@@ -48,8 +48,9 @@ class HeldOut:
         """
         self.ref_logps: Tensor | None = None  # (pairs, 2)
         if self.pairs and self.reference is not None:
-            arguments = (self.config, self.sampler.tokenizer.pad_token_id, "reference")
-            self.ref_logps = score.score_examples(self.reference, self.pairs, *arguments)
+            self.ref_logps = score.score_examples(
+                self.reference, self.pairs, self.config, self.sampler.vocabulary, "reference"
+            )
 
     def log(self, logger: RunLogger, step: int) -> None:
         """Evaluate after so many steps. Collective."""
@@ -68,9 +69,15 @@ class HeldOut:
         except EngineError as error:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
-            arguments = (self.sampler.policy, self.pairs, self.config)
-            rest = (self.sampler.tokenizer.pad_token_id, score.ImplicitReward(), self.ref_logps)
-            metrics |= score.preferences(*arguments, *rest)[0].metrics
+            accuracy, _ = score.preferences(
+                self.sampler.policy,
+                self.pairs,
+                self.config,
+                self.sampler.vocabulary,
+                score.ImplicitReward(),
+                self.ref_logps,
+            )
+            metrics |= accuracy.metrics
         return metrics
 
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:
@@ -129,7 +136,9 @@ class HeldOut:
             own, ref = (model(batch, temperature=at).token_logps for model in (policy, reference))
             return torch.sum(own - ref, -1)  # over (B, C)
 
-        arguments = (self.config, self.sampler.tokenizer.pad_token_id, "evaluating")
-        found = score.score_examples(self.sampler.policy, sampled, *arguments, score=log_ratio)
+        policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
+        log_ratios = score.score_examples(
+            policy, sampled, self.config, vocabulary, "evaluating", score=log_ratio
+        )
         fsdp.reshard(reference)
-        return found.squeeze(1)
+        return log_ratios.squeeze(1)

@@ -24,6 +24,7 @@ from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch, on_device
 from common.scoring import Policy, ReferenceStates
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -82,7 +83,7 @@ class MicroBatch:
 # ---- which go together ---------------------------------------------------------------------------
 
 
-def split(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update]:
+def split(kept: Kept, config: GRPOConfig, vocabulary: Vocabulary, step: int) -> list[Update]:
     """The completions that count, per update in batches packed by length. Collective.
 
     An update in which nothing counts on any rank is left out.
@@ -93,7 +94,7 @@ def split(kept: Kept, config: GRPOConfig, pad_id: int, step: int) -> list[Update
     updates = []
     for share, totals in zip(shares, distributed.all_reduce_sum(torch.tensor(sums)), strict=True):
         if totals[0] > 0:
-            batches = data.batches(pieces(kept, share, config), config, pad_id)
+            batches = data.batches(pieces(kept, share, config), config, vocabulary.pad_id)
             own = Denominators(*on_device(totals.float(), device))
             updates.append(Update([batch.to(device) for batch in batches], own))
     return updates

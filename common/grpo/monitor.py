@@ -74,9 +74,9 @@ def show_samples(
         **{f"{LOGGED_PREFIX}{name}": values for name, values in scored.log.columns.items()},
     }
     if reference is not None:
-        sampled, pad_id = rollouts.completed(examples), sampler.tokenizer.pad_token_id
+        sampled = rollouts.completed(examples)
         columns["ref_token_logps"] = token_records.token_logps(
-            reference, sampled, config, pad_id, config.temperature
+            reference, sampled, config, sampler.vocabulary, config.temperature
         )
     table = sampler.table(examples, rollouts, **columns)
     logger.samples(step, table, few_of_each(table, config.num_generations))

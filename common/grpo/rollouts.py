@@ -87,8 +87,9 @@ def reward(
     rewards, steps = scored.total, scored.steps
     ends = (rollouts.lengths - 1).tolist()  # of the last tokens, N*K
     if config.overlong_buffer:
-        limits = (config.max_completion_length, config.overlong_buffer)
-        penalties = overlong_penalty(rollouts.lengths, *limits)  # (N*K,)
+        penalties = overlong_penalty(
+            rollouts.lengths, config.max_completion_length, config.overlong_buffer
+        )  # (N*K,)
         rewards = rewards + penalties.view(rewards.shape)
         for own, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
             if penalty != 0:  # a step of 0 would count in the group's mean

@@ -26,6 +26,7 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError, gist, why_missing
 from common.noise import derive_seed
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.checks import Kind
@@ -46,6 +47,22 @@ def revision_of(path: str, config: CommonConfig) -> str:
     Of a folder it has no effect.
     """
     return config.model_revision if path == config.model_name_or_path else "main"
+
+
+def load_vocabulary(
+    config: CommonConfig, paths: Sequence[str] | None = None, *, has_own_pad: bool = False
+) -> Vocabulary:
+    """Tokenizer, pad id and stop ids of a run.
+
+    A completion also ends where the models at the `paths` stop (default: `model_name_or_path`).
+    With `has_own_pad` the pad token is not the eos: for reward models, see `add_own_pad_token`.
+    """
+    tokenizer = load_tokenizer(config.tokenizer_path, config)
+    if has_own_pad:
+        add_own_pad_token(tokenizer)
+    paths = [config.model_name_or_path] if paths is None else paths
+    stop_ids = stop_token_ids(tokenizer, config, paths)
+    return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_ids)
 
 
 def load_tokenizer(

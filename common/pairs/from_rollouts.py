@@ -32,11 +32,19 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
 from common.scoring import Policy
+from common.text.example import Vocabulary
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder: its flags, then what it has sampled, as JSON lines
 
 
-def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Example]:
+def pairs_of_run(
+    config: DPOConfig,
+    vocabulary: Vocabulary,
+    model_config: Any,
+    mesh: DeviceMesh,
+    *,
+    is_resumed: bool,
+) -> Sequence[Example]:
     """What `pairs_from_rollouts` makes; a resumed run of the same flags reads it. Collective."""
     file = Path(config.output_dir) / PAIRS_FILE
     made_by = {
@@ -50,7 +58,7 @@ def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Ex
                 f"pairs from rollouts: the {len(rows)} of this run, from {file}"
             )
             return [Example(**row) for row in rows]
-    found = pairs_from_rollouts(config, *rest)
+    found = pairs_from_rollouts(config, vocabulary, model_config, mesh)
     if distributed.is_rank0():
         output_lock.take(file.parent)
         kept = [vars(replace(pair, columns={})) for pair in found]  # which training does not read
@@ -60,8 +68,7 @@ def pairs_of_run(config: DPOConfig, *rest: Any, is_resumed: bool) -> Sequence[Ex
 
 def pairs_from_rollouts(
     config: DPOConfig,
-    tokenizer: Any,
-    stop_ids: list[int],
+    vocabulary: Vocabulary,
     model_config: Any,
     mesh: DeviceMesh,
     file: str = "pairs.jsonl",  # in output_dir
@@ -70,16 +77,16 @@ def pairs_from_rollouts(
 
     A function of the seed, the prompts and the weights.
     """
-    rows = (config.dataset_name, config.dataset_train_split, "prompts")
-    prompts = data.load_examples(config, *rows, tokenizer, stop_ids, config.num_train_rows)
-    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
+    name, split = config.dataset_name, config.dataset_train_split
+    prompts = data.load_examples(config, name, split, "prompts", vocabulary, config.num_train_rows)
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
     scorer.check_rows(prompts)
     order = data.BatchOrder.of_training(config, data.num_tokens(prompts))
     lm = load.load_policy(config.model_name_or_path, model_config, config)
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
     self_checks.only_tokens_matter(policy, config)
     scorer.load(mesh)
-    sampler = new_sampler(policy, tokenizer, stop_ids, config)
+    sampler = new_sampler(policy, vocabulary, config)
     pairs: list[SampledPair] = []
     all_rewards: list[float] = []
     bar = progress_bar("rollouts", order.steps_per_epoch, active=distributed.is_rank0())
@@ -106,7 +113,7 @@ def pairs_from_rollouts(
             ),
             texts=rollouts.numbered(len(examples)),
         )  # (N, P, 2)
-        texts = rollouts.texts(tokenizer)
+        texts = rollouts.texts(vocabulary.tokenizer)
         pairs += sampled_pairs(examples, is_real, rollouts, texts, rewards, chosen_pairs)
         all_rewards += rewards[is_real].flatten().tolist()
         bar.update()

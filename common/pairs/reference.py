@@ -20,6 +20,7 @@ from common.evaluation import score
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.scoring import Policy
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
@@ -50,21 +51,20 @@ class ReferenceScores:
 
 def load_reference(
     config: "DPOConfig",
-    paths: Sequence[str],
-    configs: Sequence[Any],
+    ref_config: Any,
     mesh: DeviceMesh,
-    tokenizer: Any,
+    vocabulary: Vocabulary,
     train_set: Sequence[Example],
     eval_set: Sequence[Example],
-    shown: list[Example],
     order: data.BatchOrder,
     *,
+    shown: list[Example],
     is_resumed: bool,
 ) -> tuple[ReferenceScores, Policy | None]:
     """Score all pairs with the frozen reference, which is freed then. Collective.
 
-    Paths and model configurations are those of policy and reference; training takes the rows of the
-    train_set in the `order`, and `shown` are in tables.
+    The reference's model has the `ref_config`; training takes the rows of the train_set in the
+    `order`, and `shown` are in tables.
 
     Returns:
         The scores; and the policy, if with LoRA on the same model its adapters off are the
@@ -73,24 +73,31 @@ def load_reference(
     from common.model.lora import AdapterReference
     from common.sampling import token_records
 
-    is_policy = config.lora_r > 0 and paths[0] == paths[1]
-    lm = load.load_policy(paths[1], configs[1], config, trains=is_policy)
+    path = config.ref_model_name_or_path
+    is_policy = config.lora_r > 0 and config.model_name_or_path == path
+    lm = load.load_policy(path, ref_config, config, trains=is_policy)
     whole = Policy(lm) if is_policy else Policy(lm).requires_grad_(False)
     policy = fsdp.shard(whole, config, mesh)
     reference = AdapterReference(policy) if is_policy else policy
     self_checks.only_tokens_matter(reference, config)
 
-    pad_id = tokenizer.pad_token_id
     found = ReferenceScores()
-    found.first = score.score_examples(reference, train_set[:1], config, pad_id, "reference")
-    found.shown = token_records.token_logps(reference, shown, config, pad_id)
+    found.first = score.score_examples(reference, train_set[:1], config, vocabulary, "reference")
+    found.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
-        arguments = (reference, eval_set, config, pad_id, "reference", config.ld_alpha)
-        held_out = partial(score.pair_logps, *arguments)
+        held_out = partial(
+            score.pair_logps,
+            reference,
+            eval_set,
+            config,
+            vocabulary,
+            "reference",
+            config.ld_alpha,
+        )
         key = scores_key(eval_set, config, found.first)
         rows: Sequence[int] = range(len(eval_set))
         found.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
-    train = partial(training_logps, reference, train_set, order, config, pad_id)
+    train = partial(training_logps, reference, train_set, order, config, vocabulary)
     rows = order.rows_until(order.total_steps(config))
     key = scores_key(train_set, config, found.first)
     logps = kept_logps(config, "train", train, rows, key, is_resumed)
@@ -104,7 +111,7 @@ def training_logps(
     train_set: Sequence[Example],
     order: data.BatchOrder,
     config: "DPOConfig",
-    pad_id: int,
+    vocabulary: Vocabulary,
 ) -> Tensor:
     """Log-probabilities (rows, 2) of the pairs a run sees, NaN of others. Collective.
 
@@ -117,7 +124,7 @@ def training_logps(
     batches = (
         batch
         for step in progress(steps, "reference")
-        for batch in data.micro_batches(train_set, order.rows(step), config, pad_id)
+        for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
     score_batch = partial(
         score.tail_weighted_logps,

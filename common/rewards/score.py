@@ -46,6 +46,7 @@ from common.rewards.functions import (
     short_names,
 )
 from common.sampling.sampler import Rollouts
+from common.text.example import Vocabulary
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 
@@ -108,7 +109,7 @@ class RewardFunctions:
     Args:
         functions: By name.
         weights: One for each.
-        tokenizer: The policy's; unused on texts.
+        vocabulary: The policy's; unused on texts.
         other_names: Further paths in the same tables, from which short names must differ too.
     """
 
@@ -116,14 +117,14 @@ class RewardFunctions:
         self,
         functions: Mapping[str, RewardFunction],
         weights: Sequence[float],
-        tokenizer: Any = None,
+        vocabulary: Vocabulary | Any = None,
         other_names: Sequence[str] = (),
     ) -> None:
         """Take the functions."""
         assert len(functions) == len(weights)
         self.functions = dict(functions)
         self.weights = list(weights)
-        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
         self.short = short_names([*functions, *other_names])  # by name
 
     @classmethod
@@ -131,7 +132,7 @@ class RewardFunctions:
         cls,
         names: Sequence[str],
         weights: Sequence[float],
-        tokenizer: Any,
+        vocabulary: Vocabulary,
         config: CommonConfig,
         other_names: Sequence[str] = (),
     ) -> "RewardFunctions":
@@ -141,7 +142,7 @@ class RewardFunctions:
             names: Built-ins with their argument (`count:x`), file.py:function, which is run as
                 code, and folders or hub ids of reward models.
             weights: One per name; empty for 1 each.
-            tokenizer: The policy's.
+            vocabulary: The policy's.
             config: Of the run.
             other_names: Further paths in the same tables.
 
@@ -161,8 +162,10 @@ class RewardFunctions:
                 f"reward_funcs ({', '.join(names)})."
             )
         found = [(name, find_function(name)) for name in names]  # all, before a model is read
-        functions = {name: f or RewardModelFunction(name, tokenizer, config) for name, f in found}
-        return cls(functions, weights, tokenizer, other_names)
+        functions = {
+            name: f or RewardModelFunction(name, vocabulary.tokenizer, config) for name, f in found
+        }
+        return cls(functions, weights, vocabulary, other_names)
 
     @property
     def reward_models(self) -> dict[str, Any]:
@@ -248,10 +251,10 @@ class RewardFunctions:
         columns = {name: [e.columns[name] for e in repeated] for name in examples[0].columns}
         columns["prompt_ids"] = [e.prompt_ids for e in repeated]
         columns["has_stop"] = rollouts.has_stop.tolist()
-        texts, messages = rollouts.texts(self.tokenizer), [e.messages for e in repeated]
+        tokenizer, messages = self.vocabulary.tokenizer, [e.messages for e in repeated]
         rewards = self(
             [e.messages or e.prompt for e in repeated],
-            as_answers(texts, messages, self.tokenizer),
+            as_answers(rollouts.texts(tokenizer), messages, tokenizer),
             rollouts.completion_ids,
             columns,
             TrainerState(global_step=step, max_steps=total_steps),

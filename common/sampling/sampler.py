@@ -19,6 +19,7 @@ from common.data import Example, row_numbers
 from common.model import replica
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
+from common.text.example import Vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,13 +121,10 @@ def decoded_at_once(longest: int, num_samples: int, config: CommonConfig) -> tup
 class Sampler:
     """Samples from a policy that is being trained, through a plain copy of its weights."""
 
-    def __init__(
-        self, policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: CommonConfig
-    ) -> None:
+    def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: CommonConfig) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""
         self.policy = policy
-        self.tokenizer = tokenizer
-        self.stop_ids = list(stop_ids)
+        self.vocabulary = vocabulary
         self.config = config
         self.copy = replica.RolloutCopy(policy.lm, config)
 
@@ -147,8 +145,8 @@ class Sampler:
         The noise depends on the prompts' row numbers and on the `step` of the run; for the rest see
         `Settings`. `report` is told what is happening, for a progress bar.
         """
-        pad_id, layout = self.tokenizer.pad_token_id, self.config.layout
-        settings = Settings(self.stop_ids, pad_id, layout, temperature, top_k, top_p)
+        stop_ids, pad_id = self.vocabulary.stop_ids, self.vocabulary.pad_id
+        settings = Settings(stop_ids, pad_id, self.config.layout, temperature, top_k, top_p)
         seed = noise.derive_seed(self.config.seed, "sampling", step)
         return self.draw(examples, num_samples, settings, seed, report)
 
@@ -170,8 +168,8 @@ class Sampler:
             report(f"{title}, token {position + 1} of {max_length}")
 
         with self.copy.gathered(self.policy) as lm, replica.packed(lm):
-            starts = range(0, len(examples), num_prompts), range(0, num_samples, count)
-            for start, first in product(*starts):
+            prompt_starts = range(0, len(examples), num_prompts)
+            for start, first in product(prompt_starts, range(0, num_samples, count)):
                 part = examples[start : start + num_prompts]
                 samples = range(first, min(first + count, num_samples))
                 title = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
@@ -230,7 +228,10 @@ class Sampler:
             if not examples:
                 return []  # and no weights are gathered
             rollouts = self.sample(examples, temperature=0)
-        texts, logps = rollouts.texts(self.tokenizer), rollouts.as_lists(rollouts.token_logps)
+        texts, logps = (
+            rollouts.texts(self.vocabulary.tokenizer),
+            rollouts.as_lists(rollouts.token_logps),
+        )
         per_prompt = len(texts) // max(1, len(examples))
         return [
             {
@@ -238,7 +239,9 @@ class Sampler:
                 "completion": text,
                 **{name: values[i] for name, values in columns.items()},
                 "stopped by": "stop token" if rollouts.has_stop[i] else "length limit",
-                "tokens": token_records.texts(self.tokenizer, rollouts.completion_ids[i]),
+                "tokens": token_records.texts(
+                    self.vocabulary.tokenizer, rollouts.completion_ids[i]
+                ),
                 "token_logps": token_records.rounded(logps[i]),
             }
             for i, text in enumerate(texts)

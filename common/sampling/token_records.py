@@ -15,6 +15,7 @@ from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example
 from common.model import fsdp
+from common.text.example import Vocabulary
 
 NUM_DECIMALS = 5  # of a log-probability in a file that people open
 
@@ -34,7 +35,7 @@ def token_logps(
     model: nn.Module,
     examples: Sequence[Example],
     config: CommonConfig,
-    pad_id: int,
+    vocabulary: Vocabulary,
     temperature: float = 1.0,
 ) -> list[list[float]]:
     """Log-probability of every completion token of a policy or reference, rounded. Collective.
@@ -48,7 +49,7 @@ def token_logps(
         places = list(range(len(found), len(found) + len(example.completions)))
         pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
         found += [[] for _ in places]
-    for batch in data.batches(pieces, config, pad_id):
+    for batch in data.batches(pieces, config, vocabulary.pad_id):
         logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
         for row, place in enumerate(batch.places.tolist()):
             if batch.is_real[row]:
@@ -62,7 +63,7 @@ def pair_columns(
     examples: Sequence[Example],
     logps: Sequence[list[float]],
     ref_logps: Sequence[list[float]] | None,
-    tokenizer: Any,
+    vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     """Columns of a table about N pairs: tokens and log-probabilities of chosen and rejected.
 
@@ -70,7 +71,9 @@ def pair_columns(
     """
     columns: dict[str, Any] = {}
     for k, name in enumerate(("chosen", "rejected")):
-        columns[f"{name}_tokens"] = [texts(tokenizer, e.completions[k]) for e in examples]
+        columns[f"{name}_tokens"] = [
+            texts(vocabulary.tokenizer, e.completions[k]) for e in examples
+        ]
         columns[f"{name}_token_logps"] = list(logps[k::2])
         if ref_logps is not None:
             columns[f"ref_{name}_token_logps"] = list(ref_logps[k::2])

@@ -1,7 +1,20 @@
-"""A row as token ids."""
+"""A row as token ids, and the vocabulary of those ids."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokenizer of a run, and the ids that pad a batch and end a completion.
+
+    `model.load.load_vocabulary` makes it.
+    """
+
+    tokenizer: Any
+    pad_id: int  # fills padding, which is masked
+    stop_ids: Sequence[int]  # each ends a completion; the first is appended for training
 
 
 @dataclass

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.text import hub, shared_rows
 from common.text.chat import Conversation, render
 from common.text.data_report import DataReport, progress
-from common.text.example import Example
+from common.text.example import Example, Vocabulary
 from common.text.forms import Row
 from common.text.rows import COMPLETION_COLUMNS, load_rows, options, row_source
 from common.text.truncate import (
@@ -45,8 +45,7 @@ def load(
     dataset_name: str,
     split: str,
     kind: str,
-    tokenizer: Any,
-    stop_ids: Sequence[int],
+    vocabulary: Vocabulary,
     num_rows: int = 0,
 ) -> Sequence[Example]:
     """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`.
@@ -69,10 +68,16 @@ def load(
         numbers: list[int] = []
         texts: list[Row] = []  # one of each answer of a conversation
         for number, row in enumerate(progress(rows, "rendering", len(rows))):
-            texts += render(row, COMPLETION_COLUMNS[kind], tokenizer)
+            texts += render(row, COMPLETION_COLUMNS[kind], vocabulary.tokenizer)
             numbers += [number] * (len(texts) - len(numbers))
         examples, report = tokenize_rows(
-            texts, tokenizer, config, kind=kind, stop_ids=stop_ids, split=split, numbers=numbers
+            texts,
+            vocabulary.tokenizer,
+            config,
+            kind=kind,
+            stop_ids=vocabulary.stop_ids,
+            split=split,
+            numbers=numbers,
         )
         report.notes = notes
         distributed.print_rank0(report)

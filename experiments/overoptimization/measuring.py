@@ -48,11 +48,10 @@ class Measurer:
     def __init__(self, config: OveroptimizationConfig, proxy: str) -> None:
         """Load the judges, of which `proxy` is a reward model's folder, and the SFT policy."""
         self.config = config
-        self.tokenizer = models.load_tokenizer(config.tokenizer_path, config)
-        self.stop_ids = models.stop_token_ids(self.tokenizer, config, [config.model_name_or_path])
+        self.vocabulary = models.load_vocabulary(config)
         self.mesh = distributed.mesh(config.num_replicas)
-        self.proxy = RewardFunctions.find([proxy], [], self.tokenizer, config)
-        self.gold = RewardFunctions.find([config.gold], [], self.tokenizer, config)
+        self.proxy = RewardFunctions.find([proxy], [], self.vocabulary, config)
+        self.gold = RewardFunctions.find([config.gold], [], self.vocabulary, config)
         for scorer in (self.proxy, self.gold):
             scorer.load(self.mesh)
         self.reference = self.load(config.model_name_or_path)
@@ -61,7 +60,9 @@ class Measurer:
         """The frozen policy of a model's folder, or of a checkpoint, which is exported once."""
         if Path(path, MANIFEST).is_file():
             path = plain.exported(Path(path), self.config)
-        model_config = models.read_model_config(path, "policy", self.tokenizer, self.config)
+        model_config = models.read_model_config(
+            path, "policy", self.vocabulary.tokenizer, self.config
+        )
         lm = models.load_policy(path, model_config, self.config)
         policy = fsdp.shard(Policy(lm).requires_grad_(False), self.config, self.mesh)
         self_checks.only_tokens_matter(policy, self.config)
@@ -71,9 +72,7 @@ class Measurer:
         """The first prompts of a split (0: all) as token ids."""
         config = self.config
         name = config.prompts_dataset_name or config.dataset_name
-        return data.load_examples(
-            config, name, split, "prompts", self.tokenizer, self.stop_ids, num_rows
-        )
+        return data.load_examples(config, name, split, "prompts", self.vocabulary, num_rows)
 
     @cached_property
     def held_out(self) -> Sequence[Example]:
@@ -90,7 +89,7 @@ class Measurer:
 
     def draw(self, policy: Policy, examples: Sequence[Example], num_samples: int) -> Rollouts:
         """K completions of each prompt, at temperature 1: the policy itself."""
-        sampler = Sampler(policy, self.tokenizer, self.stop_ids, self.config)
+        sampler = Sampler(policy, self.vocabulary, self.config)
         return sampler.sample(examples, num_samples=num_samples)
 
     def proxy_rewards(self, examples: Sequence[Example], rollouts: Rollouts) -> Tensor:
@@ -105,8 +104,10 @@ class Measurer:
         rollouts = self.draw(policy, examples, num_samples)
         del policy
         gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
-        arguments = (rollouts.completed(examples), self.config, self.tokenizer.pad_token_id)
-        ref_logps = score.score_examples(self.reference, *arguments, "reference")  # (P, K)
+        sampled = rollouts.completed(examples)
+        ref_logps = score.score_examples(
+            self.reference, sampled, self.config, self.vocabulary, "reference"
+        )  # (P, K)
         logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)
         return Measured(
             self.gold.score(examples, rollouts).total.double().numpy(),

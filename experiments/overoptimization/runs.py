@@ -123,7 +123,7 @@ class Chain:
         examples = choose(prompts, config, "num_train_prompts")
         rollouts = measurer.draw(measurer.reference, examples, number)
         rewards = measurer.proxy_rewards(examples, rollouts)  # (N, K)
-        texts = rollouts.texts(measurer.tokenizer)
+        texts = rollouts.texts(measurer.vocabulary.tokenizer)
         write_optimised(folder, examples, rollouts, texts, rewards, sizes)
         stages.write_mark(folder, made_by, MARK)
         del self.measurer, measurer  # the next stages need the memory

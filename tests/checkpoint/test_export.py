@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
     policy.lm.config.use_cache = False
-    settings = plain.settings_of(policy.lm, tiny.tokenizer(), [5, 0])
+    settings = plain.settings_of(policy.lm, tiny.vocabulary([5, 0]))
     optimizer = optim.build_optimizer(policy, config)
     metrics = Accumulator(distributed.device())
     saver = Checkpointer(config, policy, optimizer, metrics, settings=settings)

@@ -366,12 +366,14 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
 def foreign_rewards(root: str) -> list[list[float]]:
     """Rewards of five pairs by the model of another vocabulary."""
     tokenizer = AutoTokenizer.from_pretrained(f"{root}/sft/model")
-    config, stop_ids = tiny.train_config(**LENGTHS), [tokenizer.eos_token_id]
-    arguments = ("synthetic", "validation", "preference", tokenizer, stop_ids, 5)
-    pairs = data.load_examples(config, *arguments)
+    config = tiny.train_config(**LENGTHS)
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    pairs = data.load_examples(
+        config, "synthetic", "validation", "preference", vocabulary, num_rows=5
+    )
     function = RewardModelFunction(f"{root}/foreign/model", tokenizer, config)
     function.load(distributed.mesh())
-    return pair_scores.reward_scores(function, pairs, tokenizer, stop_ids, config).tolist()
+    return pair_scores.reward_scores(function, pairs, vocabulary, config).tolist()
 
 
 def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
@@ -431,6 +433,6 @@ def test_a_reading_without_the_stop_token_leaves_it_out():
         Example(0, "p", [5], [[3, 4, 0], [0]], {}),
         Example(1, "p", [5], [[3, 4], [2, 0]], {}),
     ]
-    kept = pair_scores.without_stop(examples, [0])
+    kept = pair_scores.without_stop(examples, tiny.vocabulary([0]))
     assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
     assert examples[0].completions == [[3, 4, 0], [0]]

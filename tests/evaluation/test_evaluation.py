@@ -64,7 +64,7 @@ def plain_scores(model: Any, examples: list[Example]) -> Tensor:
 
 def score(model: Any, examples: list[Example], micro_batch_size: int = 4, **fields: Any) -> Tensor:
     config = tiny.train_config(micro_batch_size=micro_batch_size, **fields)
-    return evaluation.score_examples(model, examples, config, PAD, "scoring")
+    return evaluation.score_examples(model, examples, config, tiny.vocabulary(), "scoring")
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_completion_of_two_rows_is_scored_once(model):
         model(batch)
         return batch.places.double()
 
-    rest = (PAIRS, tiny.train_config(), PAD, "scoring")
+    rest = (PAIRS, tiny.train_config(), tiny.vocabulary(), "scoring")
     own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
     own[6, 1] = 1  # the second completion of row 0
     assert evaluation.score_examples(model, *rest, score=places).equal(own)
@@ -146,7 +146,7 @@ def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
     examples = [Example(e.row, "", e.prompt_ids, e.completions[:1], {}) for e in PAIRS]
     logps = plain_scores(policy, examples)[:, 0]
     lengths = torch.tensor([len(e.completions[0]) for e in examples])
-    loss = evaluation.mean_sft_loss(policy, examples, tiny.train_config(), PAD)
+    loss = evaluation.mean_sft_loss(policy, examples, tiny.train_config(), tiny.vocabulary())
     assert loss == pytest.approx(float(-logps.sum() / lengths.sum()), abs=1e-5)
     assert abs(loss - float((-logps / lengths).mean())) > 1e-2
 
@@ -158,7 +158,7 @@ def test_preference_accuracy_is_a_count(model):
     """The last pair is of two equal completions: a tie, which counts one half."""
     tie = Example(7, "", [5, 6], [[8, 9, 0], [8, 9, 0]], {})
     pairs = [*PAIRS, tie]
-    accuracy, scores = evaluation.preferences(model, pairs, tiny.train_config(), PAD)
+    accuracy, scores = evaluation.preferences(model, pairs, tiny.train_config(), tiny.vocabulary())
     plain = plain_scores(model, pairs)
     wins = sum(chosen > rejected for chosen, rejected in plain[:-1].tolist())
     assert 0 < wins < 7  # chosen and rejected are not told apart by a constant
@@ -167,7 +167,7 @@ def test_preference_accuracy_is_a_count(model):
     assert accuracy.low < accuracy.accuracy < accuracy.high
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-4)
     swapped = [Example(e.row, "", e.prompt_ids, e.completions[::-1], {}) for e in pairs]
-    other, _ = evaluation.preferences(model, swapped, tiny.train_config(), PAD)
+    other, _ = evaluation.preferences(model, swapped, tiny.train_config(), tiny.vocabulary())
     assert other.accuracy == pytest.approx(1 - accuracy.accuracy)
 
 
@@ -176,14 +176,14 @@ def test_an_implicit_reward_is_the_gain_over_the_reference():
     config = tiny.train_config()
     ref_scores = score(reference, PAIRS)
     accuracy, gains = evaluation.preferences(
-        policy, PAIRS, config, PAD, ImplicitReward(), ref_scores
+        policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), ref_scores
     )
     expected = plain_scores(policy, PAIRS) - plain_scores(reference, PAIRS)
     torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
     wins = int((expected[:, 0] > expected[:, 1]).sum())
     assert accuracy.accuracy == pytest.approx(wins / 7)
     itself, _ = evaluation.preferences(
-        policy, PAIRS, config, PAD, ImplicitReward(), score(policy, PAIRS)
+        policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), score(policy, PAIRS)
     )
     assert (itself.accuracy, itself.num_ties) == (0.5, 7)
 
@@ -212,7 +212,7 @@ def test_the_pair_table_shows_both_texts_and_scores():
     pairs = [Example(i, f"prompt {i}", [5], [[*ids, 0] for ids in words], {}) for i in range(3)]
     scores = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     config = tiny.train_config(num_sample_prompts=2)
-    table = evaluation.pair_table(pairs, scores, tokenizer, config)
+    table = evaluation.pair_table(pairs, scores, tiny.vocabulary(), config)
     assert len(table) == 2
     assert table[1] == {
         "prompt": "prompt 1",
@@ -267,7 +267,7 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.train_config()
     model = fsdp.shard(RewardModel(lm), config, distributed.mesh())
     folder = tmp_path_factory.mktemp("run") / "model"
-    export.save_pretrained(model, tiny.tokenizer(), folder, reward_shift=0.75)
+    export.save_pretrained(model, tiny.vocabulary(), folder, reward_shift=0.75)
     return folder
 
 
@@ -364,7 +364,7 @@ def test_a_scorer_sums_weighted_functions_prompt_by_prompt(reward_folder, tmp_pa
     judge = f"{tmp_path / 'judge.py'}:judge"
     config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
     names = [str(reward_folder), judge]
-    scorer = RewardFunctions.find(names, [2.0, -0.5], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find(names, [2.0, -0.5], tiny.vocabulary(), config)
     assert list(scorer.reward_models) == [str(reward_folder)]
     scorer.load(distributed.mesh())
     examples = [
@@ -396,7 +396,7 @@ def test_a_policy_as_reward_function_is_refused_before_weights_are_read(tmp_path
     (tmp_path / "model.safetensors").unlink()
     config = tiny.train_config(max_prompt_length=40, max_completion_length=20)
     with pytest.raises(UserError, match="is not a reward model"):
-        RewardFunctions.find([str(tmp_path)], [], tiny.tokenizer(), config)
+        RewardFunctions.find([str(tmp_path)], [], tiny.vocabulary(), config)
 
 
 @pytest.mark.parametrize(

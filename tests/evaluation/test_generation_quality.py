@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lm = tiny.classifier("llama", vocab_size=300)
         lm.config.pad_token_id = PAD
         model = fsdp.shard(RewardModel(lm), tiny.train_config(), distributed.mesh())
-        export.save_pretrained(model, tiny.tokenizer(), path / "reward" / "model")
+        export.save_pretrained(model, tiny.vocabulary(), path / "reward" / "model")
     (path / "judge.py").write_text(JUDGE)
     (path / "prompts").mkdir()
     (path / "prompts" / "validation.jsonl").write_text(
@@ -143,9 +143,9 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
     with tiny.process_group():
         policies = [Policy(tiny.causal_lm("gpt2", seed=seed, vocab_size=300)) for seed in (3, 4)]
         config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-        judges = RewardFunctions.find(["length"], [], tiny.tokenizer(), config)
+        judges = RewardFunctions.find(["length"], [], tiny.vocabulary(), config)
         prompts = [tiny.ragged_examples([(5 + i, 1)], vocab_size=300)[0] for i in range(6)]
-        sampler = Sampler(policies[0], tiny.tokenizer(), [STOP], config)
+        sampler = Sampler(policies[0], tiny.vocabulary([STOP]), config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
         arguments = (judges, prompts, rollouts, config)
         found = completions.measure(*policies, *arguments, 1.0)
@@ -171,12 +171,12 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
 
 def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find(["length"], [], tiny.tokenizer(), config)
+    judges = RewardFunctions.find(["length"], [], tiny.vocabulary(), config)
     texts = [" a key", " a key" * 20, None, "  ", [{"role": "assistant", "content": " a key"}], 3]
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = completions.reference_completions(judges, examples, [STOP], LONGEST)
+    found = completions.reference_completions(judges, examples, LONGEST)
     assert sorted(found) == [0, 1, 4]
     short, long, message = found.values()
     assert (short.completion, short.stopped) == (texts[0], True)
@@ -194,13 +194,13 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find(["length", "count:e"], [], tokenizer, config)
+    judges = RewardFunctions.find(["length", "count:e"], [], tiny.vocabulary(of=tokenizer), config)
     asked, answer = ({"role": r, "content": c} for r, c in (("user", "why"), ("assistant", "the")))
     examples = [
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    found = completions.reference_completions(judges, examples, [STOP], LONGEST)
+    found = completions.reference_completions(judges, examples, LONGEST)
     assert len(found) == 2
     for own in found.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
@@ -417,7 +417,7 @@ def same(found: Any, expected: Any) -> bool:
 
 def test_a_completion_of_no_words_shares_none():
     config = tiny.train_config(max_prompt_length=60, max_completion_length=LONGEST)
-    judges = RewardFunctions.find([], [], tiny.tokenizer(), config)
+    judges = RewardFunctions.find([], [], tiny.vocabulary(), config)
     example = tiny.ragged_examples([(4,)])[0]
     rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
     (own,) = completions.judged(judges, [example], rollouts, [""], ["a reference"])

@@ -58,12 +58,12 @@ SCRIPTS: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with an SFT policy, a gold reward model and local rows."""
     path = tmp_path_factory.mktemp("overoptimization")
-    tokenizer, size = tiny.tokenizer(), len(tiny.tokenizer())
+    vocabulary, size = tiny.vocabulary(), len(tiny.tokenizer())
     with tiny.working_directory(path):
         lm = tiny.causal_lm("gpt2", vocab_size=size, n_positions=128)
-        export.save_pretrained(Policy(lm), tokenizer, path / "sft" / "model", stop_ids=[0])
+        export.save_pretrained(Policy(lm), vocabulary, path / "sft" / "model")
         judge = RewardModel(tiny.classifier("gpt2", seed=5, vocab_size=size, n_positions=128))
-        export.save_pretrained(judge, tokenizer, path / "judge" / "model")
+        export.save_pretrained(judge, vocabulary, path / "judge" / "model")
         for split in ("train", "validation"):
             rows = synthetic.make_rows("preference", split, 12)
             kept = ("prompt", "chosen", "rejected", "facts")
@@ -92,18 +92,18 @@ def measurer(folder: Path, **changes: Any) -> Measurer:
 @torch.no_grad()
 def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
     found = measurer(folder)
-    lm = tiny.causal_lm("gpt2", seed=1, vocab_size=len(found.tokenizer), n_positions=128)
-    export.save_pretrained(Policy(lm), found.tokenizer, folder / "other" / "model", stop_ids=[0])
+    lm = tiny.causal_lm("gpt2", seed=1, vocab_size=len(found.vocabulary.tokenizer), n_positions=128)
+    export.save_pretrained(Policy(lm), found.vocabulary, folder / "other" / "model")
     examples = found.held_out
     measured = found.measure("other/model", 3)
     rollouts = found.draw(found.load("other/model"), examples, 3)
-    texts = rollouts.texts(found.tokenizer)
+    texts = rollouts.texts(found.vocabulary.tokenizer)
     judge = found.proxy.reward_models["judge/model"].model
     for i, ids in enumerate(rollouts.completion_ids):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
         pi, ref, reward = (
-            score.score_examples(model, alone, found.config, 1, "")
+            score.score_examples(model, alone, found.config, found.vocabulary, "")
             for model in (found.load("other/model"), found.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)

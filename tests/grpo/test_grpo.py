@@ -91,7 +91,7 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
 def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
     advantages = minibatches.advantages(kept, None, config)
-    updates = minibatches.split(kept, config, PAD, 0)
+    updates = minibatches.split(kept, config, tiny.vocabulary(pad_id=PAD), 0)
     return minibatches.collate(kept, updates, Before(None, None, []), advantages, config)
 
 

@@ -65,9 +65,9 @@ def held_out(folder: Path, policy: Policy, reference: Policy | None, **flags: An
     for place, example in enumerate(prompts):
         prompts[place] = Example(example.row, "p" * min(place, 7), example.prompt_ids, [], {})
     pairs = tiny.ragged_examples([(5, 4, 2), (3, 2, 6), (7, 1, 3), (4, 5, 5)])
-    tokenizer = tiny.tokenizer()
-    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, tokenizer, config)
-    sampler = Sampler(policy, tokenizer, STOPS, config)
+    vocabulary = tiny.vocabulary(STOPS)
+    scorer = RewardFunctions.find(config.reward_funcs, config.reward_weights, vocabulary, config)
+    sampler = Sampler(policy, vocabulary, config)
     return HeldOut(sampler, scorer, reference, prompts, pairs, config)
 
 
@@ -126,7 +126,7 @@ def test_a_reward_of_checks_alone_is_a_share(tmp_path: Path, number: int) -> Non
     found = held_out(tmp_path, models()[0], None, reward_weights=[0.0, 0.0, 1.0])
     if number == 1:
         names = [f"{tmp_path}/functions.py:check"]
-        found.scorer = RewardFunctions.find(names, [1.0], tiny.tokenizer(), found.config)
+        found.scorer = RewardFunctions.find(names, [1.0], tiny.vocabulary(), found.config)
     keys = [example.prompt for example in found.prompts]
     over = share_over_prompts if number == 1 else mean_over_prompts
     own = over([float(key == "pp") for key in keys], keys)

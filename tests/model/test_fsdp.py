@@ -192,7 +192,7 @@ def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layo
     with torch.no_grad():
         expected = lm(input_ids=ids.to(distributed.device())).logits.cpu()
     policy = fsdp.shard(Policy(lm), tiny.train_config(layout=layout), distributed.mesh())
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "after", stop_ids=[0])
+    export.save_pretrained(policy, tiny.vocabulary([0]), tmp_path / "after")
     configs = [
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "after")
     ]

@@ -270,7 +270,7 @@ def test_the_sampler_draws_from_base_and_adapters(bases, family, bf16):
     """Its log-probabilities are the trainer's, and its copy is a plain model."""
     policy = train(new_policy(bases[family], bf16=bf16))
     config = lora_config("unused", bf16=bf16)
-    sampler = Sampler(policy, tiny.tokenizer(), [0], config)
+    sampler = Sampler(policy, tiny.vocabulary([0]), config)
     rollouts = sampler.sample(EXAMPLES, num_samples=4)
     groups = [rollouts.completion_ids[i : i + 4] for i in range(0, 12, 4)]
     batch = padded_batch([e.prompt_ids for e in EXAMPLES], groups, PAD_ID).to(distributed.device())
@@ -292,7 +292,7 @@ def test_the_exported_model_and_the_exported_adapter_are_the_trained_policy(
     ids = torch.tensor([tiny.random_ids(9, seed=1)], device=distributed.device())
     with torch.no_grad():
         expected = policy.lm(input_ids=ids).logits
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    export.save_pretrained(policy, tiny.vocabulary([0]), tmp_path / "model")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -320,7 +320,7 @@ def test_a_base_is_held_in_bfloat16_if_it_loses_nothing_and_exported_as_it_was(
     for name, p in policy.named_parameters():
         held["adapters" if ".lora_" in name else "base"].add(p.dtype)
     assert held == {"base": {stored}, "adapters": {torch.float32}}
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.vocabulary(), tmp_path / "model")
     found, base = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "base"))
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -340,7 +340,7 @@ def test_an_adapter_to_start_from_is_merged_by_the_lines_of_the_page(
     bases, family, tmp_path, monkeypatch
 ):
     policy = train(new_policy(bases[family]))
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model")
+    export.save_pretrained(policy, tiny.vocabulary(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).resolve().parents[2] / "docs" / "objectives.md").read_text()
     (lines,) = (part for part in page.split("```") if "merge_and_unload" in part)

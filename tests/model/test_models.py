@@ -139,7 +139,7 @@ def test_an_exported_policy_is_the_trained_one(family, is_tied, tmp_path):
     batch = batch_of_rows(pad_id=1)
     update(policy, lambda: -policy(batch).token_logps.mean(), config)
     folder = tmp_path / "model"
-    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.vocabulary([5, 0]), folder)
 
     loaded = AutoModelForCausalLM.from_pretrained(folder).to(distributed.device()).eval()
     for name, parameter in policy.lm.named_parameters():
@@ -160,22 +160,24 @@ def test_an_exported_folder_holds_float32_safetensors_tokenizer_and_stop_tokens(
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
     folder = tmp_path / "model"
     for content in ("stale", "again"):  # a second export replaces the folder whole
-        export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+        export.save_pretrained(policy, tiny.vocabulary([5, 0]), folder)
         (folder / "stale").write_text(content)
     two = copy.deepcopy(tiny.tokenizer())
     two.chat_template = {"default": "{{ messages }}", "rag": "{{ documents }}"}
-    export.save_pretrained(policy, two, folder)  # which has a folder of templates
+    export.save_pretrained(
+        policy, tiny.vocabulary(of=two), folder
+    )  # which has a folder of templates
     (template,) = (folder / "additional_chat_templates").iterdir()
     assert template.stat().st_mode == (folder / "config.json").stat().st_mode
     assert template.parent.stat().st_mode == folder.stat().st_mode
-    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.vocabulary([5, 0]), folder)
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     (tmp_path / "disk").mkdir()
     folder.rename(tmp_path / "disk" / "there")
     folder.symlink_to(tmp_path / "disk" / "there")  # it is followed, and stays
     (tmp_path / "disk" / "there.partial").symlink_to("gone")
     (folder / "stale").write_text("")
-    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.vocabulary([5, 0]), folder)
     assert folder.is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["there"]
     mode = 0o666 & (tmp_path / "disk").stat().st_mode
@@ -208,7 +210,7 @@ def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
     lm = models.load_policy(path, model_config, config, trains=True)
     assert "generation_config.json of" in capsys.readouterr().out
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[5, 0])
+    export.save_pretrained(policy, tiny.vocabulary([5, 0]), tmp_path / "model")
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
     assert not odd.keys() & written.keys()
     assert (written["eos_token_id"], written["bos_token_id"]) == ([5, 0], 0)
@@ -217,7 +219,7 @@ def test_settings_of_sampling_that_cannot_be_written_are_dropped_at_the_start(
 def test_an_exported_policy_is_the_next_stage_s_start(tmp_path):
     config = short_config()
     policy = fsdp.shard(Policy(tiny.causal_lm("llama", vocab_size=300)), config, distributed.mesh())
-    export.save_pretrained(policy, tiny.tokenizer(), tmp_path / "model", stop_ids=[0])
+    export.save_pretrained(policy, tiny.vocabulary([0]), tmp_path / "model")
     path = str(tmp_path / "model")
     tokenizer = models.load_tokenizer(path, config)
     model_config = models.read_model_config(path, "policy", tokenizer, config)
@@ -321,7 +323,7 @@ def test_an_exported_reward_model_is_the_trained_one(family, tmp_path):
         raw = model(batch)
     shift = -float(raw.mean())
     folder = tmp_path / "model"
-    export.save_pretrained(model, tokenizer, folder, reward_shift=shift)
+    export.save_pretrained(model, tiny.vocabulary(of=tokenizer), folder, reward_shift=shift)
 
     plain = transformers_rewards(folder)
     saved_shift = json.loads((folder / "config.json").read_text()).get("reward_shift", 0.0)
@@ -354,7 +356,9 @@ def test_a_shift_makes_the_exported_mean_0_in_float32_however_it_was_trained(bf1
         update(model, lambda: model(batch).square().mean(), config)  # it trains on
         with torch.no_grad(), fsdp.in_float32(model):
             shift = -float(model(batch).mean())
-        export.save_pretrained(model, tokenizer, tmp_path / "model", reward_shift=shift)
+        export.save_pretrained(
+            model, tiny.vocabulary(of=tokenizer), tmp_path / "model", reward_shift=shift
+        )
     assert abs(float(transformers_rewards(tmp_path / "model").mean())) < 1e-4
 
 
@@ -365,10 +369,14 @@ def test_shifts_of_a_reward_model_trained_twice_add_up(family, tmp_path):
     batch = batch_of_rows(tokenizer.pad_token_id)
     with torch.no_grad():
         raw = first(batch)
-    export.save_pretrained(first, tokenizer, tmp_path / "first", reward_shift=2.0)
+    export.save_pretrained(
+        first, tiny.vocabulary(of=tokenizer), tmp_path / "first", reward_shift=2.0
+    )
     second, tokenizer = new_reward_model(str(tmp_path / "first"), config)
     for _ in range(2):  # exporting is no change of the model: a second one adds nothing more
-        export.save_pretrained(second, tokenizer, tmp_path / "second", reward_shift=-0.5)
+        export.save_pretrained(
+            second, tiny.vocabulary(of=tokenizer), tmp_path / "second", reward_shift=-0.5
+        )
     third, _ = new_reward_model(str(tmp_path / "second"), config)
     with torch.no_grad():
         torch.testing.assert_close(third(batch), raw + 1.5, rtol=0, atol=1e-5)
@@ -423,7 +431,7 @@ def test_the_trunk_is_the_policy_s_and_a_trained_head_is_kept(tmp_path):
     for name, parameter in trunk.named_parameters():
         target = ranks.whole(model.lm.transformer.get_parameter(name)).cpu()
         assert torch.equal(target, parameter), name
-    export.save_pretrained(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tiny.vocabulary(of=tokenizer), tmp_path / "reward")
     again, _ = new_reward_model(str(tmp_path / "reward"), short_config(seed=5))
     assert torch.equal(ranks.whole(again.lm.score.weight), ranks.whole(model.lm.score.weight))
 
@@ -439,7 +447,7 @@ def test_a_tokenizer_that_pads_with_eos_gets_a_pad_token_of_its_own(tmp_path):
     batch = batch_of_rows(tokenizer.pad_token_id)
     with torch.no_grad():
         expected = model(batch)
-    export.save_pretrained(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tiny.vocabulary(of=tokenizer), tmp_path / "reward")
     # Rows end in eos: with eos as padding transformers would read the score one token too early.
     torch.testing.assert_close(
         transformers_rewards(tmp_path / "reward"), expected, rtol=0, atol=1e-5
@@ -520,7 +528,7 @@ def test_the_wrong_kind_of_model_is_refused(tmp_path):
     config = short_config()
     path = save_policy(tmp_path / "policy")
     model, tokenizer = new_reward_model(path, config)
-    export.save_pretrained(model, tokenizer, tmp_path / "reward")
+    export.save_pretrained(model, tiny.vocabulary(of=tokenizer), tmp_path / "reward")
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, "reward_model", tokenizer, config)
     assert_one_sentence(caught.value, path, "not a reward model", "GPT2LMHeadModel")
@@ -660,7 +668,7 @@ def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):
         Policy(AutoModelForCausalLM.from_pretrained(path)), config, distributed.mesh()
     )
     folder = tmp_path / "model"
-    export.save_pretrained(policy, tiny.tokenizer(), folder, stop_ids=[0, 9])
+    export.save_pretrained(policy, tiny.vocabulary([0, 9]), folder)
     assert stops_of(str(folder)) == [0, 9]  # of the next stage
     plain = AutoModelForCausalLM.from_pretrained(folder)
     for last in (0, 9):

@@ -290,7 +290,7 @@ def test_a_classifier_that_transformers_saved_gives_its_own_logits(tmp_path, pro
     texts = ["my key is lost", " the key", " a dog is lost too"]
     prompt, *ids = tiny.tokenizer()(texts, add_special_tokens=False)["input_ids"]
     config = tiny.train_config(max_prompt_length=20, max_completion_length=20)
-    scorer = RewardFunctions.find([str(tmp_path / "judge")], [], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find([str(tmp_path / "judge")], [], tiny.vocabulary(), config)
     scorer.load(distributed.mesh())
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, True])
     found = scorer.score([Example(0, texts[0], prompt, [], {})], rollouts).total[0]

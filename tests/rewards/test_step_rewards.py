@@ -120,7 +120,7 @@ def test_tokens_are_trained_on_the_steps_that_end_at_or_after_them(tmp_path: Pat
     (tmp_path / "judge.py").write_text(FILE)
     names = [f"{tmp_path / 'judge.py'}:steps", f"{tmp_path / 'judge.py'}:stops"]
     config = tiny.train_config(max_prompt_length=8, max_completion_length=8)
-    scorer = RewardFunctions.find(names, [1.0, 2.0], tiny.tokenizer(), config)
+    scorer = RewardFunctions.find(names, [1.0, 2.0], tiny.vocabulary(), config)
     examples = [Example(row, "p", [9], [], {}) for row in range(2)]
     ids = [[9, 5, 9, 6, 0], [6, 9, 5], [5, 5, 0], [6, 6, 0]]
     has_stop = [True, False, True, True]

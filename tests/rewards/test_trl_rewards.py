@@ -89,7 +89,7 @@ def test_a_function_is_given_what_trl_gives_it(tmp_path: Path, is_text: bool):
     names = ["judge", "always"] if is_text else ["judge", "always", "thinks"]
     paths = [f"{tmp_path / 'judge.py'}:{name}" for name in names]
     config = tiny.train_config(max_prompt_length=40, max_completion_length=40)
-    scorer = RewardFunctions.find(paths, [], tokenizer, config)
+    scorer = RewardFunctions.find(paths, [], tiny.vocabulary(of=tokenizer), config)
 
     ids = [row + [0] for row in tokenizer(TEXTS, add_special_tokens=False)["input_ids"]]
     prompts = [messages[0]["content"] if is_text else messages for messages in ASKED]
@@ -205,7 +205,8 @@ def pair_scores_by_trl(trainer: RewardTrainer) -> torch.Tensor:
 def judge_of(folder: Path, tokenizer: Any) -> tuple[RewardFunctions, Any]:
     """A loaded scorer of one reward model for a policy with that tokenizer, and a config."""
     config = tiny.train_config(max_prompt_length=300, max_completion_length=120)
-    scorer = RewardFunctions.find([str(folder)], [], tokenizer, config)
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    scorer = RewardFunctions.find([str(folder)], [], vocabulary, config)
     distributed.start()
     scorer.load(distributed.mesh())
     return scorer, config
@@ -216,11 +217,9 @@ def pair_scores_here(folder: Path) -> torch.Tensor:
     scorer, config = judge_of(folder, AutoTokenizer.from_pretrained(folder))
     file = folder.parent / "train.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    stop_ids = [scorer.tokenizer.eos_token_id]
-    arguments = (config, str(file), "train", "preference", scorer.tokenizer, stop_ids)
     (function,) = scorer.reward_models.values()
-    pairs = load_examples(*arguments)
-    return pair_scores.reward_scores(function, pairs, scorer.tokenizer, stop_ids, config).float()
+    pairs = load_examples(config, str(file), "train", "preference", scorer.vocabulary)
+    return pair_scores.reward_scores(function, pairs, scorer.vocabulary, config).float()
 
 
 def test_a_reward_model_that_trl_trained_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):
@@ -264,7 +263,7 @@ def test_a_reward_model_judges_rollouts_as_in_trl(untrained: Path, ending: str, 
     scorer, _ = judge_of(untrained, chatml_tokenizer(own.eos_token, vocab_size))
     (function,) = scorer.reward_models.values()
     assert function.same_ids is (vocab_size == 1024)
-    tokenizer, texts = scorer.tokenizer, [row["chosen"][0]["content"] for row in ROWS]
+    tokenizer, texts = scorer.vocabulary.tokenizer, [row["chosen"][0]["content"] for row in ROWS]
     texts[:2] = ["", " "]
     end = tokenizer("<|im_end|>\n" if tokenizer.eos_token == "<|endoftext|>" else "")["input_ids"]
     end = [*end, tokenizer.eos_token_id] if ending == "stops" else []

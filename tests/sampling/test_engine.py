@@ -47,7 +47,7 @@ def stand_in() -> Iterator[StandIn]:
 def sampler(stand_in: StandIn, lm: Any, **fields: Any) -> EngineSampler:
     lengths = {"max_prompt_length": 24, "max_completion_length": 12}
     needed = REQUIRED | lengths | {"rollout_server": stand_in.url}
-    made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], GRPOConfig(**(needed | fields)))
+    made = new_sampler(Policy(lm), tiny.vocabulary([STOP]), GRPOConfig(**(needed | fields)))
     assert isinstance(made, EngineSampler)
     return made
 
@@ -64,7 +64,7 @@ def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabi
     through = sampler(stand_in, lm)
     number = 12 if temperature else 1
     drawn = through.sample(EXAMPLES, num_samples=number, temperature=temperature)
-    own = Sampler(Policy(lm), tiny.tokenizer(), [STOP], through.config).sample(
+    own = Sampler(Policy(lm), tiny.vocabulary([STOP]), through.config).sample(
         EXAMPLES, num_samples=number, temperature=temperature
     )
     for ours, theirs in zip(own.tensors, drawn.tensors, strict=True):
@@ -77,7 +77,11 @@ def test_completions_are_those_of_our_sampler_in_shape_stop_rule_and_log_probabi
         assert (STOP in ids) == stopped
         assert ids.index(STOP) == len(ids) - 1 if stopped else len(ids) == 12
     scores = token_records.token_logps(
-        through.policy, drawn.completed(EXAMPLES), through.config, 1, temperature or 1.0
+        through.policy,
+        drawn.completed(EXAMPLES),
+        through.config,
+        through.vocabulary,
+        temperature or 1.0,
     )
     for one, other in zip(scores, drawn.as_lists(drawn.token_logps), strict=True):
         assert one == pytest.approx(other, abs=1e-5)

@@ -52,7 +52,7 @@ def new_sampler(
 ) -> Sampler:
     settings = {"max_completion_length": 12} | fields
     config = tiny.train_config(generation_batch_size=generation_batch_size, **settings)
-    return Sampler(Policy(lm), tiny.tokenizer(), stop_ids, config)
+    return Sampler(Policy(lm), tiny.vocabulary(stop_ids), config)
 
 
 def run_decode(
@@ -801,7 +801,7 @@ def test_the_token_loop_has_no_collective(monkeypatch):
     config = tiny.train_config(generation_batch_size=2, max_completion_length=6)
     expected = new_sampler(tiny.causal_lm("llama"), **{"max_completion_length": 6}).sample(EXAMPLES)
     policy = fsdp.shard(Policy(lm), config, distributed.mesh())
-    sampler = Sampler(policy, tiny.tokenizer(), [STOP], config)
+    sampler = Sampler(policy, tiny.vocabulary([STOP]), config)
     num_gathers, num_decodes = [], []
     gathered, plain_decode = sampler.copy.gathered, generation.decode
 
@@ -837,7 +837,7 @@ def test_the_copy_follows_the_policy_and_is_freed(family):
     """After an update the next rollout is drawn from the new weights; between them no storage."""
     lm = tiny.causal_lm(family, tie_word_embeddings=True)
     policy = fsdp.shard(Policy(lm), tiny.train_config(), distributed.mesh())
-    sampler = Sampler(policy, tiny.tokenizer(), [STOP], tiny.train_config(max_completion_length=6))
+    sampler = Sampler(policy, tiny.vocabulary([STOP]), tiny.train_config(max_completion_length=6))
     before = sampler.sample(EXAMPLES).completion_ids
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -860,7 +860,7 @@ def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
     """Packing gives up the copy's weights; the next phase fills it in the same dtypes."""
     config = tiny.train_config(bf16=True, max_completion_length=8)
     policy = fsdp.shard(Policy(tiny.causal_lm(family)), config, distributed.mesh())
-    sampler = Sampler(policy, tiny.tokenizer(), [STOP], config)
+    sampler = Sampler(policy, tiny.vocabulary([STOP]), config)
     dtypes = {name: p.dtype for name, p in sampler.copy.replica.named_parameters()}
     first, second, third = (sampler.sample(EXAMPLES, num_samples=3) for _ in range(3))
     assert first.completion_ids == second.completion_ids == third.completion_ids

@@ -42,7 +42,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
     examples = tiny.ragged_examples([(5, 4, 1, 7), (9, 2), (3, 6, 3)])
     lm = tiny.causal_lm("gpt2")
     config = tiny.train_config(layout=layout, micro_batch_size=2)  # the group of three is cut
-    logps = token_records.token_logps(Policy(lm), examples, config, 7, temperature)
+    logps = token_records.token_logps(Policy(lm), examples, config, tiny.vocabulary(), temperature)
     plain = tiny.causal_lm("gpt2", is_plain=True)
     expected = []
     for example in examples:
@@ -53,7 +53,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(layout: str, temperature
     assert [len(each) for each in logps] == [4, 1, 7, 2, 6, 3]
     for found, wanted in zip(logps, expected, strict=True):
         assert found == pytest.approx(wanted, abs=1e-4)
-    assert token_records.token_logps(Policy(lm), [], config, 7) == []
+    assert token_records.token_logps(Policy(lm), [], config, tiny.vocabulary()) == []
 
 
 def test_completions_go_to_their_prompts() -> None:

@@ -99,7 +99,7 @@ def new_engine(folder: Path, family: str, mode: str, **fields: Any) -> Iterator[
             needed |= {"max_prompt_length": 24, "max_completion_length": 12}
             needed |= {"generation_batch_size": 8, "reward_funcs": ["gold"], "rollout_server": url}
             config = GRPOConfig(**(needed | fields))
-            made = new_sampler(Policy(lm), tiny.tokenizer(), [STOP], config)
+            made = new_sampler(Policy(lm), tiny.vocabulary([STOP]), config)
             assert isinstance(made, EngineSampler)
             yield made
 
@@ -124,7 +124,7 @@ def gap(sampler: EngineSampler, drawn: Rollouts, temperature: float) -> float:
     completed = drawn.completed(EXAMPLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_records, "NUM_DECIMALS", 9)
-        given = (sampler.policy, completed, sampler.config, 1, temperature)
+        given = (sampler.policy, completed, sampler.config, sampler.vocabulary, temperature)
         ours = token_records.token_logps(*given)
     theirs = drawn.as_lists(drawn.token_logps)
     pairs = zip(chain(*ours), chain(*theirs), strict=True)
@@ -151,7 +151,7 @@ def test_log_probabilities_of_a_restricted_distribution_are_those_before(llama):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_most_likely_tokens_are_ours(family, request):
     sampler = request.getfixturevalue(family)
-    own = Sampler(sampler.policy, tiny.tokenizer(), [STOP], sampler.config)
+    own = Sampler(sampler.policy, tiny.vocabulary([STOP]), sampler.config)
     drawn = sampler.sample(EXAMPLES, temperature=0)
     assert drawn.completion_ids == own.sample(EXAMPLES, temperature=0).completion_ids
     assert gap(sampler, drawn, 1.0) < 1e-5

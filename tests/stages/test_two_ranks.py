@@ -23,7 +23,6 @@ from common.scoring import Policy
 PROMPTS = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 6)])
 PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5)])
 STOPS = list(range(0, 61, 6))
-PAD = 1
 LENGTH = 10
 
 
@@ -39,7 +38,7 @@ def new_policy() -> Any:
 
 def new_sampler(policy: Any) -> Sampler:
     config = tiny.train_config(max_completion_length=LENGTH, generation_batch_size=2)
-    return Sampler(policy, tiny.tokenizer(), STOPS, config)
+    return Sampler(policy, tiny.vocabulary(STOPS), config)
 
 
 def as_lists(rollouts: Rollouts) -> list[Any]:
@@ -66,7 +65,9 @@ def measure() -> dict[str, Any]:
     result["second"] = as_lists(sampler.sample(PROMPTS[: 2 * rank]))
     result["shared"] = as_lists(sampler.sample_shared(PROMPTS, temperature=1.0, title="sampling"))
     config = tiny.train_config(micro_batch_size=2)
-    result["scores"] = score.score_examples(policy, PAIRS, config, PAD, "scoring").tolist()
+    result["scores"] = score.score_examples(
+        policy, PAIRS, config, tiny.vocabulary(), "scoring"
+    ).tolist()
 
     config = tiny.train_config(learning_rate=1e-9, max_grad_norm=0.5)
     optimizer = optim.build_optimizer(policy, config)

@@ -42,7 +42,9 @@ def load(tmp_path, tokenizer, kind, row, **limits):
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     config = tiny.train_config(**({"max_prompt_length": 60} | limits))
     stop_ids = [tokenizer.eos_token_id]
-    return load_examples(config, str(tmp_path / "train.jsonl"), "train", kind, tokenizer, stop_ids)
+    return load_examples(
+        config, str(tmp_path / "train.jsonl"), "train", kind, tiny.vocabulary(stop_ids, tokenizer)
+    )
 
 
 def test_a_prompt_ends_where_the_turn_of_the_assistant_begins(tmp_path, tokenizer):
@@ -176,7 +178,9 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
         "judge.answer = lambda completions: [m['content'] for (m,) in completions]\n"
     )
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardFunctions.find([f"{tmp_path / 'judge.py'}:judge"], [], chatml, config)
+    scorer = RewardFunctions.find(
+        [f"{tmp_path / 'judge.py'}:judge"], [], tiny.vocabulary(of=chatml), config
+    )
     ids = [chatml(text, add_special_tokens=False)["input_ids"] for text in ("Yes.<|im_end|>", "Oh")]
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
@@ -186,7 +190,9 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
 
     other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos
     other.eos_token = "<|endoftext|>"
-    scorer = RewardFunctions.find([f"{tmp_path / 'judge.py'}:judge"], [], other, config)
+    scorer = RewardFunctions.find(
+        [f"{tmp_path / 'judge.py'}:judge"], [], tiny.vocabulary(of=other), config
+    )
     ended = other("Yes.<|im_end|>\n<|endoftext|>", add_special_tokens=False)["input_ids"]
     rollouts = Rollouts.of([ended, ids[1]], [], [True, False])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
@@ -209,18 +215,18 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
 def test_a_reward_model_reads_to_the_end_of_the_turn(tmp_path, chatml):
     """A policy is trained up to the stop token, whatever the template writes behind it."""
     row = {"prompt": [USER], "chosen": [SECOND], "rejected": [THIRD]}
-    stop_ids = [chatml.eos_token_id]
+    vocabulary = tiny.vocabulary([chatml.eos_token_id], chatml)
     pairs = load(tmp_path, chatml, "preference", row)
-    (read,) = data.to_end_of_turn(pairs, chatml, stop_ids, 96)
+    (read,) = data.to_end_of_turn(pairs, vocabulary, 96)
     for before, ids in zip(pairs[0].completions, read.completions, strict=True):
         assert chatml.decode(ids) == chatml.decode(before) + "\n"
     (cut,) = load(tmp_path, chatml, "preference", row, max_completion_length=2)
-    (read,) = data.to_end_of_turn([cut], chatml, stop_ids, 96)
+    (read,) = data.to_end_of_turn([cut], vocabulary, 96)
     assert chatml.decode(read.completions[0]) == chatml.decode(cut.completions[0]) + "<|im_end|>\n"
     text = replace(pairs[0], messages=[])
-    assert data.to_end_of_turn([text], chatml, stop_ids, 96) == [text]
+    assert data.to_end_of_turn([text], vocabulary, 96) == [text]
     with pytest.raises(UserError, match="tokens, and the model has 20 positions; lower --max_comp"):
-        data.to_end_of_turn(pairs, chatml, stop_ids, 20)
+        data.to_end_of_turn(pairs, vocabulary, 20)
 
 
 def test_the_end_of_a_turn_is_found_in_any_template(chatml):
@@ -283,7 +289,7 @@ def test_a_judge_that_cannot_read_messages_is_refused_before_it_is_loaded(tmp_pa
     tiny.classifier("llama", vocab_size=300).save_pretrained(tmp_path / "model")
     tiny.tokenizer().save_pretrained(tmp_path / "model")
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
-    scorer = RewardFunctions.find([str(tmp_path / "model")], [], chatml, config)
+    scorer = RewardFunctions.find([str(tmp_path / "model")], [], tiny.vocabulary(of=chatml), config)
     with pytest.raises(UserError, match="cannot render them"):
         scorer.check_rows([example])
 
@@ -299,7 +305,7 @@ def test_a_judge_without_room_for_the_end_of_a_turn_is_refused_before_it_is_load
         sizes = {"vocab_size": len(chatml), "max_position_embeddings": positions}
         tiny.classifier("llama", **sizes).save_pretrained(folder)
         chatml.save_pretrained(folder)
-        scorer = RewardFunctions.find([str(folder)], [], chatml, config)
+        scorer = RewardFunctions.find([str(folder)], [], tiny.vocabulary(of=chatml), config)
         scorer.check_rows([replace(example, messages=[])])
         if positions == 82:
             scorer.check_rows([example])

@@ -146,7 +146,7 @@ def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
     assert rows_module.test_split(tiny.train_config(dataset_name=file), file) == ""
     config = tiny.train_config(dataset_name=file)
-    train, test = load_splits(config, "sft", tiny.tokenizer(), [0])
+    train, test = load_splits(config, "sft", tiny.vocabulary())
     assert (len(train), len(test)) == (len(SFT), 0)
     note = f"{file} has no split validation or test: trained without evaluation"
     assert note in capsys.readouterr().out
@@ -327,9 +327,9 @@ def test_the_commit_of_hub_rows_is_told_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hub, "rows_of", lambda *_: data)
     load_rows("a/b", "train", kind="preference")
     assert f"a/b split 'train' is of commit {'0a' * 20}\n" in capsys.readouterr().out
-    config, tokenizer = tiny.train_config(dataset_name="a/b"), tiny.tokenizer()
+    config = tiny.train_config(dataset_name="a/b")
     for name in ("a/b", "c/d"):  # the latter is not the run's main one
-        load_examples(config, name, "train", "preference", tokenizer, [0])
+        load_examples(config, name, "train", "preference", tiny.vocabulary())
         cache["filename"] = cache["filename"].replace("0a", "0b")
     save_run_files(tmp_path, config, 1)
     assert read_config(tmp_path, ENVIRONMENT)["dataset_commit"] == "0a" * 20

@@ -155,7 +155,9 @@ def read(tmp_path, tokenizer, kind, rows, **flags):
     name = str(tmp_path / "train.jsonl")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = tiny.train_config(max_prompt_length=200, dataset_name=name, **flags)
-    return load_examples(config, name, "train", kind, tokenizer, [tokenizer.eos_token_id])
+    return load_examples(
+        config, name, "train", kind, tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    )
 
 
 def texts(example, tokenizer):
@@ -296,8 +298,9 @@ def test_a_further_data_set_need_not_have_every_column_of_the_map(tmp_path, toke
     config = tiny.train_config(
         dataset_name="pairs", column_map=["prompt=question", "chosen=better"]
     )
-    rest = ("train", "prompts", tokenizer, [tokenizer.eos_token_id])
-    (example,) = load_examples(config, str(tmp_path / "prompts.jsonl"), *rest)
+    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
+    file = str(tmp_path / "prompts.jsonl")
+    (example,) = load_examples(config, file, "train", "prompts", vocabulary)
     assert example.prompt == "The sky is"
 
 

@@ -76,7 +76,8 @@ def load(tmp_path: Path, rows: list[dict[str, Any]], kind: str = "preference", *
     limits = {"max_prompt_length": 50, "max_completion_length": 9, "max_dropped_fraction": 0.9}
     its_tokenizer = fields.pop("tokenizer", None) or tokenizer()
     config = tiny.train_config(**(limits | fields))
-    return load_examples(config, str(tmp_path / "train.jsonl"), "train", kind, its_tokenizer, [0])
+    vocabulary = tiny.vocabulary(of=its_tokenizer)
+    return load_examples(config, str(tmp_path / "train.jsonl"), "train", kind, vocabulary)
 
 
 @pytest.fixture
@@ -142,8 +143,8 @@ def test_too_many_dropped_rows_are_refused_and_leave_nothing(tmp_path, folder):
 def test_columns_that_json_cannot_hold_stay_in_memory(tmp_path):
     table = pyarrow.table({"prompt": ["p"], "when": pyarrow.array([0], pyarrow.date32())})
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
-    rest = ("prompts", tokenizer(), [0])
-    (example,) = load_examples(tiny.train_config(), str(tmp_path), "train", *rest)
+    vocabulary = tiny.vocabulary(of=tokenizer())
+    (example,) = load_examples(tiny.train_config(), str(tmp_path), "train", "prompts", vocabulary)
     assert example.columns == {"when": datetime.date(1970, 1, 1)}
 
 
@@ -163,8 +164,8 @@ def loaded(rows_in: str, temporary: str) -> list[Any]:
     with mock.patch.object(tokenise, "tokenize_rows", spy):
         for num_rows in (0, 10):
             config = tiny.train_config(max_prompt_length=60)
-            rest = ("preference", tiny.tokenizer(), [0], num_rows)
-            examples = load_examples(config, rows_in, "train", *rest)
+            vocabulary = tiny.vocabulary()
+            examples = load_examples(config, rows_in, "train", "preference", vocabulary, num_rows)
             rows = [[e.row, e.prompt, e.prompt_ids, e.completions, e.columns] for e in examples]
             found.append([len(calls), type(examples).__name__, rows])
             calls.clear()

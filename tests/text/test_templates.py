@@ -207,7 +207,7 @@ def load(tmp_path, tokenizer, *rows, kind="sft", stops=(), **limits) -> Any:
         **({"max_prompt_length": 400, "max_completion_length": 120} | limits),
     )
     stop_ids = tokenizer.convert_tokens_to_ids([*stops]) or [tokenizer.eos_token_id]
-    return data.load_splits(config, kind, tokenizer, stop_ids)[0]
+    return data.load_splits(config, kind, tiny.vocabulary(stop_ids, tokenizer))[0]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -387,7 +387,7 @@ def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, mo
     judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], **columns)
     pair = {"prompt": [ASKED], "chosen": [ONE], "rejected": [TWO], **options}
     pairs = load(tmp_path, chatml, pair, kind="preference")
-    pair_scores.reward_scores(judge, pairs, chatml, [chatml.eos_token_id], config)
+    pair_scores.reward_scores(judge, pairs, tiny.vocabulary([chatml.eos_token_id], chatml), config)
     prompts = [chatml.decode(piece.prompt_ids) for piece in read]
     assert prompts == [prompts[0]] * 2
     assert prompts[0].startswith("Hm. <tools>add\n<|im_start|>user\nWhy?")

@@ -23,17 +23,16 @@ from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.config import EngineConfig
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
+from common.text.example import Vocabulary
 
 SEEDS = 2**62 - 1  # a mask: vLLM adds the number of the sample
 Completion = tuple[list[int], list[float]]  # token ids, and their log-probabilities in nats
 
 
-def new_sampler(
-    policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: EngineConfig
-) -> Sampler:
+def new_sampler(policy: nn.Module, vocabulary: Vocabulary, config: EngineConfig) -> Sampler:
     """This project's sampler, or that of `--rollout_server`. Collective."""
     kind = EngineSampler if config.rollout_server else Sampler
-    return kind(policy, tokenizer, stop_ids, config)
+    return kind(policy, vocabulary, config)
 
 
 class EngineSampler(Sampler):
@@ -42,17 +41,14 @@ class EngineSampler(Sampler):
     The weights of a policy that does not train are sent once.
     """
 
-    def __init__(
-        self, policy: nn.Module, tokenizer: Any, stop_ids: Sequence[int], config: EngineConfig
-    ) -> None:
+    def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: EngineConfig) -> None:
         """Find the server; `policy.lm` is the Hugging Face model. Collective.
 
         Raises:
             EngineError: the server is not there, too old, or was started with other settings.
         """
         self.policy = policy
-        self.tokenizer = tokenizer
-        self.stop_ids = list(stop_ids)
+        self.vocabulary = vocabulary
         self.config = config
         self.trains = any(p.requires_grad for p in policy.parameters())
         self.was_sent = False
@@ -83,7 +79,7 @@ class EngineSampler(Sampler):
         with together():
             drawn = self.request_completions(examples, num_samples, settings, seed, report)
         ids, logps = map(list, zip(*drawn, strict=True)) if drawn else ([], [])
-        stops = [completion[-1] in self.stop_ids for completion in ids]
+        stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
         # One more, which only sets the width: (B, C) for every rank and step.
         blank = Rollouts.blank(1, self.config.max_completion_length).ids.tolist()
         rollouts = Rollouts.of(ids + blank, logps + blank, [*stops, False])
@@ -119,7 +115,7 @@ class EngineSampler(Sampler):
             "top_k": settings.top_k,
             "top_p": settings.top_p,
             "max_tokens": self.config.max_completion_length,
-            "stop_token_ids": self.stop_ids,
+            "stop_token_ids": list(self.vocabulary.stop_ids),
             "ignore_eos": True,
             "logprobs": 0,  # of no tokens but those that are drawn
             "detokenize": False,
@@ -168,7 +164,7 @@ class EngineSampler(Sampler):
             return f"of {len(ids)} tokens and {len(logps)} log-probabilities"
         if not all(math.isfinite(logp) and logp < 1e-3 for logp in logps):
             return "with log-probabilities that are none"
-        is_stop = [token in self.stop_ids for token in ids]
+        is_stop = [token in self.vocabulary.stop_ids for token in ids]
         if any(is_stop[:-1]) or not (is_stop[-1] or len(ids) == longest):
             return "that does not end with its first stop token, nor by its length"
         return ""
