@@ -1,8 +1,8 @@
-"""One forward pass, in either layout: completion log-probabilities and entropy, or rewards.
+"""The forward pass, in either layout: completion log-probabilities and entropy, or rewards.
 
-The wrappers are what FSDP shards: their `forward` is the scoring pass, so the root unit is gathered
-once per call and the full (B, T, V) logits never exist. They return NamedTuples or tensors because
-FSDP finds the tensors to hook for backward only inside containers it can flatten.
+FSDP shards these wrappers. Their `forward` is the whole pass, so the root unit is gathered once per
+call and the full (B, T, V) logits never exist. They return NamedTuples or tensors because FSDP
+finds the tensors to hook for backward only inside containers that it can flatten.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from common.padding import AnyBatch, PaddedBatch, SharedPrefixBatch
 
 
 class CompletionScores(NamedTuple):
-    """What a policy says of the completions in a batch; entries past a completion are 0."""
+    """Per-token scores of the completions in a batch; entries past a completion are 0."""
 
     token_logps: Tensor  # (B, C) float32, nats
     entropy: Tensor  # (B, C) float32, nats; zeros unless asked for
@@ -26,7 +26,7 @@ class CompletionScores(NamedTuple):
 
 @dataclass
 class ReferenceStates:
-    """What the exact KL to a reference needs of it; no gradient goes there."""
+    """Hidden states and head of a reference, for the exact KL to it; they get no gradient."""
 
     hidden: Tensor  # of the same batch: (M, D'), in the padded layout (B, C, D')
     head: Head  # whole, not a shard
@@ -44,15 +44,15 @@ class Policy(nn.Module):
         self,
         batch: AnyBatch,
         *,
-        temperature: float = 1.0,  # divides the logits; the policy that sampled has the same
+        temperature: float = 1.0,  # divides the logits, as in sampling
         with_entropy: bool = False,
         with_hidden: bool = False,  # for `ReferenceStates`
         reference: ReferenceStates | None = None,  # of this batch, for the KL to it
     ) -> CompletionScores:
-        """Log-probability of every completion token given what stands before it."""
+        """Log-probability of every completion token given the tokens before it."""
         if isinstance(batch, PaddedBatch):
             return self.score_padded(batch, temperature, with_entropy, with_hidden, reference)
-        # Every prompt is computed once; of all hidden states only M are projected
+        # Every prompt is computed once; only the M states that predict a token are projected
         hidden = shared_prefix_hidden(self.lm, batch)[batch.predictors]  # (M, D)
         head = self.lm.get_output_embeddings()
         statistics = token_statistics(
@@ -82,13 +82,13 @@ class Policy(nn.Module):
         with_hidden: bool,
         reference: ReferenceStates | None,
     ) -> CompletionScores:
-        """The plain way: every completion with a copy of its prompt, through the model as it is.
+        """The reference path: every completion with a copy of its prompt, through the plain model.
 
         Position ids come from the mask in every call: without them GPT-2 counts the left padding
         as positions and is off by up to several nats (transformers 5.23 `GPT2Model`).
         """
         num_completion_tokens = batch.completion_mask.shape[1]
-        projected: list[Tensor] = []  # what the head is given
+        projected: list[Tensor] = []  # the head's inputs
         hook = self.lm.get_output_embeddings().register_forward_pre_hook(
             lambda head, inputs: projected.append(inputs[0])
         )
@@ -111,7 +111,7 @@ class Policy(nn.Module):
             entropy = (normaliser - expected) * batch.completion_mask
         if reference is not None:
             logps = torch.log_softmax(logits, -1)  # (B, C, V)
-            # In float32 again: under bf16 FSDP casts what a forward is given.
+            # In float32 again: under bf16 FSDP casts the inputs of a forward.
             head, bias = reference.head.weight.float(), reference.head.bias
             bias = None if bias is None else bias.float()
             with exact_tf32(reference.hidden):
@@ -153,8 +153,9 @@ def shared_prefix_hidden(lm: Any, batch: SharedPrefixBatch) -> Tensor:
     """Last hidden states (T, D) of a row that holds prompts with all their completions."""
     from common.model import shared_prefix
 
-    inputs = (batch.input_ids, batch.position_ids, batch.layout)
-    return shared_prefix.last_hidden_states(lm, *inputs)[0]
+    return shared_prefix.last_hidden_states(lm, batch.input_ids, batch.position_ids, batch.layout)[
+        0
+    ]
 
 
 def sequence_scores(model: nn.Module, batch: AnyBatch) -> Tensor:

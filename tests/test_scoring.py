@@ -243,7 +243,7 @@ def test_every_forward_of_a_policy_has_the_precise_head():
     config = tiny.train_config(bf16=True)
     policy = fsdp.shard(Policy(tiny.causal_lm("llama")), config, distributed.mesh())
     assert isinstance(policy.lm.lm_head, fsdp.Float32Head)
-    assert isinstance(RolloutCopy(policy.lm, config).replica.lm_head, fsdp.Float32Head)
+    assert isinstance(RolloutCopy(policy.lm, config).lm.lm_head, fsdp.Float32Head)
 
 
 def test_the_precise_head_carries_the_gradient_of_a_tied_embedding():

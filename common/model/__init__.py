@@ -1,4 +1,4 @@
-"""From a model's folder to a sharded module, and from hidden states to log-probabilities.
+"""Loading and sharding of models, their attention, and the projection to log-probabilities.
 
 Face: load (models, tokenizers), fsdp (units), replica (the copy that samples), lora, optim,
 shared_prefix (branches: its attention), projection; checks.

@@ -1,9 +1,9 @@
 """Attention in which the completions of a prompt share the prompt's keys and values.
 
-A row holds prompts with all their completions. A prompt's tokens see what stands before them in it,
-a completion's tokens the prompt and what stands before them in the completion: one call of fused
-attention for the prompts, one for the completions, for which the prompt's keys and values are
-copied within a layer.
+A row holds prompts with all their completions. A prompt's token attends to the prompt up to itself,
+a completion's token to the whole prompt and to its completion up to itself. Each layer makes one
+call of fused attention for the prompts and one for the completions; for the second the prompt's
+keys and values are copied.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,19 @@ def branch_attention(
     is_tail: bool,
     scaling: float,  # of the scores
 ) -> Tensor:
-    """Every token attends to what its layout shows it; as `query`.
+    """Attention output of every query, in the shape of `query`.
 
-    Whole trunks are causal, and no mask keeps them from FlashAttention: tokens do not look at what
-    fills up their row behind them, and what that puts out is left out.
+    Whole trunks are causal and need no mask, so FlashAttention can take them: a token does not
+    attend to the padding behind it, and the output at the padding is dropped.
     """
     gathers = Gathers.of(layout, is_tail, query.dtype)
     outputs = []
-    keys, values = (Copies.apply(x, *gathers.keys) for x in (key, value))
-    for index, seen, read, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
-        is_causal = mask is None and index.shape[1] == seen.shape[2]
+    keys = Copies.apply(key, *gathers.keys)
+    values = Copies.apply(value, *gathers.keys)
+    for index, k, v, mask in zip(gathers.queries, keys, values, gathers.masks, strict=True):
+        is_causal = mask is None and index.shape[1] == k.shape[2]
         output = nn.functional.scaled_dot_product_attention(
-            to_branches(query, index), seen, read, mask, is_causal=is_causal, scale=scaling
+            to_branches(query, index), k, v, mask, is_causal=is_causal, scale=scaling
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # (R * L', H, d)
     output = torch.cat(outputs).index_select(0, gathers.order)
@@ -42,7 +43,7 @@ def branch_attention(
 
 
 class Queries(NamedTuple):
-    """Where the tokens of a layout stand among the queries: all of them, or the tails."""
+    """Columns of the queries, which are all tokens of a layout or its tails only."""
 
     ranges: list[tuple[int, int, int]]  # per prompt (start, end of the trunk, end of the branches)
     branch_index: Tensor  # (R, L), the columns of the branches
@@ -50,7 +51,7 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, is_tail: bool) -> "Queries":
-        """The columns in a row of all tokens, or in a row of tails."""
+        """Columns in a row of all tokens, or in a row of tails."""
         if not is_tail:
             ranges = [(start, trunk_end, end) for start, _, trunk_end, end in layout.trunks]
             return cls(ranges, layout.branch_index, False)
@@ -66,24 +67,24 @@ class Queries(NamedTuple):
 
 
 class Gathers(NamedTuple):
-    """What `branch_attention` picks out of a row: rectangles of columns, filled up on the right.
+    """Columns that `branch_attention` gathers: rectangles, padded on the right.
 
-    The first is of the N trunks, L' columns of L; a second of the R branches, if there are any, C
-    columns of P + C: those of their prompts and theirs.
+    The first rectangle has the N trunks: L' queries, L keys. The second has the R branches, if
+    there are any: C queries, P + C keys (the prompt's, then the completion's).
     """
 
     queries: list[Tensor]  # (N, L') and (R, C), the columns among the queries
-    keys: list[Tensor]  # (N, L) and (R, P + C), the columns of what they look at
+    keys: list[Tensor]  # (N, L) and (R, P + C), the columns of their keys
     masks: list[Tensor | None]  # (N, 1, L', L) and (R, 1, C, P + C), see `additive`
-    order: Tensor  # (queries,), the place of each among the N * L' + R * C outputs
+    order: Tensor  # (queries,), the index of each in the N * L' + R * C outputs
 
     @classmethod
     def of(cls, layout: Layout, is_tail: bool, dtype: torch.dtype) -> "Gathers":
         """Made once per batch, not in every layer; no size waits for the device."""
-        known = layout.worked_out.gathers
-        if (is_tail, dtype) in known:
-            made: Gathers = known[is_tail, dtype]
-            return made
+        cache = layout.worked_out.gathers
+        if (is_tail, dtype) in cache:
+            cached: Gathers = cache[is_tail, dtype]
+            return cached
         queries, device = Queries.of(layout, is_tail), layout.branch_index.device
         q_index, q_mask = ranges([(start, end) for start, end, _ in queries.ranges], device)
         k_index, k_mask = ranges([(start, end) for start, _, end, _ in layout.trunks], device)
@@ -101,26 +102,28 @@ class Gathers(NamedTuple):
             causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
             sees_prompt = prompt_mask[owner][:, None].expand(-1, length, -1)
             sees = torch.cat([sees_prompt, causal.expand(num_branches, -1, -1)], -1)
-            own_keys = torch.cat([prompt_index[owner], layout.branch_index], 1)
-            rectangles.append((queries.branch_index, own_keys))
+            key_index = torch.cat([prompt_index[owner], layout.branch_index], 1)
+            rectangles.append((queries.branch_index, key_index))
             masks.append(additive(sees, dtype))
 
-        filled_up = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
+        is_padding = ~torch.cat([q_mask.flatten(), layout.branch_mask.flatten()])
         columns = torch.cat([q_index.flatten(), queries.branch_index.flatten()])
         num_queries = queries.ranges[-1][2]
-        columns = columns.masked_fill(filled_up, num_queries)  # behind all, where it is left out
+        columns = columns.masked_fill(is_padding, num_queries)  # behind the last, and dropped
         outputs = torch.arange(len(columns), device=device)
         order = columns.new_empty(num_queries + 1).scatter(0, columns, outputs)
-        rows, seen = map(list, zip(*rectangles, strict=True))
-        known[is_tail, dtype] = made = cls(rows, seen, masks, order[:num_queries])
-        return made
+        query_indices = [query_index for query_index, _ in rectangles]
+        key_indices = [key_index for _, key_index in rectangles]
+        gathers = cls(query_indices, key_indices, masks, order[:num_queries])
+        cache[is_tail, dtype] = gathers
+        return gathers
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask (R, L', L), True = seen, as what is added to scores (R, 1, L', L).
+    """Attention mask (R, 1, L', L) added to the scores: 0 where `visible` (R, L', L), else -inf.
 
-    Its rows lie a multiple of 8 numbers apart, as a GPU's kernels want it: they would make a copy
-    like this of any other mask, in every layer.
+    Its rows lie a multiple of 8 numbers apart, as a GPU's kernels require; of any other mask they
+    make such a copy in every layer.
     """
     scores = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     scores = nn.functional.pad(scores, (0, -scores.shape[-1] % 8))[..., : scores.shape[-1]]
@@ -128,10 +131,10 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Copies(torch.autograd.Function):
-    """Keys or values (1, H, T, d) at the columns (R, L) of some rectangles, (R, H, L, d) each.
+    """Keys or values (1, H, T, d) gathered at rectangles of columns (R, L): (R, H, L, d) each.
 
-    A token's gradient is summed over its copies in float32, also under bfloat16: a prompt's keys
-    get one from each of its branches.
+    A token's gradient is summed over its copies in float32, also under bfloat16: a prompt's key has
+    a copy in each of its branches.
     """
 
     @staticmethod
@@ -151,14 +154,14 @@ class Copies(torch.autograd.Function):
 
 
 def to_branches(tensor: Tensor, index: Tensor) -> Tensor:
-    """(1, H, T, d) at columns (R, L), as (R, H, L, d)."""
+    """Gather (1, H, T, d) at columns (R, L): (R, H, L, d)."""
     picked: Tensor = tensor[0].index_select(1, index.flatten())  # (H, R * L, d)
     picked = picked.view(len(picked), *index.shape, picked.shape[-1])
     return picked.transpose(0, 1)
 
 
 def ranges(bounds: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Half-open ranges as index (N, L) filled up with the last column, and mask (N, L)."""
+    """Half-open ranges as index (N, L), padded with their last column, and mask (N, L)."""
     starts, ends = on_device(torch.tensor(bounds), device).split(1, dim=1)  # (N, 1)
     lengths = ends - starts
     columns = torch.arange(max(b - a for a, b in bounds), device=device)  # (L,)

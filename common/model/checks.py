@@ -1,4 +1,4 @@
-"""What is refused of a model's folder or configuration before its weights are read."""
+"""Checks of a model's folder and configuration before its weights are read."""
 
 import re
 from pathlib import Path
@@ -21,23 +21,24 @@ BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$|p
 
 
 def refuse_unknown_fields(path: str, fields: dict[str, Any]) -> None:
-    """Raise a UserError for a shape of no kind, or with a field that its kind has not: a typo."""
+    """Raise a UserError for a config without `model_type`, or with a misspelt field."""
     if "model_type" not in fields:
         raise UserError(f"{path!r} has no 'model_type', the kind of model, such as gpt2.")
     model = AutoConfig.for_model(fields["model_type"])
     for name in fields:
         if not hasattr(model, name):
-            known = hint(name, [*model.to_dict(), *model.attribute_map], "see its documentation")
-            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({known}).")
+            names = [*model.to_dict(), *model.attribute_map]
+            advice = hint(name, names, "see its documentation")
+            raise UserError(f"{path!r} has {name!r}, which no {model.model_type} has ({advice}).")
 
 
 def check_vocabulary(
     path: str, model_config: PretrainedConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Raise a UserError for fewer embeddings than tokens."""
-    # A pad token of its own gets an embedding.
-    own_pad = tokenizer.pad_token if kind in ("reward_model", "trunk") else None
-    num_ids = count_ids(tokenizer, without=own_pad)
+    # A reward model's pad token is added to the embedding later.
+    pad_token = tokenizer.pad_token if kind in ("reward_model", "trunk") else None
+    num_ids = count_ids(tokenizer, without=pad_token)
     if num_ids > model_config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens with ids up to {num_ids - 1} but {path!r} "
@@ -47,43 +48,42 @@ def check_vocabulary(
 
 
 def count_ids(tokenizer: PreTrainedTokenizerBase, without: str | None = None) -> int:
-    """Rows that an embedding of all the tokenizer's ids has; their numbers may have gaps."""
+    """Rows of an embedding that holds all the tokenizer's ids, which may have gaps."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return 1 + max((i for token, i in vocabulary.items() if token != without), default=-1)
 
 
 def reason(error: Exception) -> str:
-    """Why a folder cannot be used; where it holds code transformers names no flag of ours."""
+    """Why a folder cannot be used, in our flags where transformers names its arguments."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own, which only --trust_remote_code true runs"
     return gist(error)
 
 
-def check_location(path: str, what: str) -> None:
-    """Raise a UserError for a local path that is not there, or holds no model or tokenizer.
+def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
+    """Raise a UserError for a local path that does not exist, or lacks the content.
 
-    An adapter's folder holds no model.
-
-    For what may be a hub id the hub is asked, once in a run, whether it answers.
+    An adapter's folder holds no model. For a possible hub id the hub is asked, once in a run,
+    whether it answers.
     """
     folder = Path(path)
     if folder.is_dir():
-        patterns = ["config.json"] if what == "model" else ["tokenizer*", "vocab*", "*.model"]
-        has_it = any(file for pattern in patterns for file in folder.glob(pattern))
+        patterns = ["config.json"] if content == "model" else ["tokenizer*", "vocab*", "*.model"]
+        has_content = any(file for pattern in patterns for file in folder.glob(pattern))
         # A checkpoint has the settings of its model and of its adapter in one folder.
         is_checkpoint = (folder.parent / "manifest.json").is_file()
         is_adapter = (folder / "adapter_config.json").is_file() and not is_checkpoint
-        if is_adapter and (what == "model" or not has_it):
+        if is_adapter and (content == "model" or not has_content):
             raise UserError(
                 f"the folder {path!r} holds an adapter and no model; merge it into its base first "
                 "(docs/objectives.md), or give the folder `model` that a run writes beside it."
             )
-        if not has_it:
+        if not has_content:
             inside = "; give its subfolder 'model'" if (folder / "model").is_dir() else ""
             saved = [*folder.glob("step_*/manifest.json"), *folder.glob("*/step_*/manifest.json")]
             if saved and not inside:
                 inside = f"; give a checkpoint in it, as {str(max(saved).parent)!r}"
-            raise UserError(f"the folder {path!r} holds no {what}{inside}.")
+            raise UserError(f"the folder {path!r} holds no {content}{inside}.")
     elif folder.exists():
         return
     elif path.endswith(".json") or not hub.may_be_id(path):
@@ -96,14 +96,13 @@ def check_location(path: str, what: str) -> None:
 def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:
     """Raise a UserError for weights that are not those of the model.
 
-    What transformers `report`s of its reading are tensors of other shapes, and those that only the
-    model or only the files have. With a new head the old one's are dropped: what is outside of the
-    trunk.
+    `report` is transformers': tensors of other shapes, tensors that only the model has, tensors
+    that only the files have. With a new head the files' tensors outside of the trunk are ignored.
     """
     trunk = {model.base_model_prefix, *dict(model.base_model.named_children())}
     wrong = [
-        f"{name!r} has the shape {tuple(found)} in place of {tuple(expected)}"
-        for name, found, expected in sorted(report["mismatched_keys"])
+        f"{name!r} has the shape {tuple(shape)} in place of {tuple(expected)}"
+        for name, shape, expected in sorted(report["mismatched_keys"])
     ]
     for name in sorted(report["missing_keys"]):
         if not (has_new_head and name == "score.weight"):
@@ -123,7 +122,7 @@ def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head
 def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
     """Raise a UserError for a reward model given as a policy or the reverse, or for an encoder.
 
-    Weights of few bits are refused too: they cannot be trained, and are read in a way of their own.
+    Quantised weights are refused too: they cannot be trained.
     """
     architectures = getattr(model_config, "architectures", None) or ["an unknown architecture"]
     # By name: looking a class up in transformers' mappings imports every model there is.
@@ -154,22 +153,23 @@ def check_kind(path: str, model_config: PretrainedConfig, kind: Kind) -> None:
 
 
 def is_classifier(model_config: PretrainedConfig) -> bool:
-    """Whether it has a head of scores, by the name of its class."""
+    """Whether the model has a head of scores, by the name of its class."""
     names = getattr(model_config, "architectures", None) or []
     return any(name.endswith("ForSequenceClassification") for name in names)
 
 
 def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfig) -> None:
-    """Raise a UserError for prompt and completion that the model's positions do not hold."""
+    """Raise a UserError where prompt and completion exceed the model's positions or window."""
     limit = max_positions(model_config)
     needed = config.max_prompt_length + config.max_completion_length
     if limit is not None and needed > limit:
-        why = ""
+        reason = ""
         if limit != getattr(model_config, "max_position_embeddings", None):
-            why = ": beyond them it computes every text of a batch by the longest one (longrope)"
+            reason = ": beyond them it computes every text of a batch by the longest one (longrope)"
         raise UserError(
             f"--max_prompt_length {config.max_prompt_length} plus --max_completion_length "
-            f"{config.max_completion_length} is more than the {limit} positions of {path!r}{why}."
+            f"{config.max_completion_length} is more than the {limit} positions of "
+            f"{path!r}{reason}."
         )
     window = getattr(model_config, "sliding_window", None)  # 0: none, as Qwen2-MoE writes it
     if config.layout == "shared_prefix" and window and needed > window:
@@ -180,17 +180,19 @@ def check_lengths(path: str, model_config: PretrainedConfig, config: CommonConfi
 
 
 def max_positions(model_config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text whose scores are its own; None for a model without a limit.
+    """Longest text, in tokens, whose scores do not depend on its batch; None without a limit.
 
-    A text beyond the original length switches longrope to other angles for *all* rows of its batch,
-    as one beyond all positions does with dynamic rotary embeddings (transformers 5.23,
+    With longrope a text beyond the original length switches *all* rows of its batch to other
+    angles; with dynamic rotary embeddings a text beyond all positions does (transformers 5.23,
     `modeling_rope_utils.dynamic_rope_update`).
     """
     limits = [getattr(model_config, "max_position_embeddings", None)]
-    for spelling in ("rope_parameters", "rope_scaling"):  # the second one in code of a model's own
-        rope = getattr(model_config, spelling, None) or {}
-        for one in (rope, *rope.values()):  # of all layers, or of each type of layer
-            if isinstance(one, dict) and "longrope" in (one.get("rope_type"), one.get("type")):
+    for field in ("rope_parameters", "rope_scaling"):  # the second in models with remote code
+        rope = getattr(model_config, field, None) or {}
+        for settings in (rope, *rope.values()):  # of all layers, or of each type of layer
+            if not isinstance(settings, dict):
+                continue
+            if "longrope" in (settings.get("rope_type"), settings.get("type")):
                 original = getattr(model_config, "original_max_position_embeddings", None)
-                limits.append(one.get("original_max_position_embeddings", original))
+                limits.append(settings.get("original_max_position_embeddings", original))
     return min((limit for limit in limits if limit is not None), default=None)

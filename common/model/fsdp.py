@@ -1,4 +1,4 @@
-"""Sharding with FSDP2: which modules become units, in which precision, and where they lie.
+"""Sharding with FSDP2: units, precision, offloading, and the gathered state.
 
 Parameters, optimiser state and gradient reduction are float32. With `bf16` FSDP gathers bfloat16
 copies of the parameters and computes with them; a frozen model is held in bfloat16.
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Float32Head(nn.Linear):
-    """The projection onto the vocabulary, computed in float32 from whatever it is given.
+    """The projection onto the vocabulary, computed in float32 from inputs of any dtype.
 
     GPT-2's logits lie near -100, where neighbouring bfloat16 numbers are 0.5 nats apart; a cast
     after the projection is too late.
@@ -50,23 +50,24 @@ class Float32Head(nn.Linear):
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated decoder blocks inside `module`, wherever the language model sits in it.
+    """The repeated decoder blocks inside `module`, at any depth.
 
-    Hugging Face models name their block classes; of others it is the largest `nn.ModuleList`.
+    Hugging Face models name their block classes; other models' blocks are the largest
+    `nn.ModuleList`.
     """
-    named = [getattr(part, "_no_split_modules", None) or () for part in module.modules()]
-    names = {name for found in named for name in found}
-    found = [part for part in module.modules() if type(part).__name__ in names]
-    if found:
-        return found
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    sizes = [sum(p.numel() for p in part.parameters()) for part in lists]
-    return list(lists[sizes.index(max(sizes))]) if lists else []
+    names: set[str] = set()
+    for child in module.modules():
+        names.update(getattr(child, "_no_split_modules", None) or ())
+    named = [child for child in module.modules() if type(child).__name__ in names]
+    if named:
+        return named
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
+    return list(max(lists, key=lambda ls: sum(p.numel() for p in ls.parameters()), default=[]))
 
 
 def inside_blocks(module: nn.Module) -> set[nn.Module]:
-    """Every part of the decoder blocks inside `module`."""
-    return {part for block in blocks(module) for part in block.modules()}
+    """Every module in the decoder blocks of `module`."""
+    return {child for block in blocks(module) for child in block.modules()}
 
 
 def shard(
@@ -74,25 +75,24 @@ def shard(
     config: CommonConfig,
     mesh: DeviceMesh,  # 1-D, or (replicate, shard) for HSDP
     *,
-    float32_modules: Sequence[nn.Module] = (),  # also under bf16, as a reward head: else scores tie
-    moves: bool = False,  # though frozen: a mean in bfloat16 would lose what is added to it
+    float32_modules: Sequence[nn.Module] = (),  # also under bf16: a bfloat16 reward head gives ties
+    moves: bool = False,  # a frozen running mean: in bfloat16 it would lose what is added to it
 ) -> M:
-    """Shard `module` in place and give every rank its part of rank 0's weights. Collective.
+    """Shard `module` in place and give every rank its shards of rank 0's weights. Collective.
 
-    Every block becomes a unit of its own, and the rest the root unit; it stays plain where there is
-    nothing to shard: in one process that neither casts nor offloads. Only rank 0 ever holds the
-    whole model.
+    Every block is an FSDP unit; everything outside of the blocks is the root unit. In one process
+    that neither casts nor offloads the module stays plain. Only rank 0 ever holds the whole model.
     """
     device = distributed.device()
-    lm = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
+    lm = next((child for child in module.modules() if isinstance(child, PreTrainedModel)), None)
     if lm is not None:
         prepare(lm, config)
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(lm)
     set_mode(module, config)
     if config.compile:
-        # Blocks share their code: with and without gradient, cache or padding, first and last ones
-        # are more than the default of 8 variants. None of them depends on a batch.
+        # Blocks share their code. With and without gradient, cache or padding, first and last block
+        # make more variants than the default limit of 8. No variant depends on a batch.
         torch._dynamo.config.recompile_limit = 32
         for block in blocks(module):
             block.compile(dynamic=True)
@@ -110,7 +110,7 @@ def shard(
     set_model_state_dict(
         module,
         full_state,
-        # strict=False: a tied lm_head has no entry of its own
+        # strict=False: a tied lm_head has no entry
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False),
     )
     share_buffers(module, device)
@@ -125,16 +125,16 @@ def shard(
 def hold_in_bfloat16(module: nn.Module, float32_modules: Sequence[nn.Module]) -> None:
     """Round frozen parameters once, and not whenever they are gathered. Collective.
 
-    That halves them, and no product changes. But adapters are merged into the weights that a base
-    is held in: one that bfloat16 would take bits from, as if it is float32 on disk, stays float32.
+    That halves their memory and changes no product. Adapters are merged into the base's weights as
+    they are held, so a base under adapters that would lose bits (float32 on disk) stays float32.
     """
-    kept = {p for part in float32_modules for p in part.parameters()}
-    named = [(name, p) for name, p in module.named_parameters() if p not in kept]
+    excluded = {p for child in float32_modules for p in child.parameters()}
+    named = [(name, p) for name, p in module.named_parameters() if p not in excluded]
     frozen = [p for name, p in named if not p.requires_grad and ".lora_" not in name]
     is_base = any(p.requires_grad for p in module.parameters())
     if frozen and is_base:
-        loses = distributed.is_rank0() and any((p != p.bfloat16()).any() for p in frozen)
-        if distributed.from_rank0(loses):
+        loses_bits = distributed.is_rank0() and any((p != p.bfloat16()).any() for p in frozen)
+        if distributed.from_rank0(loses_bits):
             return
     for parameter in frozen:
         parameter.data = parameter.data.bfloat16()
@@ -148,7 +148,7 @@ def make_units(
     *,
     offloads: bool,
 ) -> None:
-    """Turn every block, every float32 module and the rest into FSDP units."""
+    """Turn every block, every float32 module and the root into FSDP units."""
     offload = OffloadPolicy()
     if offloads:  # pinning speeds up copies to a GPU, and fails on a machine without one
         offload = CPUOffloadPolicy(pin_memory=distributed.device().type != "cpu")
@@ -156,13 +156,13 @@ def make_units(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     single = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
-    for part in float32_modules:
-        fully_shard(part, mp_policy=single, **options)
+    for child in float32_modules:
+        fully_shard(child, mp_policy=single, **options)
     # A frozen model has no backward that would free its units, so its forward does.
     trains = any(p.requires_grad for p in module.parameters())
-    keep = options | {"reshard_after_forward": config.reshard_after_forward or not trains}
+    reshard = config.reshard_after_forward or not trains
     for block in blocks(module):
-        fully_shard(block, mp_policy=precision, **keep)
+        fully_shard(block, mp_policy=precision, reshard_after_forward=reshard, **options)
     prefetch(blocks(module), config.prefetch_blocks)
     fully_shard(
         module, mp_policy=precision, reshard_after_forward=None if trains else True, **options
@@ -180,7 +180,7 @@ def prefetch(blocks: Sequence[nn.Module], num_ahead: int) -> None:
 
 
 def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
-    """Swap parts of a Hugging Face model for ones that compute the same, better or faster."""
+    """Replace modules of a Hugging Face model by more precise or faster ones, in place."""
     project_in_float32(lm)
     fuse_gelu(lm)
     from common.model import shared_prefix
@@ -192,14 +192,14 @@ def prepare(lm: PreTrainedModel, config: CommonConfig) -> None:
 
 
 def set_mode(module: nn.Module, config: CommonConfig) -> None:
-    """Evaluation mode, since the other one brings noise of many names: `layerdrop`, `jitter`.
+    """Set evaluation mode: training mode adds noise under many names (`layerdrop`, `jitter`).
 
-    Only to recompute activations must Hugging Face's blocks be told that they train; of a model
-    without such blocks, all of it.
+    Exception: with gradient checkpointing Hugging Face's blocks recompute activations in training
+    mode only. A model without such blocks is set to training mode as a whole.
     """
     module.eval()
     if config.gradient_checkpointing and any(p.requires_grad for p in module.parameters()):
-        layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+        layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
         for layer in layers:
             layer.training = True
         if not layers:
@@ -207,49 +207,48 @@ def set_mode(module: nn.Module, config: CommonConfig) -> None:
 
 
 def fuse_gelu(lm: nn.Module) -> None:
-    """Compute GPT-2's GELU, eight operations on tensors of 4 D numbers a token, in one."""
-    for part in list(lm.modules()):
-        for name, child in part.named_children():
+    """Compute GPT-2's GELU in one kernel, not in eight on tensors of 4 D numbers per token."""
+    for parent in list(lm.modules()):
+        for name, child in parent.named_children():
             if isinstance(child, NewGELUActivation):
-                setattr(part, name, nn.GELU(approximate="tanh"))
+                setattr(parent, name, nn.GELU(approximate="tanh"))
 
 
 def project_in_float32(lm: PreTrainedModel) -> None:
-    """Give a language model float32 logits, also under bfloat16; others have no such head."""
+    """Make a language model's logits float32, also under bfloat16; a classifier has none."""
     head = lm.get_output_embeddings()
     if type(head) is nn.Linear:
         head.__class__ = Float32Head
 
 
 def enable_gradient_checkpointing(lm: PreTrainedModel) -> None:
-    """Recompute every block in backward, through the language model's own switch."""
+    """Recompute every block in backward, by transformers' switch."""
     old_name: Any = lm.gradient_checkpointing_enable  # warns from transformers 5.23 on
     getattr(lm, "activation_checkpointing_enable", old_name)({"use_reentrant": False})
 
 
 def share_buffers(module: nn.Module, device: torch.device) -> None:
     """Give every rank rank 0's buffers: rotary tables are in no state dict. Collective."""
-    for part in module.modules():
-        for name, buffer in list(part.named_buffers(recurse=False)):
+    for child in module.modules():
+        for name, buffer in list(child.named_buffers(recurse=False)):
             shared = buffer.to(device) if buffer.device != device else buffer
             dist.broadcast(shared, 0)
-            part.register_buffer(
-                name, shared, persistent=name not in part._non_persistent_buffers_set
-            )
+            is_persistent = name not in child._non_persistent_buffers_set
+            child.register_buffer(name, shared, persistent=is_persistent)
 
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """Every FSDP unit inside `module`, the root included."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def reduce_gradients_in_next_backward(
     module: nn.Module, is_last: bool, shards: bool = False
 ) -> None:
-    """Reduce gradients over ranks in a step's last backward, and keep them whole until then.
+    """Reduce gradients over ranks in a step's last backward only; until then each rank holds all.
 
-    With `shards` every backward reduces them inside a group of shards, and adds a rank's part to
-    what it holds; the groups of HSDP are summed in the last one only.
+    With `shards` every backward reduces them inside a group of shards, and a rank accumulates its
+    shard; HSDP's groups are summed in the last backward only.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or shards)
@@ -258,10 +257,10 @@ def reduce_gradients_in_next_backward(
 
 @contextmanager
 def in_float32(module: nn.Module) -> Iterator[None]:
-    """Compute in float32 inside, also under bf16: the precision of what is exported.
+    """Compute in float32 inside the block, also under bf16: the precision of an exported model.
 
-    FSDP2 has no public switch for a unit's precision (torch 2.13, `FSDPState`); what a unit has
-    allocated in the other one is made anew.
+    FSDP2 has no public switch for a unit's precision (torch 2.13, `FSDPState`); buffers that a unit
+    has allocated in the other precision are dropped.
     """
     reshard(module)
     states: list[Any] = [unit._get_fsdp_state() for unit in fsdp_units(module)]
@@ -286,9 +285,9 @@ def in_float32(module: nn.Module) -> Iterator[None]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what a forward without backward left gathered, so that parameters are shards again."""
-    for part in fsdp_units(module):
-        part.reshard()
+    """Free weights that a forward without backward left gathered: parameters are shards again."""
+    for unit in fsdp_units(module):
+        unit.reshard()
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Tokenizers and Hugging Face models: found, checked, and loaded on rank 0.
+"""Load tokenizers and Hugging Face models, checked, on rank 0.
 
 Every other rank builds the same model on the meta device and receives its shards from rank 0
 (`fsdp.shard`), so a model is read from disk once. Only safetensors are read.
@@ -42,9 +42,9 @@ HEAD_INITS = tuple(HEAD_STDS)
 
 
 def revision_of(path: str, config: CommonConfig) -> str:
-    """Which revision is read of a hub id: `model_revision` of the `model_name_or_path` only.
+    """Revision of a hub id: `model_revision` for the `model_name_or_path`, else main.
 
-    Of a folder it has no effect.
+    It has no effect on a folder.
     """
     return config.model_revision if path == config.model_name_or_path else "main"
 
@@ -70,11 +70,11 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
-    Without a pad token it pads with its eos: harmless here, where masks are carried as data. Only
-    one that is looked at need have none.
+    A tokenizer without a pad token pads with its eos: harmless here, where masks are carried as
+    data. `needs_eos` is False for one that is only inspected.
 
     Raises:
-        UserError: there is none, or it has no eos token.
+        UserError: there is no tokenizer, or it has no eos token.
     """
     from common.model import checks
 
@@ -91,8 +91,8 @@ def load_tokenizer(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the tokenizers library raises no subclass of it
-        why = checks.reason(error) + why_missing(path)
-        raise UserError(f"no tokenizer could be loaded from {path!r}: {why}.") from None
+        reason = checks.reason(error) + why_missing(path)
+        raise UserError(f"no tokenizer could be loaded from {path!r}: {reason}.") from None
     if needs_eos and tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {path!r} has no eos token, which ends a completion.")
     if tokenizer.pad_token_id is None:
@@ -105,11 +105,11 @@ def stop_token_ids(
 ) -> list[int]:
     """Ids that end a completion; the first is the one appended to training completions.
 
-    It is that of `stop_token`, the tokenizer's eos by default. The others are those at which the
-    models at the `paths` stop: of generation_config.json, else of config.json.
+    The first is `stop_token`, by default the tokenizer's eos. The others are the eos ids of the
+    models at the `paths`, from generation_config.json, else from config.json.
 
     Raises:
-        UserError: `stop_token` is a text of more than one token; or there is no model.
+        UserError: `stop_token` is more than one token; or there is no model.
     """
     ids = [int(tokenizer.eos_token_id)]
     if config.stop_token != "eos":
@@ -139,15 +139,15 @@ def read_model_config(
 ) -> PretrainedConfig:
     """The model's configuration with dropout off, checked against its use before weights load.
 
-    `kind` is what it must be: a policy, a reward model, or a trunk to put a reward head on, which
-    either is. For `tokenizer` see `find_config`.
+    `kind` is what the model must be: a policy, a reward model, or a trunk for a new reward head
+    (either of the two will do). For `tokenizer` see `find_config`.
 
-    Dropout is off in every stage (Huang et al. 2024): with it the ratio of GRPO is not 1 and DPO's
-    first loss is not ln 2, and noise depends on how rows are split over ranks.
+    Dropout is off in every stage (Huang et al. 2024): with it GRPO's ratio is not 1, DPO's first
+    loss is not ln 2, and the noise depends on how rows are split over ranks.
 
     Raises:
-        UserError: nothing there, the wrong kind of model, more tokens than embeddings, or prompt
-            and completion longer than the model's positions.
+        UserError: there is no model, it is of the wrong kind, it has fewer embeddings than the
+            tokenizer has tokens, or prompt and completion are longer than its positions.
     """
     from common.model import checks
 
@@ -168,10 +168,10 @@ def read_model_config(
 def find_config(
     path: str, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
 ) -> PretrainedConfig:
-    """The configuration of a hub id or folder, or of a .json: with the tokenizer's vocabulary.
+    """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
 
     Raises:
-        UserError: nothing there, or an adapter.
+        UserError: there is no model, or it is an adapter.
     """
     from common.model import checks
 
@@ -186,18 +186,18 @@ def find_config(
                 fields |= {"vocab_size": num_ids, "eos_token_id": eos_id}
                 fields |= {"bos_token_id": tokenizer.bos_token_id}
             return AutoConfig.for_model(**fields)
-        found = AutoConfig.from_pretrained(
+        model_config: PretrainedConfig = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
         if is_own:
             file = cached_file(path, "config.json", revision=revision)
             config.model_commit = extract_commit_hash(file, None) or ""
-        return found
+        return model_config
     except UserError:
         raise
-    except Exception as error:  # of many kinds: a folder is a foreign thing
-        why = checks.reason(error) + why_missing(path)
-        raise UserError(f"no model could be found at {path!r}: {why}.") from None
+    except Exception as error:  # of many types, by what is wrong in the folder
+        reason = checks.reason(error) + why_missing(path)
+        raise UserError(f"no model could be found at {path!r}: {reason}.") from None
 
 
 def load_policy(
@@ -205,7 +205,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """A causal language model in float32: real on rank 0, on the meta device elsewhere.
 
-    Of the model that a stage `trains` with `lora_r` the weights are frozen but for new adapters.
+    With `trains` and `lora_r` the model gets new adapters, and everything else is frozen.
     """
     lm = load(AutoModelForCausalLM, path, model_config, config)
     if trains and getattr(config, "lora_r", 0) > 0:
@@ -217,8 +217,8 @@ def load_policy(
     try:
         lm.generation_config.validate(strict=True)
     except ValueError:
-        # Many published folders have a temperature without `do_sample`, which has no effect, but
-        # which transformers refuses to write after the training.
+        # Many published folders have a temperature without `do_sample`. It has no effect, but
+        # transformers refuses to write it after the training.
         lm.generation_config = GenerationConfig.from_model_config(lm.config)
         distributed.print_rank0(
             f"warning: the settings in generation_config.json of {path!r} contradict each other "
@@ -238,14 +238,13 @@ def load_reward_model(
 ) -> PreTrainedModel:
     """A sequence classifier with one label: real on rank 0, on the meta device elsewhere.
 
-    From a causal language model the trunk is taken and a head is drawn (`HEAD_STDS`) before
-    sharding, the same for any number of ranks. A pad token of its own keeps the score of a padded
-    row at the last real token for everyone who loads the folder with transformers, which looks for
-    the last token that is not pad. Of one that the stage `trains` with `lora_r` all but adapters
-    and head is frozen.
+    A causal language model gives the trunk; the head is drawn (`HEAD_STDS`) before sharding, the
+    same for any number of ranks. The pad token is not the eos, because transformers reads the score
+    of a padded row at the last token that is not pad. With `trains` and `lora_r` everything but
+    adapters and head is frozen.
 
     Raises:
-        UserError: it has a head, and another than the default start was asked for.
+        UserError: the model has a head already, and `head_init` is not the default.
     """
     from common.model import checks
 
@@ -260,10 +259,10 @@ def load_reward_model(
     if not hasattr(lm, "score"):
         raise UserError(f"{path!r} ({type(lm).__name__}) has no `score` head to use as reward.")
     num_ids = max(len(tokenizer), tokenizer.pad_token_id + 1)
-    if num_ids > (known := lm.config.vocab_size):
+    if num_ids > (old_size := lm.config.vocab_size):
         lm.resize_token_embeddings(num_ids, mean_resizing=False)
         with torch.no_grad():  # no random numbers, which a checkpoint of adapters would not have
-            lm.get_input_embeddings().weight[known:] = 0
+            lm.get_input_embeddings().weight[old_size:] = 0
     lm.config.pad_token_id = tokenizer.pad_token_id
     if is_fresh and distributed.is_rank0():
         generator = torch.Generator().manual_seed(derive_seed(config.seed, "reward head"))
@@ -285,8 +284,7 @@ def load(
 
     Raises:
         UserError: the weights cannot be read, have other shapes, belong to a larger model, or lack
-            parameters other than a new reward head, which would be trained from random values in
-            silence.
+            parameters (other than a new reward head), which would silently start random.
     """
     from common.model import checks
 
@@ -310,16 +308,18 @@ def load(
             dtype=torch.float32,
             use_safetensors=True,  # a .bin is a pickle: it runs code when it is loaded
             trust_remote_code=config.trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
-    except Exception as error:  # of many kinds, as above
-        why, files = checks.reason(error), sorted(Path(path).glob("*"))
+    except Exception as error:  # of many types, as above
+        reason, files = checks.reason(error), sorted(Path(path).glob("*"))
         for pickle in [file.name for file in files if file.suffix in (".bin", ".pt", ".pth")][:1]:
-            why += (
+            reason += (
                 f"; {pickle} is a pickle, which may run code: save the model again as safetensors"
             )
-        raise UserError(f"no safetensors weights could be loaded from {path!r}: {why}.") from None
+        raise UserError(
+            f"no safetensors weights could be loaded from {path!r}: {reason}."
+        ) from None
     is_classifier = auto_class is AutoModelForSequenceClassification
     has_new_head = is_classifier and not checks.is_classifier(model_config)
     checks.check_weights(path, model, report, has_new_head=has_new_head)
@@ -329,7 +329,7 @@ def load(
 def build(
     auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
 ) -> PreTrainedModel:
-    """A model of random weights, or of none on the meta device."""
+    """A model with random weights, or without storage on the meta device."""
     return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 

@@ -1,4 +1,4 @@
-"""LoRA through peft: small trained matrices beside frozen weights (Hu et al. 2021, eq. 3).
+"""LoRA through peft: small trained matrices added to frozen weights (Hu et al. 2021, eq. 3).
 
     W' = W + (alpha / r) B A        W (out, in) frozen, A (r, in) drawn at random, B (out, r) from 0
 
@@ -6,8 +6,8 @@ peft's layers are put into the model in place, so that it keeps its Hugging Face
 Adapters are float32 like all parameters: under bf16 FSDP gathers bfloat16 copies of them, and the
 optimiser keeps the float32 ones.
 
-The policy before training is still there, with its adapters off, so a reference needs no second
-model. A reference that moves (`ref_update_steps`) is a frozen copy of the adapters beside them.
+With its adapters off the policy is the one before training, so a reference needs no second model. A
+reference that moves (`ref_update_steps`) is a second, frozen set of adapters in the same model.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def read_settings(folder: str) -> Any:
 
 
 def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the trained adapter, given its weights among others, as peft's file of weights."""
+    """Write the trained adapter's weights, picked out of the `state`, as peft's file."""
     named = {
         "base_model.model." + name.replace(f".{TRAINED}.", "."): tensor.contiguous()
         for name, tensor in state.items()
@@ -58,10 +58,10 @@ def add_adapters(
     path: str,  # of the model
     config: CommonConfig,  # of a stage, with `lora_r`
 ) -> None:
-    """Freeze a model but for new adapters.
+    """Freeze a model and add adapters to it, in place.
 
-    The model, changed in place, then computes what it did before. A reward head is trained whole,
-    and saved with the adapters.
+    The model still computes what it did before. A reward head is trained whole, and saved with the
+    adapters.
 
     Raises:
         UserError: the fields do not fit the model.
@@ -69,12 +69,12 @@ def add_adapters(
     assert isinstance(config, TrainConfig)
     settings = new_settings(lm, path, config)
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
-    has_copy = getattr(config, "ref_update_steps", 0) > 0  # of the reference's adapter
-    adapters = (TRAINED, REFERENCE) if has_copy else (TRAINED,)
+    has_moving_reference = getattr(config, "ref_update_steps", 0) > 0
+    adapters = (TRAINED, REFERENCE) if has_moving_reference else (TRAINED,)
     for adapter in adapters:
         inject(lm, settings, adapter)
     distributed.seed_everything(config.seed)
-    if hasattr(lm, "score"):  # only now, since peft would put a copy of the head beside it
+    if hasattr(lm, "score"):  # after injecting, where peft would have copied the head
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     lm.peft_config = dict.fromkeys(adapters, settings)
     for name, parameter in lm.named_parameters():
@@ -83,7 +83,7 @@ def add_adapters(
 
 
 def new_settings(lm: nn.Module, path: str, config: TrainConfig) -> Any:
-    """Settings of new adapters for peft, on the linear layers of the blocks or on some of them."""
+    """Settings of new adapters for peft, on `lora_target_modules` or all the blocks' layers."""
     from peft import LoraConfig
 
     inside = fsdp.inside_blocks(lm)
@@ -112,7 +112,7 @@ def new_settings(lm: nn.Module, path: str, config: TrainConfig) -> Any:
 
 
 def description(model: nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint of adapters belongs to; None of a model without LoRA."""
+    """Base and shape of the adapters, for a checkpoint's manifest; None without LoRA."""
     for module in model.modules():
         if settings := getattr(module, "peft_config", {}).get(TRAINED):
             return {
@@ -125,46 +125,46 @@ def description(model: nn.Module) -> dict[str, Any] | None:
 
 
 def inject(lm: Any, settings: Any, adapter: str) -> None:
-    """Put peft's layers around those that the settings name, or a further adapter into them."""
+    """Wrap the layers that the settings name in peft's, or add an adapter to wrapped ones."""
     from peft import inject_adapter_in_model
 
     on_meta = lm.device.type == "meta"
     inject_adapter_in_model(settings, lm, adapter_name=adapter, low_cpu_mem_usage=on_meta)
     del lm.peft_config  # with it peft warns at the next adapter
-    # A head that is tied to the embedding must have none.
+    # A head that is tied to the embedding must have no adapter.
     assert fsdp.inside_blocks(lm).issuperset(adapted_layers(lm).values())
 
 
 def belongs_to(name: str, adapter: str) -> bool:
-    """Whether a parameter's name is that of a matrix of the adapter."""
+    """Whether a parameter with this name is a matrix of the adapter."""
     return name.endswith((f".lora_A.{adapter}.weight", f".lora_B.{adapter}.weight"))
 
 
 def is_saved_whole(lm: Any, name: str) -> bool:
-    """Whether a parameter is that of a module which is trained whole, as a reward head."""
+    """Whether a parameter is of a module that is trained whole, such as a reward head."""
     return name.rpartition(".")[0] in (lm.peft_config[TRAINED].modules_to_save or [])
 
 
 def adapted_layers(lm: nn.Module) -> dict[str, Any]:
-    """The layers with adapters, by name; none in a model without LoRA."""
-    return {name: part for name, part in lm.named_modules() if hasattr(part, "lora_A")}
+    """Layers with adapters, by name; none in a model without LoRA."""
+    return {name: layer for name, layer in lm.named_modules() if hasattr(layer, "lora_A")}
 
 
 def activate(lm: nn.Module, adapters: list[str]) -> None:
-    """Compute with these adapters.
+    """Compute with these adapters from now on.
 
-    peft's own switches set `requires_grad` too. FSDP reads that when it first gathers a parameter:
-    an adapter that was off at that moment would never get a gradient.
+    peft's switches also set `requires_grad`, which FSDP reads when it first gathers a parameter: an
+    adapter that was off at that moment would never get a gradient.
     """
     for layer in adapted_layers(lm).values():
         layer._active_adapter = adapters
 
 
 class AdapterReference(nn.Module):
-    """The policy that a LoRA run started from, in the memory of the one that it trains."""
+    """The reference of a LoRA run: the policy with its adapters off, or with frozen ones."""
 
     def __init__(self, policy: nn.Module) -> None:
-        """Look at a sharded policy with adapters."""
+        """Share a sharded policy with adapters."""
         super().__init__()
         self.policy = policy
 
@@ -173,13 +173,13 @@ class AdapterReference(nn.Module):
         """The Hugging Face model."""
         return self.policy.lm
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """What the policy's forward returned before training."""
+    def forward(self, batch: Any, **options: Any) -> Any:
+        """The forward of the policy before training."""
         layers = adapted_layers(self.policy).values()
-        has_copy = any(REFERENCE in layer.lora_A for layer in layers)
-        activate(self.policy, [REFERENCE] if has_copy else [])
+        has_frozen = any(REFERENCE in layer.lora_A for layer in layers)
+        activate(self.policy, [REFERENCE] if has_frozen else [])
         try:
-            return self.policy(*inputs, **options)
+            return self.policy(batch, **options)
         finally:
             activate(self.policy, [TRAINED])
 
@@ -196,10 +196,10 @@ def require_same_shapes(reference: nn.Module, policy: nn.Module) -> None:
 
 @torch.no_grad()
 def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
-    """Set target to alpha source + (1 - alpha) target; every rank its own shards, no traffic.
+    """Set target to alpha source + (1 - alpha) target, shard by shard, without communication.
 
-    The target is sharded as the source is, with the same parameters; or it is the reference inside
-    the source, whose frozen adapter is set.
+    The target has the source's parameters and sharding; or it is an `AdapterReference` of the
+    source, and its frozen adapter is set.
     """
     fsdp.reshard(target)
     fsdp.reshard(source)
@@ -217,7 +217,7 @@ def mix_into(target: nn.Module, source: nn.Module, alpha: float) -> None:
 
 
 def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """W + (alpha / r) B A, float32, of one of peft's layers (Hu et al. 2021, eq. 3).
+    """W + (alpha / r) B A of a peft layer, float32 (Hu et al. 2021, eq. 3).
 
     `a` is (r, in), `b` (out, r), and the weight (out, in), or (in, out) of a `Conv1D`.
     """
@@ -226,12 +226,12 @@ def merged_weight(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def merged_state(lm: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of the plain model that computes what a model with adapters and this one does.
+    """State dict of the plain model that equals a model with adapters and this `state`.
 
-    What is not of an adapter is taken out of `state`, so that no weight is held twice.
+    Base weights are moved out of `state`, so that no weight is held twice.
     """
     base = {plain_name(name): state.pop(name) for name in list(state) if ".lora_" not in name}
-    merged = {name: x.float() if x.is_floating_point() else x for name, x in base.items()}
+    merged = {name: w.float() if w.is_floating_point() else w for name, w in base.items()}
     for name, layer in adapted_layers(lm).items():
         a, b = (state[f"{name}.lora_{matrix}.{TRAINED}.weight"] for matrix in "AB")
         merged[f"{name}.weight"] = merged_weight(layer, merged[f"{name}.weight"], a, b)

@@ -1,9 +1,9 @@
 """From hidden states to log-probabilities without keeping the logits.
 
-Of a prompt of 270 tokens and a completion of 35 only the completion's tokens are projected onto the
-vocabulary. What a loss needs of the logits are a few numbers per token, so small batches keep their
-logits for backward, and larger ones recompute them, a chunk of rows at a time: their memory does
-not grow with rows times vocabulary.
+Only the tokens of completions are projected onto the vocabulary (35 of 305, with a prompt of 270).
+A loss needs a few numbers per token and not the logits. So small batches keep their logits for
+backward, and larger ones recompute them, a chunk of rows at a time: memory does not grow with rows
+times vocabulary.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Logits kept or made at once, in numbers: 64 MiB of float32, on a GPU 1 GiB. Below it recomputing
-# costs time (a quarter of the projection's) and saves little; not measured on a GPU.
+# Most logits in memory at once: 64 MiB of float32, on a GPU 1 GiB. Fewer are kept for backward, as
+# recomputing them takes a quarter of the projection's time and saves little; GPUs not measured.
 CHUNK_NUMBERS, GPU_CHUNK_NUMBERS = 2**24, 2**28
 CACHE_NUMBERS = 2**18
 
 
 class TokenStatistics(NamedTuple):
-    """What a policy says of M tokens, in nats, float32, each with its gradient."""
+    """Log-probability, entropy and KL of M tokens: nats, float32, differentiable."""
 
     token_logps: Tensor  # (M,) log p of the token
     entropy: Tensor  # (M,) of the distribution the token is drawn from; empty unless asked for
@@ -52,25 +52,35 @@ def token_statistics(
     """
     on_cpu = hidden.device.type == "cpu"
     chunk_numbers = chunk_numbers or (CHUNK_NUMBERS if on_cpu else GPU_CHUNK_NUMBERS)
-    ref = (None, None, None) if ref_head is None else (ref_hidden, *ref_head)
-    results = _Statistics.apply(
-        hidden, *head, tokens, temperature, with_entropy, *ref, chunk_numbers
+    ref_weight, ref_bias = (None, None) if ref_head is None else ref_head
+    token_logps, entropy, kl = _Statistics.apply(
+        hidden,
+        head.weight,
+        head.bias,
+        tokens,
+        temperature,
+        with_entropy,
+        None if ref_head is None else ref_hidden,
+        ref_weight,
+        ref_bias,
+        chunk_numbers,
     )
-    return TokenStatistics(*results)
+    return TokenStatistics(token_logps, entropy, kl)
 
 
 @contextmanager
 def exact_tf32(hidden: Tensor) -> Iterator[None]:
-    """Let a GPU multiply in TF32 inside, where hidden states are bfloat16, as then the weights are.
+    """Multiply in TF32 on a GPU inside the block, if hidden states (and weights) are bfloat16.
 
     TF32 rounds float32 operands to 10 bits of mantissa. A bfloat16 number has 7, so logits lose
-    nothing: each product is exact, and sums are float32. A float32 gradient of the logits does lose
-    2^-11 of each number (2^-10 if cut off), and what is made of it is then rounded by 2^-9, to
-    bfloat16. Without it the head is by arithmetic 24 to 71% of an update on an H100, two thirds of
-    that in backward. (That of the padded layout stays float32: autograd multiplies there.)
+    nothing: each product is exact, and sums are float32. In backward the float32 gradient of the
+    logits does lose 2^-11 of each number (2^-10 if truncated), less than the 2^-9 of the bfloat16
+    that its products are rounded to. By arithmetic the head takes 24 to 71% of an update on an H100
+    without TF32, two thirds of that in backward. (The padded layout's backward stays float32:
+    autograd multiplies there.)
 
-    torch's switch is one for all threads and products of the process, and is on only in here: a
-    reward head, adapters that are merged and many a rotary table have float32 operands.
+    torch's switch holds for all threads and products of the process, so it is on only inside the
+    block: a reward head, merged adapters and rotary tables have float32 operands.
     """
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -107,9 +117,9 @@ class _Statistics(torch.autograd.Function):
         num_rows = len(hidden)
         rows_at_once = max(1, chunk_numbers // len(weight))
         keep = num_rows <= rows_at_once
-        part_rows = rows_at_once  # of a temporary, which on a CPU should stay in a core's cache
+        tile_rows = rows_at_once  # of a temporary, which on a CPU should stay in a core's cache
         if hidden.device.type == "cpu":
-            part_rows = max(1, CACHE_NUMBERS // len(weight))
+            tile_rows = max(1, CACHE_NUMBERS // len(weight))
         scale = 1.0 / temperature
         sizes = (num_rows, num_rows * with_entropy, num_rows * (ref_weight is not None))
         token_logps, entropy, kl = (torch.zeros(size, device=hidden.device) for size in sizes)
@@ -123,25 +133,25 @@ class _Statistics(torch.autograd.Function):
             ref = None
             if ref_hidden is not None and float_ref_weight is not None:
                 ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, scale)
-            for part in _chunks(len(logps), part_rows) if with_entropy or ref is not None else ():
-                at = slice(rows.start + part.start, rows.start + part.stop)
-                probabilities = logps[part].exp()
+            for tile in _chunks(len(logps), tile_rows) if with_entropy or ref is not None else ():
+                at = slice(rows.start + tile.start, rows.start + tile.stop)
+                probabilities = logps[tile].exp()
                 if ref is not None:
-                    kl[at] = (probabilities * (logps[part] - ref[part])).sum(-1)
+                    kl[at] = (probabilities * (logps[tile] - ref[tile])).sum(-1)
                 if with_entropy:
-                    entropy[at] = -probabilities.mul_(logps[part]).sum(-1)
+                    entropy[at] = -probabilities.mul_(logps[tile]).sum(-1)
         ctx.save_for_backward(
             hidden, weight, bias, tokens, entropy, kl, kept, ref_hidden, ref_weight, ref_bias
         )
         ctx.scale, ctx.rows_at_once = scale, rows_at_once
-        ctx.set_materialize_grads(False)  # None for what no loss uses
+        ctx.set_materialize_grads(False)  # None for a statistic that no loss uses
         return token_logps, entropy, kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the hidden states and of the head."""
-        hidden, weight, bias, tokens, entropy, kl, kept, *of_ref = ctx.saved_tensors
-        ref_hidden, ref_weight, ref_bias = of_ref
+        hidden, weight, bias, tokens, entropy, kl, kept = ctx.saved_tensors[:7]
+        ref_hidden, ref_weight, ref_bias = ctx.saved_tensors[7:]
         grad_logps, grad_entropy, grad_kl = (
             None if grad is None else grad.unsqueeze(-1) for grad in grads
         )  # (M, 1)
@@ -165,7 +175,7 @@ class _Statistics(torch.autograd.Function):
                 ref = _logps(ref_hidden[rows], float_ref_weight, ref_bias, ctx.scale)
                 gap = (logps - ref).sub_(kl[rows].unsqueeze(-1))
                 factor = factor + grad_kl[rows] * gap
-            grad_logits = logps.exp_().mul_(factor)  # overwrites what was kept: one backward only
+            grad_logits = logps.exp_().mul_(factor)  # overwrites the kept ones: one backward only
             grad_logits.scatter_add_(-1, tokens[rows].unsqueeze(-1), grad_logps[rows])
             if ctx.scale != 1.0:
                 grad_logits *= ctx.scale
@@ -184,7 +194,7 @@ class _Statistics(torch.autograd.Function):
 def _logps(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Log-probabilities (m, V), float32, of the tokens at a temperature.
 
-    In place: on a CPU a fresh tensor of this size costs more than what is computed in it.
+    In place: on a CPU allocating a tensor of this size takes longer than computing it.
     """
     with exact_tf32(hidden):
         bias = None if bias is None else bias.float()

@@ -1,9 +1,8 @@
-"""A prompt computed once for all its completions: how a Hugging Face model is told the layout.
+"""A prompt computed once for all its completions: the attention function given to a model.
 
-transformers lets any decoder call an attention function by name; the one registered here is given
-the `Layout` of a batch, or the cache of a sampler, and works where it is given neither as the usual
-`sdpa`. Positions (learned or rotary) were applied before, by the model. What it computes is in
-`branches`.
+transformers lets any decoder call an attention function by name. The one registered here takes the
+`Layout` of a batch or the cache of a sampler; without either it is the usual `sdpa`. The model has
+applied positions (learned or rotary) before. The attention itself is in `branches`.
 """
 
 import functools
@@ -27,7 +26,7 @@ from common.model.branches import branch_attention
 from common.padding import Layout
 
 NAME = "shared_prefix"
-# Names that blocks give what they do to the hidden states before attention, and that
+# Names of a block's norm before attention, and of its attention
 PRE_ATTENTION = (
     ("ln_1", "attn"),
     ("input_layernorm", "self_attn"),
@@ -37,12 +36,12 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "cache")  # options of atten
 
 
 def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
-    """Let a model take a `layout`; without one it goes on as before. Changed in place.
+    """Let a model take a `layout`, in place; without one it computes what it did before.
 
     Raises:
-        UserError: the model brings an attention of its own that cannot be replaced.
+        UserError: the model's attention cannot be replaced.
     """
-    # Llama 4, whose layers see chunks, does not even name its decoder.
+    # Llama 4, whose layers attend to chunks, has no `base_model`.
     # Convolutions and recurrent states would run from one completion into the next.
     layers = DynamicCache(config=lm.config).layers
     is_hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
@@ -58,7 +57,7 @@ def use_shared_prefix(lm: PreTrainedModel, last_block: nn.Module) -> None:
 
 def replace_attention(lm: PreTrainedModel) -> bool:
     """Let a model call `attend` and `mask`; False if its own attention cannot be replaced."""
-    # Without sdpa, because it has attention sinks, caps its scores or looks nothing up by name.
+    # A model without sdpa has attention sinks, caps its scores or looks nothing up by name.
     is_plain = getattr(lm, "_supports_attention_backend", False) and lm._supports_sdpa
     if is_plain:
         AttentionInterface.register(NAME, attend)
@@ -68,11 +67,11 @@ def replace_attention(lm: PreTrainedModel) -> bool:
 
 
 def mask(*args: Any, attention_mask: Tensor | None = None, **options: Any) -> Tensor | None:
-    """What `sdpa_mask` makes, also without padding: it would ask a GPU for that, and wait."""
+    """`sdpa_mask` without its shortcuts on a GPU, which look for padding and so wait for it."""
     if attention_mask is not None and attention_mask.device.type != "cpu":
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    made: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **options)
-    return made
+    result: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **options)
+    return result
 
 
 def last_hidden_states(
@@ -87,7 +86,7 @@ def last_hidden_states(
         input_ids=input_ids,
         position_ids=position_ids,
         layout=layout,
-        # One with four dimensions is passed on as it is: transformers builds none of its own.
+        # transformers passes a mask of four dimensions on, and builds none.
         attention_mask=torch.empty(1, 1, 1, 1),
         use_cache=False,
     ).last_hidden_state
@@ -97,18 +96,18 @@ def last_hidden_states(
 class KeyCache(Protocol):
     """Keys and values that a sampler keeps; see `sampling.shared.DecodingCache`."""
 
-    longest: int  # tokens of a prompt and of what is drawn after it
+    longest: int  # tokens of a prompt and its completion
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Store the keys and values of the next tokens; what the queries see of all."""
+        """Store the keys and values of the next tokens; attention output of the queries."""
 
 
 class LastLayer:
-    """The layout of the last block, of whose output only the prompts' tails are read.
+    """The layout of the last block, whose output is read at the tails only.
 
-    `keys` are keys and values (1, H, T, d) of the whole row, once they are known.
+    `keys` are keys and values (1, H, T, d) of the whole row, once they are computed.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -118,16 +117,16 @@ class LastLayer:
 
 
 class ShortenedBlock(nn.Module):
-    """A last block that computes keys and values of the whole row, and all else for the tails.
+    """A last block that computes keys and values of the whole row, all else at the tails.
 
-    What it puts out elsewhere is read by nobody, and is 0. This saves two thirds of a block for all
-    tokens of a prompt but the last.
+    Its output elsewhere is not read, and is 0. This saves two thirds of a block for all tokens of a
+    prompt but the last.
     """
 
-    model_name: str  # that the block is part of
+    model_name: str  # of the model that the block is in
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The block's hidden states (1, T, D); without a layout what it has always put out."""
+        """The block's hidden states (1, T, D); without a layout its usual output."""
         forward, layout = super().forward, options.get("layout")
         if not isinstance(layout, Layout):
             output: Tensor = forward(hidden_states, *args, **options)
@@ -154,9 +153,9 @@ class ShortenedBlock(nn.Module):
 
 @functools.cache
 def shortened(block: Any, model_name: str) -> Any:
-    """A class of blocks with a shortened one's forward, under the name by which `blocks` finds it.
+    """A subclass of `block` with the shortened forward, under the name by which `blocks` finds it.
 
-    A class, and no forward of the block's own, which would refer to the block that it belongs to.
+    It is a class because a forward set on the block would hold a reference to it.
     """
     if issubclass(block, ShortenedBlock):
         return block
@@ -168,20 +167,21 @@ def attend(
     query: Tensor,  # (B, H, T, d)
     key: Tensor,  # (B, H', T, d), H' dividing H
     value: Tensor,  # (B, H', T, d)
-    attention_mask: Tensor | None,  # not looked at where there is a layout
+    attention_mask: Tensor | None,  # ignored with a layout
     scaling: float | None = None,  # of the scores; default 1 / sqrt(d)
     layout: "Layout | LastLayer | KeyCache | None" = None,
     **options: Any,  # for `sdpa`
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: (B, T, H, d), and None for the weights."""
     if layout is None:
-        inputs = (module, query, key, value, attention_mask)
-        output, _ = sdpa_attention_forward(*inputs, scaling=scaling, **options)
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
         return output, None
     return attend_by_layout(module, query, key, value, scaling, layout, options), None
 
 
-# What differs by layer and batch is not compiled: every value of it would be compiled anew.
+# Not compiled: the layout differs by layer and batch, and each value would be compiled anew.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_by_layout(
     module: nn.Module,
@@ -192,7 +192,7 @@ def attend_by_layout(
     layout: "Layout | LastLayer | KeyCache",
     options: dict[str, Any],
 ) -> Tensor:
-    """What `attend` returns where there is a layout, (B, T, H, d); arguments as there."""
+    """Attention output (B, T, H, d) under a layout; arguments as in `attend`."""
     refuse_unsupported(layout, options)
     if key.shape[-1] != value.shape[-1]:
         raise UserError("the model's values have another width than its keys; use --layout padded.")
@@ -206,7 +206,7 @@ def attend_by_layout(
         whole.kept[int(module.layer_idx)] = key, value  # type: ignore[arg-type]
     if isinstance(layout, LastLayer):
         if layout.keys is None:
-            layout.keys = key, value  # all that is wanted of the first of its two passes
+            layout.keys = key, value  # the first of its two passes computes only these
             return query.new_zeros(()).expand(query.transpose(1, 2).shape)
         key, value = layout.keys
     num_repeats = query.shape[1] // key.shape[1]
@@ -215,7 +215,7 @@ def attend_by_layout(
 
 
 def refuse_unsupported(layout: "Layout | LastLayer | KeyCache", options: dict[str, Any]) -> None:
-    """Raise a UserError for an attention that sees less than everything, or caps its scores."""
+    """Raise a UserError for sliding windows shorter than the text, and for capped scores."""
     window = options.get("sliding_window")  # 0: none, as Qwen2-MoE writes it
     if window and layout.longest > window:
         raise UserError(

@@ -279,7 +279,7 @@ def test_the_sampler_draws_from_base_and_adapters(bases, family, bf16):
     gap = (sampled - scores.cpu()).abs()
     assert float(gap.max()) < 1e-4 if not bf16 else float(gap.mean()) < 0.05
     assert float((base.cpu() - sampled).abs().mean()) > 0.1
-    assert not lora.adapted_layers(sampler.copy.replica)
+    assert not lora.adapted_layers(sampler.copy.lm)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

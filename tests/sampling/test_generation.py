@@ -849,8 +849,8 @@ def test_the_copy_follows_the_policy_and_is_freed(family):
             parameter.mul_(1.3)
     expected = new_sampler(fresh, max_completion_length=6).sample(EXAMPLES)
     assert after.completion_ids == expected.completion_ids != before
-    assert all(p.is_meta for p in sampler.copy.replica.parameters())
-    replica = sampler.copy.replica
+    assert all(p.is_meta for p in sampler.copy.lm.parameters())
+    replica = sampler.copy.lm
     assert replica.get_output_embeddings().weight is replica.get_input_embeddings().weight
     assert not any(p.is_meta for p in policy.parameters())
 
@@ -861,11 +861,11 @@ def test_a_second_phase_under_bfloat16_draws_what_the_first_drew(family):
     config = tiny.train_config(bf16=True, max_completion_length=8)
     policy = fsdp.shard(Policy(tiny.causal_lm(family)), config, distributed.mesh())
     sampler = Sampler(policy, tiny.vocabulary([STOP]), config)
-    dtypes = {name: p.dtype for name, p in sampler.copy.replica.named_parameters()}
+    dtypes = {name: p.dtype for name, p in sampler.copy.lm.named_parameters()}
     first, second, third = (sampler.sample(EXAMPLES, num_samples=3) for _ in range(3))
     assert first.completion_ids == second.completion_ids == third.completion_ids
     assert torch.equal(first.token_logps, third.token_logps)
-    assert {name: p.dtype for name, p in sampler.copy.replica.named_parameters()} == dtypes
+    assert {name: p.dtype for name, p in sampler.copy.lm.named_parameters()} == dtypes
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
