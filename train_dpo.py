@@ -8,13 +8,13 @@ with log-probabilities summed over the completion, stop token included, and labe
 losses are chosen by `loss_type`, one or a weighted sum of several: `common.losses.preference_loss`
 has their formulas. Two options change any of them:
 
-    ld_alpha < 1:   in log pi and log ref, what the longer completion has beyond the shorter one's
-                    length counts alpha (LD-DPO, Liu et al. 2024)
+    ld_alpha < 1:   in log pi and log ref the longer completion's tokens beyond the shorter one's
+                    length are weighted by ld_alpha (LD-DPO, Liu et al. 2024)
     sft_weight > 0: loss - sft_weight log pi(y_w|x) / |y_w|    (RPO, Pang et al. 2024, eq. 1)
 
 With `pairs_from rollouts` the pairs are made here (RSO, Liu et al. 2023): the starting policy
-samples `num_candidates` completions of each prompt, `reward_funcs` score them, `pair_method`
-chooses who is compared, and these pairs, also written to `pairs.jsonl`, are the training rows.
+samples `num_candidates` completions of each prompt, `reward_funcs` score them, and `pair_method`
+pairs them. These pairs are the training rows, and are written to `pairs.jsonl`.
 
 How this differs from the papers:
 1. AdamW, not RMSprop. 2. Dropout is off. 3. Both completions of a pair share one forward pass.
@@ -23,7 +23,7 @@ How this differs from the papers:
 
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_dpo.py --config assets/recipes/demo/dpo.yaml
-and on pairs of its own, judged by the gold reward, with in addition
+and on pairs sampled from the starting policy and scored by the gold reward, with in addition
     --pairs_from rollouts --reward_funcs gold --output_dir output/demo/dpo_rollouts
 
 Expect the `sigmoid` loss to start at ln 2 = 0.693 exactly (a self-check) and `reward_margin` to
@@ -86,7 +86,7 @@ def main(config: DPOConfig) -> None:
             shown=shown,
             is_resumed=is_resumed,
         )
-        gc.collect()  # FSDP's units refer to one another: it would stay beside the policy
+        gc.collect()  # FSDP's units refer to one another: else the reference stays in memory
 
     # Policy, FSDP, optimiser
     if policy is None:
@@ -149,7 +149,7 @@ def load_pairs(
     *,
     is_resumed: bool,
 ) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Pairs to train on, from rows or made of rollouts, and held-out ones. Collective."""
+    """Training pairs, from rows or from rollouts, and held-out pairs. Collective."""
     from common.pairs.from_rollouts import pairs_of_run
 
     if config.pairs_from == "dataset":
@@ -166,9 +166,9 @@ def pair_losses(
     """The weighted sum of the run's losses of each pair, and the SFT term of its chosen one.
 
     Args:
-        logps: (N, 2) log-probabilities under the policy, chosen first; tails count `ld_alpha`.
+        logps: (N, 2) log-probs under the policy, chosen first; tails weighted by `ld_alpha`.
         ref_logps: (N, 2) the same under the reference.
-        sums: (N, 2) under the policy, where every token counts 1.
+        sums: (N, 2) under the policy, unweighted.
         lengths: (N, 2) tokens.
         config: Of the run.
 

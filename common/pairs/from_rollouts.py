@@ -34,7 +34,7 @@ from common.sampling.vllm.sampler import new_sampler
 from common.scoring import Policy
 from common.text.example import Vocabulary
 
-PAIRS_FILE = "pairs.tokens"  # in a run's folder: its flags, then what it has sampled, as JSON lines
+PAIRS_FILE = "pairs.tokens"  # in a run's folder, JSON lines: its flags, then the sampled pairs
 
 
 def pairs_of_run(
@@ -45,25 +45,25 @@ def pairs_of_run(
     *,
     is_resumed: bool,
 ) -> Sequence[Example]:
-    """What `pairs_from_rollouts` makes; a resumed run of the same flags reads it. Collective."""
+    """`pairs_from_rollouts`, read from a file if the run is resumed with its flags. Collective."""
     file = Path(config.output_dir) / PAIRS_FILE
-    made_by = {
+    flags = {
         f.name: getattr(config, f.name) for f in fields(config) if not f.metadata["may_change"]
     }
     if is_resumed:
-        of_flags, *rows = (distributed.is_rank0() and read_jsonl(file)) or [{}]
-        rows = distributed.from_rank0(rows if of_flags == made_by else [])
+        saved_flags, *rows = (distributed.is_rank0() and read_jsonl(file)) or [{}]
+        rows = distributed.from_rank0(rows if saved_flags == flags else [])
         if rows:
             distributed.print_rank0(
                 f"pairs from rollouts: the {len(rows)} of this run, from {file}"
             )
             return [Example(**row) for row in rows]
-    found = pairs_from_rollouts(config, vocabulary, model_config, mesh)
+    pairs = pairs_from_rollouts(config, vocabulary, model_config, mesh)
     if distributed.is_rank0():
         output_lock.take(file.parent)
-        kept = [vars(replace(pair, columns={})) for pair in found]  # which training does not read
-        write_atomically(file, map(json_line, [made_by, *kept]))
-    return found
+        rows = [vars(replace(pair, columns={})) for pair in pairs]  # training reads no columns
+        write_atomically(file, map(json_line, [flags, *rows]))
+    return pairs
 
 
 def pairs_from_rollouts(
@@ -119,14 +119,14 @@ def pairs_from_rollouts(
         bar.update()
     bar.close()
     all_rewards = distributed.from_all_ranks(all_rewards)
-    pairs = those_that_teach(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
+    pairs = informative_pairs(distributed.from_all_ranks(pairs), all_rewards, len(prompts))
     train_set = as_examples(pairs)
     if distributed.is_rank0():
         write_jsonl(Path(config.output_dir) / file, pairs)
     return train_set
 
 
-# ---- who is compared -----------------------------------------------------------------------------
+# ---- pairing of candidates -----------------------------------------------------------------------
 
 
 def choose_pairs(
@@ -138,11 +138,11 @@ def choose_pairs(
     seeds: Tensor,
     texts: Tensor | None = None,
 ) -> Tensor:
-    """Which candidates of each prompt to compare: those of equal text are one.
+    """Pairs of each prompt's candidates to compare. Candidates of equal text count as one.
 
     - `rso_tournament`: statistical rejection sampling accepts some candidates (Liu et al. 2023,
-      algorithm 1), which meet each other in random pairs, each once: first-round ranking (section
-      3.2). What is accepted follows softmax(r / temperature) over what the policy samples.
+      algorithm 1). They are paired at random, each once: first-round ranking (section 3.2). The
+      accepted ones follow softmax(r / temperature) over the policy's samples.
     - `best_worst`: the highest reward against the lowest; one pair, no noise.
     - `all`: every candidate against every other, K (K - 1) / 2 pairs (Rafailov et al. 2023, C.1).
 
@@ -152,19 +152,19 @@ def choose_pairs(
         num_accepted: Even, at most K; for `rso_tournament`, which makes half as many pairs.
         temperature: RSO's beta, in the unit of the rewards; for `rso_tournament`.
         seeds: (N,) int64, one per prompt: the choice does not depend on the rank or batch.
-        texts: (N, K) int64, equal where candidates of a prompt have the same text; None: nowhere.
+        texts: (N, K) int64, equal for equal texts of a prompt; None: all differ.
 
     Returns:
-        (N, P, 2) int64 indices of candidates, the one with the higher reward first; equal rewards
-        have no winner. -1 where there were too few texts for so many pairs.
+        (N, P, 2) int64 indices of candidates, the higher reward first (either, if they are equal);
+        -1 where a prompt has too few different texts for P pairs.
     """
     is_first = first_of_text(rewards, texts)  # (N, K)
     if method == "best_worst":
         return torch.stack([rewards.argmax(1), rewards.argmin(1)], dim=-1)[:, None]
     if method == "all":
-        places = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
-        return higher_first(rewards, places, is_first)
-    assert num_accepted % 2 == 0, "a tournament's first round pairs all who were accepted"
+        pairs = torch.combinations(torch.arange(rewards.shape[1])).expand(len(rewards), -1, -1)
+        return higher_first(rewards, pairs, is_first)
+    assert num_accepted % 2 == 0, "a tournament's first round pairs all accepted candidates"
     accepted = rejection_sample(
         rewards,
         num_keep=num_accepted,
@@ -173,33 +173,33 @@ def choose_pairs(
         seed=seeds,
         texts=texts,
     )  # (N, M)
-    # Late ones were accepted in a later pass, so are worse: neighbours are no random opponents.
+    # Shuffled: later passes accept worse candidates, so neighbours are no random opponents.
     order = uniform(derive_seed(0, "tournament"), seeds[:, None], torch.arange(num_accepted))
-    repeats = ~is_first.gather(1, accepted)  # (N, M), which meet each other
+    repeats = ~is_first.gather(1, accepted)  # (N, M), moved to the end, where they make no pair
     shuffled = (order + repeats).argsort(1)  # (N, M)
-    rounds = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
-    return higher_first(rewards, rounds, is_first)
+    pairs = accepted.gather(1, shuffled).view(len(rewards), -1, 2)  # (N, P, 2)
+    return higher_first(rewards, pairs, is_first)
 
 
-def higher_first(rewards: Tensor, places: Tensor, is_first: Tensor) -> Tensor:
-    """Pairs of candidates (N, P, 2), each turned so that the higher reward (N, K) is first.
+def higher_first(rewards: Tensor, pairs: Tensor, is_first: Tensor) -> Tensor:
+    """Pairs of candidates (N, P, 2), ordered so that the higher reward (N, K) is first.
 
-    -1 in place of a pair with a candidate that is not the first of its text (N, K).
+    -1 for a pair with a candidate that is not the first of its text (N, K).
     """
-    is_pair = is_first.gather(1, places.flatten(1)).view_as(places).all(-1, keepdim=True)
-    scores = rewards.gather(1, places.flatten(1)).view_as(places)  # (N, P, 2)
-    is_reversed = (scores[..., 1] > scores[..., 0])[..., None]  # (N, P, 1)
-    return torch.where(is_reversed, places.flip(-1), places).where(is_pair, -1)
+    is_pair = is_first.gather(1, pairs.flatten(1)).view_as(pairs).all(-1, keepdim=True)
+    pair_rewards = rewards.gather(1, pairs.flatten(1)).view_as(pairs)  # (N, P, 2)
+    is_reversed = (pair_rewards[..., 1] > pair_rewards[..., 0])[..., None]  # (N, P, 1)
+    return torch.where(is_reversed, pairs.flip(-1), pairs).where(is_pair, -1)
 
 
-# ---- what became of them -------------------------------------------------------------------------
+# ---- the pairs as rows ---------------------------------------------------------------------------
 
 
 @dataclass
 class SampledPair:
-    """A comparison of two completions that a policy made, the chosen one first."""
+    """Two completions that the policy sampled, the chosen one first."""
 
-    example: Example  # the prompt, with the ids that were sampled
+    example: Example  # the prompt, with the ids of both completions
     texts: list[str]
     rewards: list[float]
 
@@ -212,49 +212,52 @@ def sampled_pairs(
     rewards: Tensor,
     chosen_pairs: Tensor,
 ) -> list[SampledPair]:
-    """The pairs that were chosen, whatever they teach.
+    """The chosen pairs with their texts, those of equal reward included.
 
     Args:
         examples: N prompts.
         is_real: (N,) bool, False = a filler, which counts nowhere.
         rollouts: K completions of each.
-        texts: The same as N*K texts.
+        texts: Their N*K texts.
         rewards: (N, K).
         chosen_pairs: (N, P, 2), see `choose_pairs`.
     """
     pairs = []
     for n in is_real.nonzero().flatten().tolist():
         for pair in chosen_pairs[n][chosen_pairs[n, :, 0] >= 0].tolist():
-            places = [n * rewards.shape[1] + i for i in pair]
-            ids = [rollouts.completion_ids[i] for i in places]
-            own = ([texts[i] for i in places], rewards[n, pair].tolist())
-            pairs.append(SampledPair(replace(examples[n], completions=ids), *own))
+            slots = [n * rewards.shape[1] + i for i in pair]
+            example = replace(
+                examples[n], completions=[rollouts.completion_ids[slot] for slot in slots]
+            )
+            pair_texts = [texts[slot] for slot in slots]
+            pairs.append(SampledPair(example, pair_texts, rewards[n, pair].tolist()))
     return pairs
 
 
-def those_that_teach(
+def informative_pairs(
     pairs: Sequence[SampledPair], all_rewards: Sequence[float], num_prompts: int
 ) -> list[SampledPair]:
-    """The pairs of two texts and unequal rewards, by prompt; rank 0 prints what became of all.
+    """The pairs of unequal rewards without a blank text, by prompt; rank 0 prints the counts.
 
     `all_rewards` are those of every candidate.
     """
     unequal = [pair for pair in pairs if pair.rewards[0] != pair.rewards[1]]
-    kept = [pair for pair in unequal if all(text.strip() for text in pair.texts)]
-    kept.sort(key=lambda pair: pair.example.row)  # stable: a prompt is on one rank
-    means = [sum(pair.rewards[i] for pair in kept) / max(1, len(kept)) for i in (0, 1)]
+    selected = [pair for pair in unequal if all(text.strip() for text in pair.texts)]
+    selected.sort(key=lambda pair: pair.example.row)  # stable: a prompt is on one rank
+    means = [sum(pair.rewards[i] for pair in selected) / max(1, len(selected)) for i in (0, 1)]
     distributed.print_rank0(
-        f"pairs from rollouts: {len(kept)} of {len(pairs)} (dropped {len(pairs) - len(unequal)} of "
-        f"equal reward, {len(unequal) - len(kept)} with a blank completion)\n"
+        f"pairs from rollouts: {len(selected)} of {len(pairs)} "
+        f"(dropped {len(pairs) - len(unequal)} of equal reward, {len(unequal) - len(selected)} "
+        "with a blank completion)\n"
         f"  mean reward of {len(all_rewards)} candidates of {num_prompts} prompts "
         f"{sum(all_rewards) / max(1, len(all_rewards)):.3f}, of the chosen {means[0]:.3f}, of the "
         f"rejected {means[1]:.3f}"
     )
-    return kept
+    return selected
 
 
 def as_examples(pairs: Sequence[SampledPair]) -> list[Example]:
-    """The pairs as training examples; a UserError if there is none."""
+    """The pairs as training examples; raises a UserError if there is none."""
     if not pairs:
         raise UserError(
             "--pairs_from rollouts gave no pair: all candidates of a prompt have the same reward, "

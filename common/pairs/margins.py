@@ -17,7 +17,7 @@ def margins(examples: Sequence[Example], column: str) -> Tensor:
     """A column of all rows, (rows,) float32; zeros without a name.
 
     Raises:
-        UserError: it is not a finite number in some row.
+        UserError: some row has no finite number in it.
     """
     if not column:
         return torch.zeros(len(examples))

@@ -32,10 +32,10 @@ class ReferenceScores:
     """Log-probabilities of pairs under the frozen reference, None where no loss needs them.
 
     Attributes:
-        train: (rows, 2) float32 on the device, chosen first; tails count `ld_alpha`.
-        held_out: (rows, 2) float64 on the host; tails too.
-        shown: of each token of the pairs in tables.
-        first: (1, 2) of the first training pair, where every token counts 1.
+        train: (rows, 2) float32 on the device, chosen first; tails weighted by `ld_alpha`.
+        held_out: (rows, 2) float64 on the host, weighted in the same way.
+        shown: Of each token of the pairs in the tables of samples.
+        first: (1, 2) of the first training pair, unweighted.
     """
 
     train: Tensor | None = None
@@ -61,14 +61,13 @@ def load_reference(
     shown: list[Example],
     is_resumed: bool,
 ) -> tuple[ReferenceScores, Policy | None]:
-    """Score all pairs with the frozen reference, which is freed then. Collective.
+    """Score all pairs with the frozen reference, and free it. Collective.
 
     The reference's model has the `ref_config`; training takes the rows of the train_set in the
-    `order`, and `shown` are in tables.
+    `order`; `shown` are the pairs in the tables of samples.
 
     Returns:
-        The scores; and the policy, if with LoRA on the same model its adapters off are the
-        reference.
+        The scores; and the policy, if it is the reference with adapters on (LoRA on one model).
     """
     from common.model.lora import AdapterReference
     from common.sampling import token_records
@@ -81,9 +80,9 @@ def load_reference(
     reference = AdapterReference(policy) if is_policy else policy
     self_checks.only_tokens_matter(reference, config)
 
-    found = ReferenceScores()
-    found.first = score.score_examples(reference, train_set[:1], config, vocabulary, "reference")
-    found.shown = token_records.token_logps(reference, shown, config, vocabulary)
+    scores = ReferenceScores()
+    scores.first = score.score_examples(reference, train_set[:1], config, vocabulary, "reference")
+    scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
             score.pair_logps,
@@ -94,16 +93,16 @@ def load_reference(
             "reference",
             config.ld_alpha,
         )
-        key = scores_key(eval_set, config, found.first)
+        key = scores_key(eval_set, config, scores.first)
         rows: Sequence[int] = range(len(eval_set))
-        found.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
+        scores.held_out = kept_logps(config, "held_out", held_out, rows, key, is_resumed)
     train = partial(training_logps, reference, train_set, order, config, vocabulary)
     rows = order.rows_until(order.total_steps(config))
-    key = scores_key(train_set, config, found.first)
+    key = scores_key(train_set, config, scores.first)
     logps = kept_logps(config, "train", train, rows, key, is_resumed)
-    # A filler has the place of row 0, which may be none of the rows.
-    found.train = logps.nan_to_num().float().to(distributed.device())
-    return found, policy if is_policy else None
+    # A filler stands for row 0, which may be none of the rows.
+    scores.train = logps.nan_to_num().float().to(distributed.device())
+    return scores, policy if is_policy else None
 
 
 def training_logps(
@@ -113,10 +112,10 @@ def training_logps(
     config: "DPOConfig",
     vocabulary: Vocabulary,
 ) -> Tensor:
-    """Log-probabilities (rows, 2) of the pairs a run sees, NaN of others. Collective.
+    """Log-probabilities (rows, 2) of the pairs that a run trains on, NaN of others. Collective.
 
-    They are scored in the micro-batches of the first epoch: a policy that equals the reference gets
-    the same numbers there, rounding included, and the DPO loss starts at ln 2.
+    They are scored in the micro-batches of the first epoch. So a policy that equals the reference
+    gets the same numbers, rounding included, and the DPO loss starts at ln 2.
     """
     from common.text.data_report import progress
 
@@ -138,9 +137,9 @@ def training_logps(
 
 
 def scores_key(examples: Sequence[Example], config: "DPOConfig", first: Tensor) -> str:
-    """Hash of what the reference's scores depend on: tokens, `ld_alpha` and weights.
+    """Hash of all that the reference's scores depend on: tokens, `ld_alpha` and weights.
 
-    The weights are represented by the scores `first` (1, 2) of the first training pair.
+    The scores `first` (1, 2) of the first training pair stand for the weights.
     """
     digest = hashlib.sha256(repr((config.ld_alpha, first.tolist())).encode())
     for example in examples:
@@ -156,7 +155,7 @@ def kept_logps(
     key: str,
     is_resumed: bool,
 ) -> Tensor:
-    """What `compute` returns, (N, 2). A resumed run reads its file if the key agrees. Collective.
+    """Result (N, 2) of `compute`, or in a resumed run its file's if the key agrees. Collective.
 
     Raises:
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.

@@ -18,8 +18,8 @@ from common.errors import UserError
 from common.noise import derive_seed, permutation
 from common.pairs.from_rollouts import (
     higher_first,
+    informative_pairs,
     sampled_pairs,
-    those_that_teach,
     write_jsonl,
 )
 from common.record.jsonl import json_line, write_atomically
@@ -187,7 +187,7 @@ def write_optimised(
     every = torch.ones_like(rewards, dtype=torch.bool)
     labelled = higher_first(rewards, neighbours, every)  # (N, K / 2, 2)
     pairs = sampled_pairs(examples, every[:, 0], rollouts, texts, rewards, labelled)
-    pairs = those_that_teach(pairs, rewards.flatten().tolist(), len(examples))
+    pairs = informative_pairs(pairs, rewards.flatten().tolist(), len(examples))
     write_jsonl(folder / "pairs.jsonl", pairs)
     for size in sizes:
         best = rewards[:, :size].argmax(1) + torch.arange(len(examples)) * num_candidates  # (N,)

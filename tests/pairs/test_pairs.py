@@ -145,7 +145,7 @@ def test_pairs_without_a_difference_or_a_text_are_dropped_and_counted(capsys):
     chosen = torch.tensor([[[0, 1]], [[0, 1]], [[0, 1]], [[0, 1]]])
     pairs = sampled([7, 3, 5, None], rollouts_of(texts), texts, rewards, chosen)
     assert len(pairs) == 3  # a filler counts nowhere
-    (pair,) = from_rollouts.those_that_teach(pairs, rewards[:3].flatten().tolist(), 3)
+    (pair,) = from_rollouts.informative_pairs(pairs, rewards[:3].flatten().tolist(), 3)
     assert (pair.example.row, pair.texts, pair.rewards) == (7, [" a", " b"], [1.0, 0.5])
     said = capsys.readouterr().out
     assert "1 of 3 (dropped 1 of equal reward, 1 with a blank completion)" in said
@@ -157,7 +157,7 @@ def test_pairs_of_all_ranks_stand_in_the_order_of_the_prompts():
     chosen = torch.tensor([[[0, 1]], [[0, 1]]])
     pairs = sampled([3, 0], rollouts_of(texts), texts, rewards, chosen)
     pairs += sampled([2, 1], rollouts_of(texts), texts, rewards, chosen)
-    kept = from_rollouts.those_that_teach(pairs, [], 4)
+    kept = from_rollouts.informative_pairs(pairs, [], 4)
     assert [pair.example.row for pair in kept] == [0, 1, 2, 3]
 
 
