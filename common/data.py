@@ -17,8 +17,8 @@ from common.config import AUTO, CommonConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
-from common.text.example import Example as Example
-from common.text.example import Vocabulary
+from common.text.rows import Example as Example
+from common.text.rows import Vocabulary
 
 MOST_FILLER = 10_000  # rows that a batch may have, filler included, where the data set has fewer
 order_of_epoch = functools.lru_cache(1)(permutation)
@@ -36,11 +36,12 @@ def load_examples(
 
     `kind` is `sft`, `preference` or `prompts`. Collective.
     """
-    from common.text import rows, tokenise
+    from common.text import reading, tokenise
 
     if split == AUTO and dataset_name:  # for evaluation only: a single file is its split
         path = Path(dataset_name).expanduser()
-        split = path.name.split(".")[0] if path.is_file() else rows.test_split(config, dataset_name)
+        name_of_file = path.name.split(".")[0] if path.is_file() else ""
+        split = name_of_file or reading.test_split(config, dataset_name)
         if not split:
             distributed.print_rank0(f"{dataset_name} has no held-out split: no evaluation on it")
     if not dataset_name or not split:
@@ -52,12 +53,12 @@ def load_splits(
     config: TrainConfig, kind: str, vocabulary: Vocabulary
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The training and the held-out examples of a stage; the latter [] without a test split."""
-    from common.text import rows
+    from common.text import reading
 
     name = config.dataset_name
-    train, test = config.dataset_train_split, rows.test_split(config, name)
+    train, test = config.dataset_train_split, reading.test_split(config, name)
     if config.dataset_test_split == AUTO and not test:
-        tried = " or ".join(rows.TEST_SPLITS)
+        tried = " or ".join(reading.TEST_SPLITS)
         distributed.print_rank0(f"{name} has no split {tried}: trained without evaluation")
     train_set = load_examples(config, name, train, kind, vocabulary, config.num_train_rows)
     if kind == "sft" and config.num_sample_prompts and train_set[0].messages:

@@ -18,7 +18,7 @@ from common.model import load
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.record.folder import save_run_files
-from common.text.rows import test_split
+from common.text.reading import test_split
 
 
 @dataclass

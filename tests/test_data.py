@@ -30,7 +30,8 @@ from common.data import (
 )
 from common.errors import UserError
 from common.text import synthetic
-from common.text.rows import load_rows
+from common.text.reading import load_rows
+from common.text.rows import Row
 from common.text.tokenise import count_boundary_merges, tokenize_rows
 from common.text.truncate import (
     closing_cue,
@@ -86,9 +87,10 @@ def tokenize(
     (stop_id,) = ids_of(tokenizer, stop)
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
-    found = tokenize_rows(rows, tokenizer, config, kind=kind, stop_ids=[stop_id], split="train")
-    found[1].refuse_lossy(config.max_dropped_fraction)
-    return found
+    texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
+    examples, report = tokenize_rows(texts, tiny.vocabulary([stop_id], tokenizer), config, "train")
+    report.refuse_lossy(config.max_dropped_fraction)
+    return examples, report
 
 
 # --- truncation -----------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
 from common.text.chat import is_messages
-from common.text.rows import COMPLETION_COLUMNS, load_rows
+from common.text.reading import load_rows
+from common.text.rows import COMPLETION_COLUMNS, Row
 from common.text.tokenise import tokenize_rows
 from common.text.truncate import closing_cue, split_prompt
 
@@ -124,20 +125,18 @@ def test_nothing_is_longer_than_allowed_or_lost_without_being_counted(
 ):
     tokenizer = tiny.tokenizer()
     stop_id = tokenizer.eos_token_id
-    rows = [{"prompt": prompt, "completion": text} for prompt, text in texts]
+    rows = [Row(prompt, [text], "sft", number=i) for i, (prompt, text) in enumerate(texts)]
     try:
         examples, report = tokenize_rows(
             rows,
-            tokenizer,
+            tiny.vocabulary([stop_id]),
             tiny.train_config(
                 max_prompt_length=max_prompt_length,
                 max_completion_length=max_completion_length,
                 prompt_truncation=truncation,
                 max_dropped_fraction=1.0,
             ),
-            kind="sft",
-            stop_ids=[stop_id],
-            split="train",
+            "train",
         )
         report.refuse_lossy(1.0)
     except UserError as error:

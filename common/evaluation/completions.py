@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
     from common.scoring import Policy
-    from common.text.example import Vocabulary
+    from common.text.rows import Vocabulary
 
 FILE = "completions.jsonl"
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared
@@ -220,16 +220,14 @@ def reference_completions(
     texts = {i: text for i, e in enumerate(prompts) if (text := reference_text(e)).strip()}
     if not texts:
         return {}
-    examples, tokenizer = [prompts[i] for i in texts], judges.vocabulary.tokenizer
+    examples = [prompts[i] for i in texts]
     written = []  # as the policy would write it: in a conversation, by the chat template
     for example, text in zip(examples, texts.values(), strict=True):
         answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
         asked = example.messages or example.prompt
         row = {**example.columns, "prompt": asked, "completion": answer}
-        written += [one["completion"] for one in render(row, ["completion"], tokenizer)]
-    cut = tokenize_completions(
-        written, tokenizer, judges.vocabulary.stop_ids, max_completion_length
-    )
+        written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
+    cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
     no_rouge = [""] * len(texts)  # with itself says nothing
     own = judged(judges, examples, rollouts, list(texts.values()), no_rouge)

@@ -88,7 +88,7 @@ def settle(config: EvaluateConfig) -> None:
     Raises:
         UserError: there is nothing to do.
     """
-    from common.text.rows import has_pairs
+    from common.text.reading import has_pairs
 
     name = config.dataset_name
     if config.score_pairs:
@@ -102,7 +102,7 @@ def settle(config: EvaluateConfig) -> None:
 
 def split_of(name: str, config: EvaluateConfig) -> str:
     """The split to evaluate on: of a single file that file, unless the flag names one."""
-    from common.text.rows import test_split
+    from common.text.reading import test_split
 
     path = Path(name).expanduser()
     if path.is_file() and config.dataset_test_split == AUTO:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from common.data import Example
     from common.evaluation.score import ImplicitReward
     from common.rewards.models import RewardModelFunction
-    from common.text.example import Vocabulary
+    from common.text.rows import Vocabulary
 
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")

@@ -240,7 +240,7 @@ def is_collective(function: RewardFunction) -> bool:
 
 def needed_columns(function: RewardFunction) -> list[str]:
     """The columns of a row that a function cannot be called without."""
-    from common.text.rows import ARGUMENTS
+    from common.text.schemas import ARGUMENTS
 
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()

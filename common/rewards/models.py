@@ -107,7 +107,7 @@ class RewardModelFunction:
         from common.text.chat import TurnEnd, render
 
         if not self.reads_ids(is_chat=True):
-            render({"prompt": messages}, [], self.tokenizer)
+            render({"prompt": messages}, "prompts", self.tokenizer)
             return
         end = len(TurnEnd(messages, self.policy_tokenizer).ids)
         prompt, answer = self.config.max_prompt_length, self.config.max_completion_length
@@ -141,10 +141,10 @@ class RewardModelFunction:
         rows = [
             one
             for row in zip(*given.values(), strict=True)
-            for one in render(dict(zip(given, row, strict=True)), ["completion"], self.tokenizer)
+            for one in render(dict(zip(given, row, strict=True)), "sft", self.tokenizer)
         ]
-        prompt_ids = encode([row["prompt"] for row in rows], self.tokenizer)
-        ids = encode([row["completion"] for row in rows], self.tokenizer)
+        prompt_ids = encode([row.prompt for row in rows], self.tokenizer)
+        ids = encode([row.completions[0] for row in rows], self.tokenizer)
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str):  # the template has messages begin and end as it writes
                 prompt_ids[i] = leading + without_leading(prompt_ids[i], leading)

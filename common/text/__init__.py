@@ -1,6 +1,6 @@
-"""What is read, and how a row becomes text and token ids.
+"""Data sets: rows are read, brought to one schema, rendered to text and tokenised.
 
-Face: tokenise (splits as token ids), rows (files, the hub, TRL's schemas), chat (templates),
-truncate (cues), synthetic (the embedded task), overlap (ROUGE), example; data_report, files, forms,
-hub and shared_rows behind them.
+Face: tokenise (splits as token ids), reading (files, the hub), rows (`Row`, `Example`,
+`Vocabulary`), chat (templates), truncate (cues), synthetic (the embedded task), overlap (ROUGE),
+hub; schemas, files, data_report and shared_rows behind them.
 """

@@ -1,4 +1,4 @@
-"""Rows of messages as rows of text, by the chat template of the tokenizer."""
+"""Conversations as rows of text, by the chat template of the tokenizer."""
 
 import contextlib
 import json
@@ -8,24 +8,11 @@ from os.path import commonprefix
 from typing import Any
 
 from common.errors import UserError, gist
+from common.text.rows import COMPLETION_COLUMNS, RawRow, Row, other_columns
 from common.text.truncate import encode
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # given to the template, as in TRL
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's key for them, by family
-
-
-class Conversation(str):
-    """A prompt rendered from messages: used whole or not at all, since no part may be cut.
-
-    Attributes:
-        messages: What it was rendered from.
-        is_partial: The template leaves out words, thoughts or calls of an answer to it.
-        is_decoded: Tool arguments in JSON text were decoded for the template.
-    """
-
-    messages: Sequence[dict[str, Any]] = ()
-    is_partial = False
-    is_decoded = False
 
 
 def is_messages(value: Any) -> bool:
@@ -53,44 +40,50 @@ def content(message: dict[str, Any]) -> str:
     return message.get("content") or ""
 
 
-def render(row: dict[str, Any], columns: Sequence[str], tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows of text: one per answer of a conversation, one of a pair; a row of text as it is.
+def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]:
+    """Rows of text: one per answer of a conversation, one of a pair, one of a row of text.
 
     The prompt is the template's text of all messages before the answer, to where the assistant
     begins, as when the model is used. The completion is what the template writes behind it when the
     answer is the last message. A prompt that ends in a message of the assistant is the beginning of
     the answer: the completion goes on with it. No row has an answer of `weight` 0 or `train` false.
 
+    Args:
+        raw: Cells by column, all of text or all of messages.
+        kind: `sft`, `preference` or `prompts`.
+        tokenizer: One with a chat template for messages.
+        number: Of the row in its split.
+
     Raises:
         UserError: the tokenizer has no chat template, or it writes the beginning of a conversation
             differently once an answer follows, or `tools` is no JSON.
     """
-    if isinstance(row["prompt"], str):
-        return [row]
-    options = _template_options(row)
-    asked, *completions = (_without_null(row[name]) for name in ("prompt", *columns))
-    chats = [[*asked, *turns] for turns in completions or [[]]]
-    if is_decoded := any(_needs_objects(messages, tokenizer, options) for messages in chats):
-        for call in (call for messages in chats for call in _calls(messages, with_text=True)):
-            with contextlib.suppress(ValueError):  # it is no JSON
-                call["arguments"] = json.loads(call["arguments"])
+    if isinstance(raw["prompt"], str):
+        return [Row.of_text(raw, kind, number)]
+    options, others = _template_options(raw), other_columns(raw, kind)
+    asked = _without_null(raw["prompt"])
+    chats = [_without_null(raw[name]) for name in COMPLETION_COLUMNS[kind]]  # K lists of messages
+    is_decoded = _decode_arguments([[*asked, *chat] for chat in chats or [[]]], tokenizer, options)
     begun = [asked.pop()] if asked[-1]["role"] == "assistant" else []
-    for turns in completions if begun else ():
-        turns[0] = {**turns[0], "content": content(begun[0]) + content(turns[0])}
+    for chat in chats if begun else ():
+        chat[0] = {**chat[0], "content": content(begun[0]) + content(chat[0])}
     rows = []
-    for i, answers in enumerate(zip(*completions, strict=False) if columns else [()]):
+    for i, answers in enumerate(zip(*chats, strict=False) if chats else [()]):
         if not all(map(_is_trained, answers)):
             continue
-        before, begun = [*asked, *(completions[0][:i] if i else ())], [] if i else begun
+        before = [*asked, *(chats[0][:i] if chats else ())]
+        begun = [] if i else begun
         turn = "continue_final_message" if begun else "add_generation_prompt"
-        prompt = Conversation(rendered(tokenizer, [*before, *begun], options | {turn: True}))
-        prompt.messages, prompt.is_decoded = [*before, *begun], is_decoded
-        texts: dict[str, str] = {"prompt": prompt}
-        for column, answer in zip(columns, answers, strict=True):
-            texts[column] = _behind(prompt, rendered(tokenizer, [*before, answer], options))
-            read = "".join(map(content, begun)) + texts[column]
-            prompt.is_partial |= _leaves_out(answer, read)
-        rows.append({**row, **texts})
+        prompt = rendered(tokenizer, [*before, *begun], options | {turn: True})
+        texts = [
+            _behind(prompt, rendered(tokenizer, [*before, answer], options)) for answer in answers
+        ]
+        opening = "".join(map(content, begun))
+        is_partial = any(
+            _leaves_out(answer, opening + text) for answer, text in zip(answers, texts, strict=True)
+        )
+        messages = [*before, *begun]
+        rows.append(Row(prompt, texts, kind, others, number, messages, is_partial, is_decoded))
     return rows
 
 
@@ -119,6 +112,18 @@ def _calls(messages: Sequence[dict[str, Any]], *, with_text: bool = False) -> li
     return [f for f in functions if isinstance(f.get("arguments"), str) or not with_text]
 
 
+def _decode_arguments(
+    chats: Sequence[Sequence[dict[str, Any]]], tokenizer: Any, options: dict[str, Any]
+) -> bool:
+    """Decode tool arguments in JSON text, in place, where the template needs objects."""
+    needs_objects = any(_needs_objects(messages, tokenizer, options) for messages in chats)
+    if needs_objects:
+        for call in (call for messages in chats for call in _calls(messages, with_text=True)):
+            with contextlib.suppress(ValueError):  # it is no JSON
+                call["arguments"] = json.loads(call["arguments"])
+    return needs_objects
+
+
 def _needs_objects(
     messages: Sequence[dict[str, Any]], tokenizer: Any, options: dict[str, Any]
 ) -> bool:
@@ -144,7 +149,7 @@ def _leaves_out(answer: dict[str, Any], text: str) -> bool:
     return False
 
 
-def _template_options(row: dict[str, Any]) -> dict[str, Any]:
+def _template_options(row: RawRow) -> dict[str, Any]:
     """What a row gives its template with the messages; `tools`, JSON schemas, may be text."""
     tools = row.get("tools")
     try:

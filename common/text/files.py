@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import UserError, gist, why_missing
 from common.text import hub
-from common.text.forms import Row
+from common.text.rows import RawRow
 
 RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
@@ -97,7 +97,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
     return list(matches)
 
 
-def read(files: Iterable[Path]) -> Iterator[Row]:
+def read(files: Iterable[Path]) -> Iterator[RawRow]:
     """The rows of files, one after another.
 
     By `json`, not by `datasets.load_dataset("json")`, which takes texts for something else: a
@@ -110,7 +110,7 @@ def read(files: Iterable[Path]) -> Iterator[Row]:
     return (row for file in files for row in _read_file(file))
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[RawRow]:
     """The rows of one file."""
     try:
         if path.suffix == ".parquet":
@@ -129,7 +129,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         raise UserError(f"{os.fspath(path)} cannot be read: {gist(error)}.") from None
 
 
-def _json_rows(stream: Any, source: str) -> Iterator[Row]:
+def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
     """Rows of a JSON list of objects, or of one object per line."""
     is_list = None  # until there is more than white space
     # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.

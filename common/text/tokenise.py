@@ -14,11 +14,10 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
 from common.text import hub, shared_rows
-from common.text.chat import Conversation, render
+from common.text.chat import render
 from common.text.data_report import DataReport, progress
-from common.text.example import Example, Vocabulary
-from common.text.forms import Row
-from common.text.rows import COMPLETION_COLUMNS, load_rows, options, row_source
+from common.text.reading import load_rows, options
+from common.text.rows import Example, Row, Vocabulary
 from common.text.truncate import (
     CHUNK_ROWS,
     closing_cue,
@@ -59,26 +58,18 @@ def load(
 
     def tokenised() -> list[Example]:
         notes: list[str] = []
-        how = options(config, dataset_name)
-        rows = load_rows(
-            dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **how
+        source = options(config, dataset_name)
+        raw_rows = load_rows(
+            dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **source
         )
         if dataset_name == config.dataset_name:  # kept with the run
-            config.dataset_commit = hub.commit_read(dataset_name, split, how)
-        numbers: list[int] = []
-        texts: list[Row] = []  # one of each answer of a conversation
-        for number, row in enumerate(progress(rows, "rendering", len(rows))):
-            texts += render(row, COMPLETION_COLUMNS[kind], vocabulary.tokenizer)
-            numbers += [number] * (len(texts) - len(numbers))
-        examples, report = tokenize_rows(
-            texts,
-            vocabulary.tokenizer,
-            config,
-            kind=kind,
-            stop_ids=vocabulary.stop_ids,
-            split=split,
-            numbers=numbers,
-        )
+            config.dataset_commit = hub.commit_read(dataset_name, split, source)
+        rows = [
+            row
+            for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))
+            for row in render(raw, kind, vocabulary.tokenizer, number)
+        ]
+        examples, report = tokenize_rows(rows, vocabulary, config, split)
         report.notes = notes
         distributed.print_rank0(report)
         report.refuse_lossy(config.max_dropped_fraction)
@@ -88,14 +79,7 @@ def load(
 
 
 def tokenize_rows(
-    rows: Sequence[Row],
-    tokenizer: Any,
-    config: CommonConfig,
-    *,
-    kind: str,
-    stop_ids: Sequence[int],
-    split: str,
-    numbers: Sequence[int] = (),
+    rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig, split: str
 ) -> tuple[list[Example], DataReport]:
     """Tokenise prompts and completions apart and count what is lost.
 
@@ -105,53 +89,48 @@ def tokenize_rows(
     long, or a conversation is, or its template leaves out part of the answer.
 
     Args:
-        rows: Rows of text: as `load_rows` gives them, messages rendered.
-        tokenizer: A Hugging Face tokenizer, a fast one to cut the body of a prompt.
+        rows: All of one kind.
+        vocabulary: Its tokenizer must be a fast one to cut the body of a prompt.
         config: The limits, and which part of a prompt is cut.
-        kind: As in `load_rows`.
-        stop_ids: Tokens that end a completion; the first is the one appended.
         split: Name for the report and for errors.
-        numbers: Of each row, which it was when they were read; default 0, 1, ...
 
     Raises:
         UserError: A slow tokenizer and a prompt to cut, or a cue that no prompt has.
     """
-    columns = COMPLETION_COLUMNS[kind]
     refuse_lost_cue(rows, typed_cue(config), split)
-    numbers = numbers or range(len(rows))
     report = DataReport(split=split, num_rows=len(rows))
-    kept: list[Example] = []
-    answers: list[list[str]] = []  # of those kept
+    examples: list[Example] = []
+    pairs: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     distinct: set[tuple[str, ...]] = set()
     cut: dict[int, tuple[str, str]] = {}  # prompts before and after
-    tokenized = _in_chunks(rows, columns, tokenizer, stop_ids, config)
-    for number, row, (prompt, *completions) in zip(numbers, rows, tokenized, strict=True):
-        if reason := _drop_reason(row["prompt"], prompt, completions):
+    tokenized = _in_chunks(rows, vocabulary, config)
+    for row, (prompt, *completions) in zip(rows, tokenized, strict=True):
+        if reason := _drop_reason(row, prompt, completions):
             report.dropped[reason] += 1
-            report.first_dropped = report.first_dropped or number + 1
+            report.first_dropped = report.first_dropped or row.number + 1
             continue
         if prompt.is_truncated:
-            cut[number] = (row["prompt"], prompt.text)
+            cut[row.number] = (row.prompt, prompt.text)
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
-        kept.append(_example(number, row, prompt, completions, columns))
-        answers.append([text.text for text in completions])
-        distinct.add(tuple(row[name] for name in ("prompt", *columns)))
-    report.num_kept, report.num_prompts_truncated = len(kept), len(cut)
-    report.num_duplicates = len(kept) - len(distinct)
+        examples.append(_example(row, prompt, completions))
+        pairs.append([(prompt.text, completion.text) for completion in completions])
+        distinct.add((row.prompt, *row.completions))
+    report.num_kept, report.num_prompts_truncated = len(examples), len(cut)
+    report.num_duplicates = len(examples) - len(distinct)
     report.truncated_prompt = _before_and_after(cut, config.prompt_truncation)
-    report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in kept])
-    report.completion_lengths = _quantiles([len(c) for e in kept for c in e.completions])
-    report.conversations = _conversations(rows, numbers)
-    sample = range(0, len(kept), -(-len(kept) // MERGE_SAMPLE) or 1)
-    pairs = [(kept[i].prompt, text) for i in sample for text in answers[i]]
-    report.num_boundaries_checked = len(pairs)
-    report.num_boundary_merges = count_boundary_merges(pairs, tokenizer)
-    return kept, report
+    report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
+    report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
+    report.conversations = _conversations(rows)
+    every = -(-len(pairs) // MERGE_SAMPLE) or 1
+    sample = [pair for row_pairs in pairs[::every] for pair in row_pairs]
+    report.num_boundaries_checked = len(sample)
+    report.num_boundary_merges = count_boundary_merges(sample, vocabulary.tokenizer)
+    return examples, report
 
 
 def refuse_lost_cue(rows: Sequence[Row], cue: str, split: str) -> None:
     """Raise a UserError for a cue in which no prompt ends: it would not be kept in silence."""
-    if cue and not any(closing_cue(row["prompt"], cue) for row in rows):
+    if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
 
 
@@ -161,11 +140,7 @@ def typed_cue(config: CommonConfig) -> str:
 
 
 def _in_chunks(
-    rows: Sequence[Row],
-    columns: Sequence[str],
-    tokenizer: Any,
-    stop_ids: Sequence[int],
-    config: CommonConfig,
+    rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig
 ) -> Iterator[tuple[Any, ...]]:
     """Each row's prompt and completions, by as many threads as there are cores.
 
@@ -173,23 +148,23 @@ def _in_chunks(
     """
 
     def tokenized(start: int) -> list[tuple[Any, ...]]:
-        part = rows[start : start + CHUNK_ROWS]
-        prompts = _tokenize_prompts([row["prompt"] for row in part], tokenizer, config)
-        limit = config.max_completion_length
-        completions = (
-            tokenize_completions([row[c] for row in part], tokenizer, stop_ids, limit)
-            for c in columns
-        )
+        chunk = rows[start : start + CHUNK_ROWS]
+        prompts = _tokenize_prompts(chunk, vocabulary.tokenizer, config)
+        columns = zip(*(row.completions for row in chunk), strict=True)
+        completions = [
+            tokenize_completions(texts, vocabulary, config.max_completion_length)
+            for texts in columns
+        ]
         return list(zip(prompts, *completions, strict=True))
 
     starts = range(0, len(rows), CHUNK_ROWS)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(tokenized, starts)
-        yield from progress(chain.from_iterable(parts), "tokenising", len(rows))
+        chunks = pool.map(tokenized, starts)
+        yield from progress(chain.from_iterable(chunks), "tokenising", len(rows))
 
 
 def _tokenize_prompts(
-    prompts: Sequence[str], tokenizer: Any, config: CommonConfig
+    rows: Sequence[Row], tokenizer: Any, config: CommonConfig
 ) -> list[_Text | None]:
     """Prompts that fit, None where no cut makes one fit: a text with the tokenizer's bos.
 
@@ -203,12 +178,12 @@ def _tokenize_prompts(
             f"max_prompt_length is {config.max_prompt_length}, too little for more than the bos."
         )
     result: list[_Text | None] = []
-    for prompt, ids in zip(prompts, encode(prompts, tokenizer), strict=True):
-        if isinstance(prompt, Conversation):
+    for row, ids in zip(rows, encode([row.prompt for row in rows], tokenizer), strict=True):
+        if row.messages:
             fits = len(ids) <= config.max_prompt_length
-            result.append(_Text(str(prompt), ids, False) if fits else None)
+            result.append(_Text(row.prompt, ids, False) if fits else None)
             continue
-        prompt, ids = prompt.removeprefix(opening), without_leading(ids, leading)
+        prompt, ids = row.prompt.removeprefix(opening), without_leading(ids, leading)
         if len(ids) <= room:
             result.append(_Text(prompt, leading + ids, False))
         elif config.prompt_truncation == "start":
@@ -227,26 +202,22 @@ def _tokenize_prompts(
     return result
 
 
-def _example(
-    number: int, row: Row, prompt: _Text, completions: Sequence[_Text], columns: Sequence[str]
-) -> Example:
+def _example(row: Row, prompt: _Text, completions: Sequence[_Text]) -> Example:
     """A row in tokens."""
     ids = [text.ids for text in completions]
-    others = {name: cell for name, cell in row.items() if name not in ("prompt", *columns)}
-    messages = getattr(row["prompt"], "messages", [])
-    return Example(number, prompt.text, prompt.ids, ids, others, row_source(row), messages)
+    return Example(row.number, prompt.text, prompt.ids, ids, row.columns, row.source, row.messages)
 
 
-def _conversations(rows: Sequence[Row], numbers: Sequence[int]) -> str:
-    """Lines on rows that were messages: how many, and what became of their answers; or nothing."""
-    chats = [(n, row["prompt"]) for n, row in zip(numbers, rows, strict=True) if row["prompt"]]
-    chats = [(number, prompt) for number, prompt in chats if isinstance(prompt, Conversation)]
-    if not chats:
+def _conversations(rows: Sequence[Row]) -> str:
+    """Lines on rows that were messages: their number, and that of their answers; or nothing."""
+    answers = [row for row in rows if row.messages]
+    if not answers:
         return ""
-    lines = [f"  {len({number for number, _ in chats})} conversations, {len(chats)} answers"]
-    if num := sum(prompt.is_partial for _, prompt in chats):
+    num_conversations = len({row.number for row in answers})
+    lines = [f"  {num_conversations} conversations, {len(answers)} answers"]
+    if num := sum(row.is_partial for row in answers):
         lines.append(f"  warning: the template leaves out part of {num} answers")
-    if num := sum(prompt.is_decoded for _, prompt in chats):
+    if num := sum(row.is_decoded for row in answers):
         lines.append(f"  tool arguments in JSON text were decoded for {num} answers")
     return "\n".join(lines)
 
@@ -275,9 +246,10 @@ def _before_and_after(cut: Mapping[int, tuple[str, str]], truncation: str) -> st
 
 
 def tokenize_completions(
-    completions: Sequence[str], tokenizer: Any, stop_ids: Sequence[int], max_length: int
+    completions: Sequence[str], vocabulary: Vocabulary, max_length: int
 ) -> list[_Text]:
     """Completions that end in the first stop token they have, in an appended one, or cut short."""
+    tokenizer, stop_ids = vocabulary.tokenizer, vocabulary.stop_ids
     # The text is cut, not only the ids: GPT-2 has a token for two line breaks, which a stop at one
     # would miss. Where the text is not that of the token (SentencePiece bytes), the ids decide.
     ids_of_stops = {tokenizer.decode([stop_id]): stop_id for stop_id in stop_ids}
@@ -297,17 +269,17 @@ def tokenize_completions(
     return result
 
 
-def _drop_reason(rendered: str, prompt: _Text | None, completions: Sequence[_Text]) -> str:
+def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -> str:
     """Why a row cannot be used, empty if it can."""
     if prompt is None:
         return "prompt over max_prompt_length"
-    if getattr(rendered, "is_partial", False):
+    if row.is_partial:
         return "answer left out in part by the chat template"
     if not prompt.text.strip():
         return "empty prompt"
     if any(not completion.text.strip() for completion in completions):
         return "empty completion"
-    if len(completions) == 2 and completions[0].ids == completions[1].ids:
+    if row.kind == "preference" and completions[0].ids == completions[1].ids:
         return "identical pair"
     return ""
 

@@ -24,7 +24,7 @@ from common.pairs.from_rollouts import (
 )
 from common.record.jsonl import json_line, write_atomically
 from common.sampling.sampler import Rollouts
-from common.text.rows import load_rows, options
+from common.text.reading import load_rows, options
 from experiments import stages
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.measuring import Measured, Measurer

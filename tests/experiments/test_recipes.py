@@ -33,7 +33,7 @@ from common.flags.parser import parse
 from common.record.jsonl import read_jsonl
 from common.report import plots
 from common.text import synthetic
-from common.text.rows import load_rows
+from common.text.reading import load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "assets" / "recipes"

@@ -27,7 +27,7 @@ from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
 from common.scoring import Policy, RewardModel, sequence_scores
-from common.text.rows import load_rows
+from common.text.reading import load_rows
 from experiments.outcomes import over_seeds
 from experiments.stages import ROOT, Stage, config_of, description, write_mark
 from experiments.sweep import __main__ as sweep

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.pairs import from_rollouts
 from common.pairs.margins import length_balance, margins
 from common.sampling.sampler import Rollouts
-from common.text.rows import load_rows
+from common.text.reading import load_rows
 
 SEEDS = torch.arange(3000)
 PROMPT = Example(4, "A prompt TL;DR:", [5, 6], [], {"facts": 1}, "tldr")

@@ -21,7 +21,8 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render
-from common.text.rows import load_rows
+from common.text.reading import load_rows
+from common.text.rows import Row
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -331,7 +332,7 @@ def test_a_bos_that_the_template_writes_is_there_once_and_costs_one_token(tmp_pa
 
 def test_text_is_left_as_it_is(tokenizer):
     row = {"prompt": "Why?", "completion": " Because."}
-    assert render(row, ["completion"], tokenizer) == [row]
+    assert render(row, "sft", tokenizer) == [Row.of_text(row, "sft")]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +347,7 @@ def test_a_template_that_does_not_fit_is_refused(template, words):
     tokenizer = synthetic.train_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=words) as caught:
-        render({"prompt": ASKED, "completion": ANSWER}, ["completion"], tokenizer)
+        render({"prompt": ASKED, "completion": ANSWER}, "sft", tokenizer)
     assert "\n" not in str(caught.value)
 
 

@@ -17,9 +17,9 @@ import tiny
 from common.data import load_examples, load_splits
 from common.errors import UserError
 from common.record.folder import ENVIRONMENT, read_config, save_run_files
-from common.text import hub
-from common.text import rows as rows_module
-from common.text.rows import COMPLETION_COLUMNS, load_rows, row_source
+from common.text import hub, reading, schemas
+from common.text.reading import load_rows
+from common.text.rows import COMPLETION_COLUMNS, Row
 
 SFT = [
     {"prompt": "TITLE: a\n\nTL;DR:", "completion": " one", "facts": {"who": "x"}, "n": 1},
@@ -134,28 +134,28 @@ def save_to_disk(folder: Path, *names: str) -> str:
 def test_the_split_to_evaluate_on_is_what_is_there(tmp_path, write, names, expected):
     folder = write(tmp_path / "rows", *names)
     config = tiny.train_config(dataset_name=folder)
-    assert rows_module.test_split(config, folder) == expected
+    assert reading.test_split(config, folder) == expected
     for split in names:
         assert load_rows(folder, split, kind="sft") == SFT
     named = tiny.train_config(dataset_name=folder, dataset_test_split="nope")
     with pytest.raises(UserError, match="'nope'"):
-        rows_module.test_split(named, folder)
+        reading.test_split(named, folder)
 
 
 def test_a_single_file_is_trained_on_without_evaluation(tmp_path, capsys):
     file = str(write_jsonl(tmp_path / "pairs.jsonl", SFT))
-    assert rows_module.test_split(tiny.train_config(dataset_name=file), file) == ""
+    assert reading.test_split(tiny.train_config(dataset_name=file), file) == ""
     config = tiny.train_config(dataset_name=file)
     train, test = load_splits(config, "sft", tiny.vocabulary())
     assert (len(train), len(test)) == (len(SFT), 0)
     note = f"{file} has no split validation or test: trained without evaluation"
     assert note in capsys.readouterr().out
     saved = save_to_disk(tmp_path / "saved")  # of one split
-    assert rows_module.test_split(tiny.train_config(dataset_name=saved), saved) == ""
+    assert reading.test_split(tiny.train_config(dataset_name=saved), saved) == ""
     assert load_rows(saved, "train[1:2]", kind="sft") == SFT[1:2]
     missing = str(tmp_path / "nope.jsonl")
     with pytest.raises(UserError, match="does not exist"):
-        rows_module.test_split(tiny.train_config(dataset_name=missing), missing)
+        reading.test_split(tiny.train_config(dataset_name=missing), missing)
 
 
 def test_num_rows_takes_the_first(tmp_path):
@@ -169,7 +169,7 @@ def test_num_rows_takes_the_first(tmp_path):
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_the_embedded_task_fits_the_schema(kind, split):
     rows = load_rows("synthetic", split, kind=kind, num_rows=20)
-    assert not any(rows_module._fault(row, kind) for row in rows)
+    assert not any(schemas._fault(row, kind) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
     ],
 )
 def test_row_source(row, expected):
-    assert row_source(row) == expected
+    assert Row.of_text(row, "prompts").source == expected
 
 
 def test_importing_the_module_does_not_import_datasets():

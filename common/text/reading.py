@@ -1,0 +1,149 @@
+"""Rows from the hub, from local files or from the embedded task, checked against TRL's schemas."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from common import distributed
+from common.config import AUTO, CommonConfig
+from common.errors import UserError
+from common.text import files, hub, schemas
+from common.text.data_report import progress
+from common.text.rows import COMPLETION_COLUMNS, RawRow
+
+TEST_SPLITS = ("validation", "test")  # of which AUTO takes the first that is there
+
+
+def load_rows(
+    dataset_name: str,
+    split: str,
+    *,
+    kind: str,
+    num_rows: int = 0,
+    dataset_config: str = "",
+    dataset_revision: str = "",
+    column_map: Mapping[str, str] = MappingProxyType({}),
+    may_lack: bool = False,
+    tell: Callable[[str], None] = distributed.print_rank0,
+) -> list[RawRow]:
+    """Read one split and check every row against the schema of its kind.
+
+    Args:
+        dataset_name: `synthetic`; a file (.jsonl, .jsonl.gz, .json, .parquet), which is the split
+            `train`, or the one it is named after (`validation.jsonl`); a folder with a file, or
+            shards `split-00000-of-00002.parquet`, per split (also in its subfolder `data`); one
+            that `save_to_disk` has written; else a hub id.
+        split: Name of the split, no other one takes its place; of some of its rows, counted from 0,
+            as in `datasets`: `train[160:320]`.
+        kind: `sft` (prompt, completion; or messages, of which every answer is trained),
+            `preference` (prompt, chosen, rejected; without a `prompt` column it is the prefix that
+            both texts share) or `prompts` (prompt). Other columns are kept as they are.
+        num_rows: Take the first rows only; 0 takes all.
+        dataset_config: Name of the hub data set's configuration, if it has several.
+        dataset_revision: Branch, tag or commit of the hub data set; empty: its main branch.
+        column_map: Names of columns by those that they get.
+        may_lack: Columns of the map need not be there.
+        tell: Takes what is to be known of the rows.
+
+    Returns:
+        At least one row, of texts or of messages: then a completion is one, of the assistant. Any
+        may be blank. A prompt that completions repeat is cut from them.
+
+    Raises:
+        UserError: Names the file or split, the row (counted from 1) and the column.
+    """
+    assert kind in COMPLETION_COLUMNS, kind
+    if dataset_name == "synthetic":
+        from common.text import synthetic
+
+        name, part = hub.part_of(split)
+        limit = part.stop or (num_rows and (part.start or 0) + num_rows)
+        return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
+    source, found = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    rows = list(progress(found, "reading"))
+    if not rows:
+        raise UserError(f"{source} has no rows; at least one is needed.")
+    rows = schemas.rename_columns(rows, column_map, source, may_lack=may_lack)
+    return schemas.standardise(rows[: num_rows or None], kind, source, tell)
+
+
+def _read(
+    dataset_name: str,
+    split: str,
+    config: str,
+    revision: str,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[str, Iterator[RawRow]]:
+    """What names a split, and its rows as they are."""
+    source = f"{os.path.expanduser(dataset_name)} split {split!r}"
+    if paths := files.data_files(dataset_name, split):
+        part = hub.part_of(split)[1]
+        name = os.fspath(paths[0]) if len(paths) == 1 else source
+        return name, islice(files.read(paths), part.start, part.stop)
+    data = hub.rows_of(dataset_name, split, config, revision)
+    if commit := hub.commit_of(data):
+        tell(f"{source} is of commit {commit}")
+    return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
+
+
+def test_split(config: CommonConfig, dataset_name: str) -> str:
+    """The split to evaluate on; "" where `auto` finds none.
+
+    Raises:
+        UserError: `dataset_test_split` names one that is not there, or nothing is there.
+    """
+    split, revision = config.dataset_test_split, options(config, dataset_name)
+    source = (revision["dataset_config"], revision["dataset_revision"])
+    if not split or dataset_name == "synthetic":
+        return "validation" if split == AUTO else split
+    if split != AUTO:
+        _read(dataset_name, split, *source)
+        return split
+    path = Path(os.path.expanduser(dataset_name))
+    if not path.exists():
+        files.data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
+    for name in TEST_SPLITS if not path.is_file() else ():
+        if path.is_dir() and not hub.is_saved(path):
+            if files.has_split(path, name):
+                return name
+            continue
+        with contextlib.suppress(hub.NoSuchSplitError):
+            hub.rows_of(dataset_name, name, *source)
+            return name
+    return ""
+
+
+def has_pairs(config: CommonConfig, split: str) -> bool:
+    """Whether a split's first row has a column `chosen` or `rejected`; says so where it has not.
+
+    Raises:
+        UserError: it is not there, or cannot be read.
+    """
+    name = config.dataset_name
+    if name == "synthetic":
+        return True
+    columns = next(_read(name, split, config.dataset_config, config.dataset_revision)[1], {})
+    names = {old: new for new, old in config.renamed_columns.items()}
+    found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in columns)
+    if not found:
+        distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")
+    return found
+
+
+def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
+    """How a run reads a data set, as arguments of `load_rows`.
+
+    A configuration and a revision belong to the data set that they were given with, not to a second
+    one; columns are renamed in both, where they are there.
+    """
+    is_main = dataset_name == config.dataset_name
+    return {
+        "dataset_config": config.dataset_config * is_main,
+        "dataset_revision": config.dataset_revision * is_main,
+        "column_map": config.renamed_columns,
+        "may_lack": not is_main,
+    }

@@ -1,0 +1,312 @@
+"""Schemas of rows: TRL's are brought to one, others are refused with what to do instead.
+
+TRL's rows have the prompt in a column, or in front of both completions of a pair, or in the
+messages of a conversation, or in two of these places. Afterwards it is in `prompt` alone.
+"""
+
+import operator
+import os
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from common.errors import UserError
+from common.text.chat import content, is_call, is_messages
+from common.text.rows import COMPLETION_COLUMNS, RawRow
+
+FOREIGN = {"conversations", "instruction", "text"}  # columns of schemas that are not TRL's
+# Columns that may hold the question of a pair
+QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
+# Arguments of a reward function that are no columns
+ARGUMENTS = (
+    *("prompts", "completions", "completion_ids", "prompt_ids", "has_stop"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
+LIST = "list of messages, each with the texts 'role' and 'content'"
+
+
+def rename_columns(
+    rows: list[RawRow], column_map: Mapping[str, str], source: str, *, may_lack: bool
+) -> list[RawRow]:
+    """Rename columns, old names by new ones; a UserError for one that is missing or taken."""
+    if not column_map:
+        return rows
+    columns = dict.fromkeys(name for row in rows for name in row)
+    for new, old in column_map.items():
+        flag = f"--column_map has {new}={old}"
+        if old not in columns and not may_lack:
+            listed = ", ".join(map(repr, columns))
+            raise UserError(f"{flag}; {source} has no column {old!r}, it has: {listed}.")
+        if old in columns and new in columns and new not in column_map.values():
+            raise UserError(
+                f"{flag}, and {source} has a column {new!r}, which that would replace; give it "
+                f"another name too, as other_{new}={new}."
+            )
+    names = {old: new for new, old in column_map.items()}
+    return [{names.get(name, name): cell for name, cell in row.items()} for row in rows]
+
+
+def standardise(
+    rows: list[RawRow], kind: str, source: str, tell: Callable[[str], None]
+) -> list[RawRow]:
+    """Bring rows to one schema: what completions share is in `prompt` and nowhere else.
+
+    A column `messages` is prompt and completion in one (TRL's conversational language modelling).
+    A row with a blank cell becomes one of texts, one of them empty, which is dropped and counted
+    with the others. `tell` takes a sentence on each change.
+
+    Raises:
+        UserError: A row has another schema; names the row, counted from 1, and the column.
+    """
+    columns = COMPLETION_COLUMNS[kind]
+    rows = [_from_messages(row, columns) for row in rows]
+    implicit = [i for i, row in enumerate(rows) if "prompt" not in row and len(columns) == 2]
+    if columns:
+        rows = _without_repetitions(rows, columns, source, tell)
+        rows = [_with_shared_prompt(row, columns) for row in rows]
+    with_system = [_with_system(row) for row in rows]
+    if num := sum(map(operator.is_not, with_system, rows)):
+        tell(f"{source}: `system` put first in {num} of {len(rows)} rows")
+    rows = _empty_blank_rows(with_system, ("prompt", *columns), implicit, source, tell)
+    for number, row in enumerate(rows, start=1):
+        if fault := _fault(row, kind):
+            raise UserError(f"{source}, row {number}: {fault}.")
+    return rows
+
+
+def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
+    """Move `messages`, prompt and completion in one, to the first column that a stage reads."""
+    turns: Any = row.get("messages")
+    target = columns[0] if columns else "prompt"
+    if len(columns) > 1 or target in row or "messages" not in row:
+        return row
+    if not (is_messages(turns) or is_blank(turns)):
+        return row
+    if not columns and is_messages(turns) and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return {**row, target: turns}
+
+
+def _advice(row: RawRow, kind: str, column: str) -> str:
+    """What to do about a missing column, a clause: by the schema that a row has."""
+    if "labels" in row and "completions" in row:
+        return "stepwise supervision has no stage; join the steps to one text"
+    if kind == "preference" and row.keys() >= {"completion", "label"}:
+        return "unpaired preferences (KTO) have no stage; pair a good and a bad completion"
+    if kind == "preference" and isinstance(row.get("chosen"), str) and (name := _question(row)):
+        return (
+            f"{name!r} is not in the beginning that both texts share; "
+            f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
+        )
+    if row.keys() & FOREIGN and not row.keys() & {"prompt", "chosen", "completion"}:
+        return "docs/data.md has a short `map` for rows of ShareGPT, Alpaca and plain text"
+    if kind == "preference" and row.keys() & {"messages", "completion"}:
+        return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
+    if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
+        return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
+    if kind == "prompts" and "chosen" in row:
+        return "of pairs it is needed in a column of its own"
+    if row.keys() == {"prompt"}:
+        return "train_grpo.py takes prompts alone"
+    return f"--column_map {column}=NAME takes another one"
+
+
+def _question(row: RawRow, shared: str = "") -> str:
+    """The first column that may hold a pair's question, unless its text is in what both share."""
+    for name in QUESTIONS:
+        cell = row.get(name)
+        if not is_blank(cell) and not (isinstance(cell, str) and cell.strip() in shared):
+            return name
+    return ""
+
+
+def is_blank(cell: Any) -> bool:
+    """Whether a cell is null, white space, no messages or empty ones, or has null for content."""
+    if isinstance(cell, str):
+        return not cell.strip()
+    if is_messages(cell):
+        return not any(content(turn).strip() or is_call(turn) for turn in cell)
+    turns = cell if isinstance(cell, list) else []
+    nulls = (isinstance(t, dict) and t.get("content", "") is None for t in turns)
+    return cell is None or cell == [] or any(nulls)
+
+
+def _blank_column(row: RawRow, columns: Sequence[str]) -> str:
+    """The first blank column of a row; empty if none is."""
+    return next((name for name in columns if name in row and is_blank(row[name])), "")
+
+
+def _empty_blank_rows(
+    rows: list[RawRow],
+    columns: Sequence[str],
+    implicit: Sequence[int],
+    source: str,
+    tell: Callable[[str], None],
+) -> list[RawRow]:
+    """Make texts of a row with a blank cell, that one empty; `implicit`: rows without a prompt."""
+    blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, columns))}
+    unshared = [i for i in implicit if blank.get(i) == "prompt"]
+    if num := sum(isinstance(rows[i].get("prompt"), str) and i not in blank for i in implicit):
+        tell(f"{source}: prompt taken from what both texts share in {num} of {len(rows)} rows")
+    if unshared:
+        tell(
+            f"{source}: {len(unshared)} of {len(rows)} rows have no prompt, since their "
+            f"completions share no beginning, and are dropped, the first is row {unshared[0] + 1}"
+        )
+    if others := sorted(blank.keys() - set(unshared)):
+        tell(
+            f"{source}: {len(others)} of {len(rows)} rows have a blank or null cell or no answer "
+            f"and are dropped, the first is row {others[0] + 1}, column {blank[others[0]]!r}"
+        )
+    empty = {i: {**rows[i], **dict.fromkeys(columns, "-"), name: ""} for i, name in blank.items()}
+    return [empty.get(i, row) for i, row in enumerate(rows)]
+
+
+def _with_system(row: RawRow) -> RawRow:
+    """Put the text `system` first in a prompt of messages that has no such message."""
+    system: Any = row.get("system")
+    prompt: Any = row.get("prompt")
+    is_text = isinstance(system, str) and system.strip()
+    if not is_text or not is_messages(prompt) or prompt[0]["role"] in ("system", "developer"):
+        return row
+    return {**row, "prompt": [{"role": "system", "content": system}, *prompt]}
+
+
+def _without_repetitions(
+    rows: list[RawRow], columns: Sequence[str], source: str, tell: Callable[[str], None]
+) -> list[RawRow]:
+    """Cut the prompt from completions that repeat it.
+
+    Rows of TRL with an implicit prompt may have a `prompt` column too; in UltraFeedback it is text
+    and the completions are messages. Such rows would be trained with the prompt twice. Texts are
+    cut only if all rows are so: a completion may begin like its short prompt by chance.
+    """
+    cut = [_without_repetition(row, columns) for row in rows]
+    is_layout = all(
+        new or _blank_column(row, ("prompt", *columns)) for row, new in zip(rows, cut, strict=True)
+    )
+    result = [
+        new if new and (is_layout or is_messages(row[columns[0]])) else row
+        for row, new in zip(rows, cut, strict=True)
+    ]
+    num_repeating = len(rows) - cut.count(None)
+    num_cut = sum(map(operator.is_not, result, rows))
+    names = " and ".join(columns)
+    if num_cut:
+        tell(
+            f"{source}: {names} repeat the prompt in {num_cut} of {len(rows)} rows, "
+            "which is cut from them"
+        )
+    if num_cut < num_repeating:
+        tell(
+            f"warning: {source}: {names} begin with the text of the prompt in {num_repeating} of "
+            f"{len(rows)} rows, which are taken as they are"
+        )
+    return result
+
+
+def _without_repetition(row: RawRow, columns: Sequence[str]) -> RawRow | None:
+    """Cut the prompt from the completions of a row; None unless all of them repeat it.
+
+    Messages that have the prompt's text in an earlier turn keep it, and the column `prompt` goes.
+    """
+    prompt: Any = row.get("prompt")
+    values: list[Any] = [row.get(column) for column in columns]
+    is_chat = all(map(is_messages, values))
+    if is_chat and isinstance(prompt, str):
+        earlier = [[content(message).strip() for message in value[:-1]] for value in values]
+        is_there = all(prompt.strip() in texts for texts in earlier)
+        return {k: v for k, v in row.items() if k != "prompt"} if is_there else None
+    is_text = isinstance(prompt, str) and all(isinstance(value, str) for value in values)
+    if not (is_text and prompt.strip()) and not (is_chat and is_messages(prompt)):
+        return None
+    if any(value[: len(prompt)] != prompt for value in values):
+        return None
+    return {**row, **{column: row[column][len(prompt) :] for column in columns}}
+
+
+def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
+    """Move what the completions share to the end of the prompt, or to a new prompt.
+
+    - One completion of messages: all before the first answer, or all if there is none. A
+      conversation that opens with a turn of the assistant has it in the prompt.
+    - A pair of messages: all before the last message, which is the answer.
+    - A pair of texts without a `prompt` column: the common prefix, up to a word boundary. A single
+      space there goes to the completions, as in `trl-lib/tldr`; other white space stays.
+    """
+    values: list[Any] = [row.get(column) for column in columns]
+    prompt: Any = row.get("prompt", [])
+    if all(map(is_messages, values)) and (is_messages(prompt) or "prompt" not in row):
+        if len(columns) == 1:  # every answer is trained
+            num_opening = 0 if prompt else 1
+            asked = takewhile(lambda turn: turn["role"] != "assistant", values[0][num_opening:])
+            shared: Any = [*values[0][:num_opening], *asked]
+        else:
+            earlier = zip(*(value[:-1] for value in values), strict=False)
+            alike = takewhile(lambda turn: turn.count(turn[0]) == len(turn), earlier)
+            shared = [turn[0] for turn in alike]
+        prompt = [*prompt, *shared]
+    elif len(columns) == 2 and "prompt" not in row and all(isinstance(v, str) for v in values):
+        shared = os.path.commonprefix(values)
+        if not all(value[len(shared) :][:1].isspace() for value in values):
+            shared = re.sub(r"\S*\Z", "", shared)
+        if re.search(r"\S \Z", shared):
+            shared = shared[:-1]
+        if _question(row, shared):
+            return row  # refused as one without a prompt
+        prompt = shared
+    else:
+        return row
+    answers = {name: value[len(shared) :] for name, value in zip(columns, values, strict=True)}
+    return {**row, "prompt": prompt, **answers}
+
+
+def _fault(row: RawRow, kind: str) -> str:
+    """Why a row does not fit the schema of its kind, empty if it does."""
+    for column in ("prompt", *COMPLETION_COLUMNS[kind]):
+        if fault := _column_fault(row, column, kind):
+            return f"column {column!r} {fault}"
+        if is_messages(row[column]) != is_messages(row["prompt"]):
+            return f"{column!r} and 'prompt' must both be text or both be messages"
+        if column != "prompt" and is_messages(row[column]):
+            roles = ", ".join(message["role"] for message in row[column])
+            if roles != "assistant" and not (kind == "sft" and roles.startswith("assistant,")):
+                return (
+                    f"column {column!r} has messages of {roles} behind those that all completions "
+                    "share; it must be one, of the assistant"
+                )
+    clash = sorted(row.keys() & ARGUMENTS) if kind == "prompts" else []
+    rename = "has the name of a reward function's argument; rename it"
+    return f"column {clash[0]!r} {rename}" if clash else ""
+
+
+def _column_fault(row: RawRow, column: str, kind: str) -> str:
+    """What is wrong with a text column, empty if nothing is."""
+    if column not in row:
+        advice = _advice(row, kind, column)
+        if "messages" in row and not is_messages(row["messages"]):
+            advice = f"'messages' is no {LIST}{_odd(row['messages'])}"
+        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {advice}"
+    value = row[column]
+    if not isinstance(value, str) and not is_messages(value):
+        return f"holds {type(value).__name__}, it must be text or a {LIST}{_odd(value)}"
+    text = value if isinstance(value, str) else "".join(map(content, value))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may escape half of a pair, which no file can hold
+        half = text[error.start].encode("unicode_escape").decode()
+        return f"holds {half}, half of a surrogate pair, which is no character; remove it"
+    return ""
+
+
+def _odd(value: Any) -> str:
+    """The end of a sentence: the first item of a list that is no message, and what to do."""
+    turns = value if isinstance(value, list) else []
+    turn = next((t for t in turns if not is_messages([t])), None)
+    if not isinstance(turn, dict):
+        return ""
+    if "from" in turn:
+        return "; docs/data.md has a short `map` for rows of ShareGPT"
+    return f"; {reprlib.repr(turn)} is none: make its content one text"
