@@ -87,8 +87,9 @@ def tokenize(
     (stop_id,) = ids_of(tokenizer, stop)
     limits = {"max_prompt_length": 400, "max_completion_length": 60, "max_dropped_fraction": 0.0}
     config = tiny.train_config(**(limits | fields))
+    vocabulary = tiny.vocabulary([stop_id], tokenizer, pad_id=stop_id)
     texts = [Row.of_text(row, kind, number) for number, row in enumerate(rows)]
-    examples, report = tokenize_rows(texts, tiny.vocabulary([stop_id], tokenizer), config, "train")
+    examples, report = tokenize_rows(texts, vocabulary, config, "train")
     report.refuse_lossy(config.max_dropped_fraction)
     return examples, report
 
