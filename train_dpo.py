@@ -120,7 +120,7 @@ def main(config: DPOConfig) -> None:
         for batch in run.micro_batches(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             token_logps, mask = policy(batch).token_logps, batch.completion_mask  # (B, C)
-            shared = shared_lengths[batch.places // 2]  # (B,)
+            shared = shared_lengths[batch.slots // 2]  # (B,)
             logps = sequence_logps(token_logps, mask, shared, ld_alpha=config.ld_alpha)
             logps = logps.view(-1, 2)  # (N, 2): chosen, rejected
             ref_logps = reference.of_batch(batch)  # (N, 2)

@@ -87,7 +87,7 @@ def main(config: RewardConfig) -> None:
         for batch in run.micro_batches(batches):
             real = batch.is_real[::2]  # (N,) False: filler of a short batch
             rewards = model(batch).view(-1, 2)  # (N, 2): chosen, rejected
-            margin = margin_of_row[batch.places[::2] // 2]  # (N,)
+            margin = margin_of_row[batch.slots[::2] // 2]  # (N,)
             losses = bradley_terry_loss(*rewards.unbind(-1), margin=margin)  # (N,)
             penalties = centering_penalty(*rewards.unbind(-1))  # (N,)
             losses = losses + config.center_rewards_coefficient * penalties

@@ -1,7 +1,7 @@
 """Examples, their order, and each rank's micro-batches.
 
-`load_examples` gives the rows of a split as token ids (`text/tokenise.py` makes them); `BatchOrder`
-gives each rank its rows as a function of the step; `pack` puts them into micro-batches by length.
+`load_examples` returns the rows of a split as token ids (made in `text/tokenise.py`), `BatchOrder`
+the rows of each rank as a function of the step; `micro_batches` packs them by length.
 """
 
 import functools
@@ -20,7 +20,7 @@ from common.padding import MAKERS, AnyBatch
 from common.text.rows import Example as Example
 from common.text.rows import Vocabulary
 
-MOST_FILLER = 10_000  # rows that a batch may have, filler included, where the data set has fewer
+MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has fewer rows
 order_of_epoch = functools.lru_cache(1)(permutation)
 
 
@@ -77,9 +77,9 @@ def lengths(examples: Sequence[Example]) -> torch.Tensor:
 
 
 def num_tokens(examples: Sequence[Example]) -> list[int]:
-    """Tokens of each prompt, once, and of its completions."""
-    found: list[int] = lengths(examples).sum(1).tolist()
-    return found
+    """Tokens of each example: its prompt, once, and its completions."""
+    totals: list[int] = lengths(examples).sum(1).tolist()
+    return totals
 
 
 @dataclass
@@ -87,9 +87,9 @@ class BatchOrder:
     """Which rows a rank works on at a step: a function of (seed, step), not a state.
 
     Each epoch is a fresh permutation of all rows. A batch never reaches into the next epoch: the
-    last one is filled up with None, so that every rank always holds `batch_size / world_size`
-    entries. The ranks' entries together do not depend on their number. Long and short rows are
-    dealt out evenly, so that ranks do not wait for each other.
+    last one is filled up with None, so that every rank always has `batch_size / world_size`
+    entries. All ranks' entries together do not depend on the number of ranks. Each rank gets long
+    and short rows, so that ranks do not wait for each other.
 
     Attributes:
         lengths: of each row, in tokens; at least one row.
@@ -107,7 +107,7 @@ class BatchOrder:
 
     @classmethod
     def of_training(cls, config: TrainConfig, lengths: Sequence[int]) -> "BatchOrder":
-        """The order in which this process trains on rows of so many tokens.
+        """Order of this process, for a training set of rows with these lengths.
 
         Raises:
             UserError: the global batch cannot be shared evenly, or is nearly all filler.
@@ -123,7 +123,7 @@ class BatchOrder:
         return cls(lengths, config.batch_size, config.seed, rank, world_size)
 
     def total_steps(self, config: TrainConfig) -> int:
-        """Steps of a run: `max_steps`, or what `num_train_epochs` come to."""
+        """Steps of a run: `max_steps`, or those of `num_train_epochs`."""
         return config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
 
     @property
@@ -143,7 +143,7 @@ class BatchOrder:
         return [cards[:: 1 - 2 * (i % 2)][self.rank] for i, cards in enumerate(rounds)]
 
     def rows_until(self, num_steps: int) -> list[int]:
-        """The rows that the first steps see, on all ranks, in ascending order."""
+        """Rows that any rank sees in the first steps, in ascending order."""
         if num_steps >= self.steps_per_epoch:
             return list(range(len(self.lengths)))
         first = order_of_epoch(len(self.lengths), self.seed, 0)
@@ -151,20 +151,20 @@ class BatchOrder:
 
 
 @dataclass
-class Piece:
+class PromptGroup:
     """Completions of one prompt that go through a forward pass together.
 
     Attributes:
         prompt_ids: Never empty.
         completions: K lists of ids.
-        places: Where the caller keeps what belongs to each, K numbers; empty in a filler.
-        weight: What it counts as in `micro_batch_size`: a row, or each of its completions.
-        row: Of the data set, which the prompt came from; -1 if unknown.
+        slots: K numbers, the index of each completion in the caller's tensors; empty in a filler.
+        weight: Rows it counts as in `micro_batch_size`.
+        row: Row of the data set that the prompt came from; -1 if unknown.
     """
 
     prompt_ids: list[int]
     completions: list[list[int]]
-    places: list[int]
+    slots: list[int]
     weight: int = 1
     row: int = -1
 
@@ -172,72 +172,74 @@ class Piece:
 def cut_group(
     prompt_ids: list[int],
     completions: list[list[int]],
-    places: list[int],
+    slots: list[int],
     config: CommonConfig,
     row: int = -1,
-) -> list[Piece]:
-    """A prompt with its completions in as few pieces of about equal size as the limits allow."""
-    for num_pieces in range(1, len(places) + 1):
-        size = -(-len(places) // num_pieces)
-        own = [slice(start, start + size) for start in range(0, len(places), size)]
-        pieces = [Piece(prompt_ids, completions[i], places[i], len(places[i]), row) for i in own]
-        if all(fits([piece], config) for piece in pieces):
+) -> list[PromptGroup]:
+    """Cut a prompt's completions into as few groups of about equal size as the limits allow."""
+    for num_groups in range(1, len(slots) + 1):
+        size = -(-len(slots) // num_groups)
+        shares = [slice(start, start + size) for start in range(0, len(slots), size)]
+        groups = [
+            PromptGroup(prompt_ids, completions[i], slots[i], len(slots[i]), row) for i in shares
+        ]
+        if all(fits([group], config) for group in groups):
             break
-    return pieces
+    return groups
 
 
-def cost(pieces: Sequence[Piece], layout: str) -> int:
-    """Tokens that a forward pass over these pieces computes, padding included."""
+def cost(groups: Sequence[PromptGroup], layout: str) -> int:
+    """Tokens that a forward pass over these groups computes, padding included."""
     if layout == "shared_prefix":
-        return sum(len(piece.prompt_ids) + sum(map(len, piece.completions)) for piece in pieces)
-    longest = max(len(piece.prompt_ids) for piece in pieces)
-    longest += max(len(ids) for piece in pieces for ids in piece.completions)
-    return longest * sum(len(piece.completions) for piece in pieces)
+        return sum(len(group.prompt_ids) + sum(map(len, group.completions)) for group in groups)
+    longest = max(len(group.prompt_ids) for group in groups)
+    longest += max(len(ids) for group in groups for ids in group.completions)
+    return longest * sum(len(group.completions) for group in groups)
 
 
-def fits(pieces: Sequence[Piece], config: CommonConfig) -> bool:
-    """Whether the pieces may share a forward pass."""
-    weight = sum(piece.weight for piece in pieces)
-    within_budget = cost(pieces, config.layout) <= config.micro_batch_tokens
+def fits(groups: Sequence[PromptGroup], config: CommonConfig) -> bool:
+    """Whether the groups may share a forward pass."""
+    weight = sum(group.weight for group in groups)
+    within_budget = cost(groups, config.layout) <= config.micro_batch_tokens
     return weight <= config.micro_batch_size and within_budget
 
 
-def pack(
-    pieces: Sequence[Piece], config: CommonConfig, num_completions: int = 1
-) -> list[list[Piece]]:
-    """Put pieces together, the longest first, until a limit is reached. Collective.
+def pack_micro_batches(
+    groups: Sequence[PromptGroup], config: CommonConfig, num_completions: int = 1
+) -> list[list[PromptGroup]]:
+    """Put groups together, the longest first, until a limit is reached. Collective.
 
-    Every rank gets as many packs: a rank that has fewer of its own gets some that hold a filler,
-    the shortest possible prompt with `num_completions` completions, which count nowhere.
+    Every rank gets the same number of micro-batches. A rank that needs fewer gets fillers: the
+    shortest possible prompt with `num_completions` completions, which count nowhere.
     """
-    packs: list[list[Piece]] = []
-    for piece in sorted(pieces, key=lambda piece: -cost([piece], config.layout)):
-        if packs and fits([*packs[-1], piece], config):
-            packs[-1].append(piece)
+    packed: list[list[PromptGroup]] = []
+    for group in sorted(groups, key=lambda group: -cost([group], config.layout)):
+        if packed and fits([*packed[-1], group], config):
+            packed[-1].append(group)
         else:
-            packs.append([piece])
-    missing = int(distributed.all_reduce_max(torch.tensor(len(packs)))) - len(packs)
-    return packs + [[Piece([0], [[0]] * num_completions, [])]] * missing
+            packed.append([group])
+    missing = int(distributed.all_reduce_max(torch.tensor(len(packed)))) - len(packed)
+    return packed + [[PromptGroup([0], [[0]] * num_completions, [])]] * missing
 
 
-def collate(pieces: Sequence[Piece], layout: str, pad_id: int) -> AnyBatch:
-    """The pieces as one batch, a piece's completions next to each other."""
+def collate(groups: Sequence[PromptGroup], layout: str, pad_id: int) -> AnyBatch:
+    """Make one batch of groups, a group's completions next to each other."""
     return MAKERS[layout](
-        [piece.prompt_ids for piece in pieces],
-        [piece.completions for piece in pieces],
+        [group.prompt_ids for group in groups],
+        [group.completions for group in groups],
         pad_id,
-        is_real=[bool(piece.places) for piece in pieces],
-        places=[p for piece in pieces for p in piece.places or [0] * len(piece.completions)],
-        rows=[piece.row for piece in pieces],
+        is_real=[bool(group.slots) for group in groups],
+        slots=[s for group in groups for s in group.slots or [0] * len(group.completions)],
+        rows=[group.row for group in groups],
     )
 
 
 def batches(
-    pieces: Sequence[Piece], config: CommonConfig, pad_id: int, num_completions: int = 1
+    groups: Sequence[PromptGroup], config: CommonConfig, pad_id: int, num_completions: int = 1
 ) -> list[AnyBatch]:
-    """What `pack` puts together, as batches. Collective."""
-    packs = pack(pieces, config, num_completions)
-    return [collate(own, config.layout, pad_id) for own in packs]
+    """Pack groups into micro-batches and collate each. Collective."""
+    packed = pack_micro_batches(groups, config, num_completions)
+    return [collate(batch, config.layout, pad_id) for batch in packed]
 
 
 def micro_batches(
@@ -248,22 +250,24 @@ def micro_batches(
 ) -> list[AnyBatch]:
     """This rank's rows of a step, packed by length; as many batches on every rank. Collective.
 
-    The completions of a row stay together; completion k of row n has the place n * K + k. A row
+    The completions of a row stay together; completion k of row n has the slot n * K + k. A row
     that is None counts nowhere.
     """
     num_completions = len(examples[0].completions)
     assert num_completions > 0, "prompts without completions have no loss"
-    pieces = []
+    groups = []
     for row in rows:
         if row is not None:
             example, first = examples[row], row * num_completions
-            places = list(range(first, first + num_completions))
-            pieces.append(Piece(example.prompt_ids, example.completions, places, row=example.row))
-    return batches(pieces, config, vocabulary.pad_id, num_completions)
+            slots = list(range(first, first + num_completions))
+            groups.append(
+                PromptGroup(example.prompt_ids, example.completions, slots, row=example.row)
+            )
+    return batches(groups, config, vocabulary.pad_id, num_completions)
 
 
 def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example]:
-    """The first example of each of so many prompts, for tables: the others would show it again."""
+    """The first example of each of `number` prompts, for tables that show a prompt once."""
     firsts: dict[str, Example] = {}
     for example in examples:
         if len(firsts) == number:
@@ -273,17 +277,17 @@ def one_of_each_prompt(examples: Sequence[Example], number: int) -> list[Example
 
 
 def row_numbers(examples: Sequence[Example]) -> torch.Tensor:
-    """(rows,) int64, where examples were before rows were dropped."""
+    """(rows,) int64, each example's index before rows were dropped."""
     return torch.tensor([example.row for example in examples])
 
 
 def prompts(
     examples: Sequence[Example], rows: Sequence[int | None]
 ) -> tuple[list[Example], torch.Tensor]:
-    """This rank's prompts of a step, and which are real, (N,) bool.
+    """This rank's prompts of a step, and a mask (N,) bool, True = a real one.
 
-    The first example stands in for a row that is None: it is sampled from, so that every rank makes
-    as many forward passes, and counts nowhere.
+    A row that is None becomes the first example: every rank makes as many forward passes, and what
+    is sampled for it counts nowhere.
     """
     real = torch.tensor([row is not None for row in rows])
     return [examples[row or 0] for row in rows], real
@@ -292,7 +296,9 @@ def prompts(
 def to_end_of_turn(
     examples: Sequence[Example], vocabulary: Vocabulary, limit: int | None
 ) -> Sequence[Example]:
-    """The examples as a reward model reads them; see `chat.TurnEnd`. Rows of text as they are.
+    """Complete the turn of each conversation for a reward model; see `chat.TurnEnd`.
+
+    Rows of text are unchanged.
 
     Raises:
         UserError: one is then longer than the model's positions.

@@ -87,13 +87,13 @@ class _EitherBatch:
         completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
             that is not real.
         is_real: (B,) bool; False = a row that only keeps the ranks in step and has no weight.
-        places: (B,) int64, where the caller keeps what belongs to each completion; 0 if not real.
+        slots: (B,) int64, each completion's index in the caller's tensors; 0 if not real.
         rows: B numbers, the row of the data set that each completion's prompt came from, or -1.
     """
 
     completion_mask: Tensor
     is_real: Tensor
-    places: Tensor
+    slots: Tensor
     rows: list[int]
 
     @property
@@ -137,7 +137,7 @@ def padded_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
-    places: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> PaddedBatch:
     """Put N prompts with their completions into one row per completion.
@@ -149,14 +149,14 @@ def padded_batch(
         pad_id: Id that fills the padding; it is masked, so any id of the vocabulary will do.
         is_real: For each of the N prompts, False = its rows keep their attention mask (an empty one
             would give NaN) but count nowhere; default all True.
-        places: For each of the B completions, default 0, 1, ...
+        slots: For each of the B completions, default 0, 1, ...
         rows: For each of the N prompts, its row in the data set, default -1.
 
     Returns:
         PaddedBatch of B rows on the CPU, those of a prompt next to each other.
     """
     completion_ids, token_mask, shared = _completions(
-        prompts, completions, pad_id, is_real, places, rows
+        prompts, completions, pad_id, is_real, slots, rows
     )
     prompt_rows = [
         prompt for prompt, group in zip(prompts, completions, strict=True) for _ in group
@@ -224,7 +224,7 @@ class SharedPrefixBatch(_EitherBatch):
         layout: Which token sees which.
         completion_ids: (B, C) int64, padded on the right.
         predictors: (M,) int64, the columns before the M completion tokens: each predicts one.
-        slots: (M,) int64, where those tokens stand in (B, C), flattened.
+        token_index: (M,) int64, index of each of those tokens in (B, C), flattened.
         last: (B,) int64, the column of each completion's last token.
     """
 
@@ -233,7 +233,7 @@ class SharedPrefixBatch(_EitherBatch):
     layout: Layout
     completion_ids: Tensor
     predictors: Tensor
-    slots: Tensor
+    token_index: Tensor
     last: Tensor
 
 
@@ -246,12 +246,12 @@ def shared_prefix_batch(
     pad_id: int,
     *,
     is_real: Sequence[bool] | None = None,
-    places: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
 ) -> SharedPrefixBatch:
     """Put N prompts with any number of completions each into one row; see `padded_batch`."""
     completion_ids, token_mask, shared = _completions(
-        prompts, completions, pad_id, is_real, places, rows
+        prompts, completions, pad_id, is_real, slots, rows
     )
     ids: list[int] = []
     positions: list[int] = []
@@ -291,7 +291,7 @@ def shared_prefix_batch(
         completion_ids=completion_ids,
         **shared,
         predictors=torch.tensor(before, dtype=torch.long),
-        slots=token_mask.flatten().nonzero().squeeze(-1),
+        token_index=token_mask.flatten().nonzero().squeeze(-1),
         last=torch.tensor(last, dtype=torch.long),
     )
 
@@ -301,7 +301,7 @@ def _completions(
     completions: Sequence[Sequence[Sequence[int]]],
     pad_id: int,
     is_real: Sequence[bool] | None,
-    places: Sequence[int] | None,
+    slots: Sequence[int] | None,
     rows: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Check the arguments of either layout, and pad the completions on the right.
@@ -321,7 +321,7 @@ def _completions(
     shared = {
         "completion_mask": token_mask & is_real_row[:, None],
         "is_real": is_real_row,
-        "places": torch.arange(len(ids)) if places is None else torch.tensor(places),
+        "slots": torch.arange(len(ids)) if slots is None else torch.tensor(slots),
         "rows": [row for row, group in zip(rows, completions, strict=True) for _ in group],
     }
     return ids, token_mask, shared

@@ -58,7 +58,7 @@ class Policy(nn.Module):
         statistics = token_statistics(
             hidden,
             Head(head.weight, head.bias),
-            batch.completion_ids.flatten()[batch.slots],
+            batch.completion_ids.flatten()[batch.token_index],
             temperature=temperature,
             with_entropy=with_entropy,
             ref_hidden=None if reference is None else reference.hidden,
@@ -67,7 +67,7 @@ class Policy(nn.Module):
         shape = batch.completion_mask.shape
         token_logps, entropy, kl = (
             hidden.new_zeros(shape.numel(), dtype=torch.float32)
-            .index_copy(0, batch.slots[: len(values)], values)
+            .index_copy(0, batch.token_index[: len(values)], values)
             .view(shape)
             * batch.completion_mask
             for values in statistics

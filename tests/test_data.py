@@ -651,7 +651,7 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
         [True] * 2,
         [False, False],
     ]
-    assert [batch.places.tolist() for batch in batches[:2]] == [[8, 9, 4, 5], [0, 1]]
+    assert [batch.slots.tolist() for batch in batches[:2]] == [[8, 9, 4, 5], [0, 1]]
     first = batches[0]
     assert first.completion_mask.sum(dim=1).tolist() == [5, 2, 3, 2]
     assert first.completion_ids[0].tolist() == [104] * 5

@@ -19,14 +19,14 @@ from common import distributed
 from common.config import CommonConfig
 from common.data import (
     BatchOrder,
-    Piece,
+    PromptGroup,
     collate,
     cost,
     cut_group,
     fits,
     micro_batches,
     num_tokens,
-    pack,
+    pack_micro_batches,
 )
 from common.evaluation.score import distinct
 
@@ -53,7 +53,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_step(monkeypatch: pytest.MonkeyPatch, ranks: list[Callable[[], list[Any]]]) -> list[Any]:
-    """What each rank's function returns if all of them hear of the largest number of packs."""
+    """What each rank's function returns if all of them hear of the largest number of packed."""
     counts: list[int] = []
     for most in (None, counts):
         with monkeypatch.context() as patch:
@@ -65,9 +65,9 @@ def in_step(monkeypatch: pytest.MonkeyPatch, ranks: list[Callable[[], list[Any]]
     return results
 
 
-def piece_of(first: int, prompt_length: int, lengths: list[int], weight: int = 1) -> Piece:
-    places = list(range(first, first + len(lengths)))
-    return Piece([2] * prompt_length, [[3] * n for n in lengths], places, weight)
+def piece_of(first: int, prompt_length: int, lengths: list[int], weight: int = 1) -> PromptGroup:
+    slots = list(range(first, first + len(lengths)))
+    return PromptGroup([2] * prompt_length, [[3] * n for n in lengths], slots, weight)
 
 
 # ---- one group -----------------------------------------------------------------------------------
@@ -76,16 +76,16 @@ def piece_of(first: int, prompt_length: int, lengths: list[int], weight: int = 1
 @given(config=CONFIGS, prompt_length=st.integers(1, 30), lengths=LENGTHS)
 def test_a_group_is_cut_into_as_few_equal_pieces_as_fit(config, prompt_length, lengths):
     whole = piece_of(10, prompt_length, lengths)
-    pieces = cut_group(whole.prompt_ids, whole.completions, whole.places, config)
-    assert [p for piece in pieces for p in piece.places] == whole.places
-    assert [ids for piece in pieces for ids in piece.completions] == whole.completions
-    assert all(piece.weight == len(piece.places) == len(piece.completions) for piece in pieces)
-    assert all(piece.prompt_ids == whole.prompt_ids for piece in pieces)
-    sizes = [len(piece.places) for piece in pieces]
+    groups = cut_group(whole.prompt_ids, whole.completions, whole.slots, config)
+    assert [p for group in groups for p in group.slots] == whole.slots
+    assert [ids for group in groups for ids in group.completions] == whole.completions
+    assert all(group.weight == len(group.slots) == len(group.completions) for group in groups)
+    assert all(group.prompt_ids == whole.prompt_ids for group in groups)
+    sizes = [len(group.slots) for group in groups]
     assert set(sizes[:-1]) <= {sizes[0]}
     assert 1 <= sizes[-1] <= sizes[0]
-    assert sizes[0] == 1 or all(fits([piece], config) for piece in pieces)
-    for fewer in range(1, len(pieces)):  # none of which would do
+    assert sizes[0] == 1 or all(fits([group], config) for group in groups)
+    for fewer in range(1, len(groups)):  # none of which would do
         size = -(-len(lengths) // fewer)
         parts = [
             piece_of(0, prompt_length, lengths[i : i + size], len(lengths[i : i + size]))
@@ -103,16 +103,16 @@ def test_a_group_by_hand():
             config = tiny.train_config(
                 layout=layout, micro_batch_tokens=tokens, micro_batch_size=64
             )
-            sizes[layout, tokens] = [len(piece.places) for piece in cut_group(*group, config)]
+            sizes[layout, tokens] = [len(group.slots) for group in cut_group(*group, config)]
     shared = [sizes["shared_prefix", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
     assert shared == [[6], [6], [6], [3, 3], [1] * 6, [1] * 6]
     padded = [sizes["padded", tokens] for tokens in (90, 89, 40, 39, 15, 1)]
     assert padded == [[6], [3, 3], [2] * 3, [2] * 3, [1] * 6, [1] * 6]
     config = tiny.train_config(micro_batch_size=4)
-    assert [len(piece.places) for piece in cut_group(*group, config)] == [3, 3]
+    assert [len(group.slots) for group in cut_group(*group, config)] == [3, 3]
 
 
-# ---- packs ---------------------------------------------------------------------------------------
+# ---- packing -------------------------------------------------------------------------------------
 
 
 @given(
@@ -120,16 +120,16 @@ def test_a_group_by_hand():
     groups=st.lists(st.tuples(st.integers(1, 30), LENGTHS, st.integers(1, 4)), max_size=8),
 )
 def test_packs_hold_every_place_once_within_the_limits(config, groups):
-    pieces = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
-    packs = pack(pieces, config)
-    places = sorted(place for part in packs for piece in part for place in piece.places)
-    assert places == [place for piece in pieces for place in piece.places]
-    for part in packs:
+    groups = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+    packed = pack_micro_batches(groups, config)
+    slots = sorted(slot for part in packed for group in part for slot in group.slots)
+    assert slots == [slot for group in groups for slot in group.slots]
+    for part in packed:
         assert part
         assert len(part) == 1 or fits(part, config)
-    costs = [cost([piece], config.layout) for part in packs for piece in part]
+    costs = [cost([group], config.layout) for part in packed for group in part]
     assert costs == sorted(costs, reverse=True)  # neighbours are of like length
-    for part, following in zip(packs, packs[1:], strict=False):
+    for part, following in zip(packed, packed[1:], strict=False):
         assert not fits([*part, following[0]], config)  # a pack is full before the next begins
 
 
@@ -142,17 +142,17 @@ def test_packs_hold_every_place_once_within_the_limits(config, groups):
     num_completions=st.integers(1, 3),
 )
 def test_every_rank_has_as_many_packs(monkeypatch, config, ranks, num_completions):
-    def one(groups: list[tuple[int, list[int]]]) -> Callable[[], list[list[Piece]]]:
-        pieces = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
-        return lambda: pack(pieces, config, num_completions)
+    def one(groups: list[tuple[int, list[int]]]) -> Callable[[], list[list[PromptGroup]]]:
+        groups = [piece_of(100 * i, *group) for i, group in enumerate(groups)]
+        return lambda: pack_micro_batches(groups, config, num_completions)
 
     all_packs = in_step(monkeypatch, [one(groups) for groups in ranks])
     alone = [len(one(groups)()) for groups in ranks]
-    assert {len(packs) for packs in all_packs} == {max(alone)}
-    for packs, num_own in zip(all_packs, alone, strict=True):
-        for part in packs[num_own:]:
+    assert {len(packed) for packed in all_packs} == {max(alone)}
+    for packed, num_own in zip(all_packs, alone, strict=True):
+        for part in packed[num_own:]:
             (filler,) = part
-            assert filler.places == []
+            assert filler.slots == []
             assert len(filler.completions) == num_completions
             batch = collate(part, config.layout, 0)
             assert not batch.is_real.any()
@@ -166,14 +166,14 @@ def test_every_rank_has_as_many_packs(monkeypatch, config, ranks, num_completion
     num_completions=st.integers(1, 3),
 )
 def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
-    pieces = [
+    groups = [
         piece_of(10 * i, prompt, [length + k for k in range(num_completions)])
         for i, (prompt, length) in enumerate(groups)
     ]
-    batch = collate(pieces, layout, 0)
-    assert cost(pieces, layout) == batch.input_ids.numel()
-    assert batch.places.tolist() == [place for piece in pieces for place in piece.places]
-    for row, ids in enumerate(ids for piece in pieces for ids in piece.completions):
+    batch = collate(groups, layout, 0)
+    assert cost(groups, layout) == batch.input_ids.numel()
+    assert batch.slots.tolist() == [slot for group in groups for slot in group.slots]
+    for row, ids in enumerate(ids for group in groups for ids in group.completions):
         assert batch.completion_ids[row][batch.completion_mask[row]].tolist() == ids
 
 
@@ -181,14 +181,14 @@ def test_cost_is_the_size_of_the_batch(layout, groups, num_completions):
 def test_pieces_of_other_sizes_may_share_a_batch(layout):
     """Ten completions of 10 tokens are cut into 3 3 3 1, of 8 into 4 4 2; 2 and 1 fit together."""
     config = tiny.train_config(layout=layout, micro_batch_tokens=35, micro_batch_size=64)
-    pieces = []
+    groups = []
     for first, (prompt_length, length) in zip((0, 10), ((1, 9), (1, 7)), strict=True):
         group = piece_of(first, prompt_length, [length] * 10)
-        pieces += cut_group(group.prompt_ids, group.completions, group.places, config)
-    batches = [collate(part, layout, 0) for part in pack(pieces, config)]
-    assert sorted(place for batch in batches for place in batch.places.tolist()) == list(range(20))
+        groups += cut_group(group.prompt_ids, group.completions, group.slots, config)
+    batches = [collate(part, layout, 0) for part in pack_micro_batches(groups, config)]
+    assert sorted(slot for batch in batches for slot in batch.slots.tolist()) == list(range(20))
     batch = collate([piece_of(0, 2, [3]), piece_of(1, 1, [2, 1])], layout, 0)
-    assert batch.places.tolist() == [0, 1, 2]
+    assert batch.slots.tolist() == [0, 1, 2]
     assert batch.completion_mask.sum(-1).tolist() == [3, 2, 1]
 
 
@@ -281,12 +281,12 @@ def test_every_completion_of_a_step_is_in_one_micro_batch(
         found = {}
         for batch in (batch for batches in all_batches for batch in batches):
             for row in batch.is_real.nonzero().flatten().tolist():
-                place = int(batch.places[row])
-                assert place not in found
-                found[place] = batch.completion_ids[row][batch.completion_mask[row]].tolist()
-            assert batch.places[~batch.is_real].tolist() == [0] * int((~batch.is_real).sum())
+                slot = int(batch.slots[row])
+                assert slot not in found
+                found[slot] = batch.completion_ids[row][batch.completion_mask[row]].tolist()
+            assert batch.slots[~batch.is_real].tolist() == [0] * int((~batch.is_real).sum())
             assert (batch.is_real[::2] == batch.is_real[1::2]).all()  # a pair stays together
-            assert (batch.places[::2] % 2 == 0).all()
+            assert (batch.slots[::2] % 2 == 0).all()
         (one,) = orders(lengths, 4, 1)
         rows = [row for row in one.rows(step) if row is not None]
         assert found == {2 * row + k: examples[row].completions[k] for row in rows for k in (0, 1)}
@@ -297,16 +297,16 @@ def test_evaluation_scores_every_completion_of_a_prompt_once(config):
     examples = tiny.ragged_examples([(1 + 5 * i % 13, 1 + i % 4, 3, 1) for i in range(9)])
     swapped = [examples[3].completions[k] for k in (2, 0)]
     examples[8] = replace(examples[3], completions=[examples[8].completions[0], *swapped])
-    pieces, first = distinct(examples, config)
-    places = [place for piece in pieces for place in piece.places]
-    for piece in pieces:
-        own = [divmod(place, 3) for place in piece.places]
-        assert all(piece.prompt_ids == examples[row].prompt_ids for row, _ in own)
-        assert piece.completions == [examples[row].completions[k] for row, k in own]
-    assert len(set(places)) == len(places)
-    assert {first[3 * row + k] for row in range(9) for k in range(3)} == set(places)
+    groups, first = distinct(examples, config)
+    slots = [slot for group in groups for slot in group.slots]
+    for group in groups:
+        own = [divmod(slot, 3) for slot in group.slots]
+        assert all(group.prompt_ids == examples[row].prompt_ids for row, _ in own)
+        assert group.completions == [examples[row].completions[k] for row, k in own]
+    assert len(set(slots)) == len(slots)
+    assert {first[3 * row + k] for row in range(9) for k in range(3)} == set(slots)
     texts = [(e.prompt_ids, ids) for e in examples for ids in e.completions]
-    assert [texts[place] for place in first] == texts
-    told = [texts[place] for place in places]
+    assert [texts[slot] for slot in first] == texts
+    told = [texts[slot] for slot in slots]
     assert all(told.count(text) == 1 for text in told)
     assert len(told) < 3 * len(examples)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common import data, distributed
 from common.config import CommonConfig
-from common.data import Example, Piece
+from common.data import Example, PromptGroup
 from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
@@ -47,14 +47,14 @@ def score_examples(
     """
     from common.record.terminal import progress_bar
 
-    pieces, first = distinct(examples, config)
-    packs = data.pack(pieces[distributed.rank() :: distributed.world_size()], config)
-    bar = progress_bar(title, len(packs), unit="batch", active=distributed.is_rank0())
+    groups, first = distinct(examples, config)
+    packed = data.pack_micro_batches(groups[distributed.rank() :: distributed.world_size()], config)
+    bar = progress_bar(title, len(packed), unit="batch", active=distributed.is_rank0())
 
     def batches() -> Iterator[AnyBatch]:
-        for pieces in packs:
+        for batch in packed:
             bar.update()
-            yield data.collate(pieces, config.layout, vocabulary.pad_id)
+            yield data.collate(batch, config.layout, vocabulary.pad_id)
         bar.close()
 
     scores = score_batches(model, batches(), len(first), score)[first]
@@ -66,48 +66,50 @@ def score_examples(
 def score_batches(
     model: nn.Module,
     batches: Iterable[AnyBatch],
-    num_places: int,
+    num_slots: int,
     score: Callable[[nn.Module, AnyBatch], Tensor] = sequence_scores,
 ) -> Tensor:
-    """Score the completions of every rank's batches, each of which has its place. Collective.
+    """Score the completions of every rank's batches, by their slots. Collective.
 
     Returns:
-        (num_places,), or (num_places, S), float64 on the host, the same on every rank; 0 at a place
+        (num_slots,), or (num_slots, S), float64 on the host, the same on every rank; 0 at a slot
         that is in no batch.
     """
-    scored, places, real = [], [], []
+    scored, slots, real = [], [], []
     for batch in batches:
         scored.append(score(model, batch.to(distributed.device())))
-        places.append(batch.places)
+        slots.append(batch.slots)
         real.append(batch.is_real)
     fsdp.reshard(model)
     is_real = torch.cat(real)
     values = torch.cat(scored).double().cpu()  # the host waits once
-    scores = values.new_zeros(num_places, *values.shape[1:])
-    scores[torch.cat(places)[is_real]] = values[is_real]
+    scores = values.new_zeros(num_slots, *values.shape[1:])
+    scores[torch.cat(slots)[is_real]] = values[is_real]
     total: Tensor = distributed.all_reduce_sum(scores)
     return total
 
 
-def distinct(examples: Sequence[Example], config: CommonConfig) -> tuple[list[Piece], list[int]]:
+def distinct(
+    examples: Sequence[Example], config: CommonConfig
+) -> tuple[list[PromptGroup], list[int]]:
     """Every completion of a prompt once, however many rows have it, the longest first.
 
     Returns:
-        The pieces, in which completion k of row n has the place n * K + k, n the first row with it;
-        and for each place of all N * K that of the same completion.
+        The groups, in which completion k of row n has the slot n * K + k, n the first row with it;
+        and for each slot of all N * K that of the same completion.
     """
     num_completions = len(examples[0].completions)
     first = list(range(len(examples) * num_completions))
-    groups: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # of a prompt's completions
+    by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # slots by completion
     for row, own in enumerate(examples):
-        places = groups.setdefault(tuple(own.prompt_ids), {})
-        for place, ids in enumerate(own.completions, row * num_completions):
-            first[place] = places.setdefault(tuple(ids), place)
-    pieces = []
-    for prompt_ids, places in groups.items():
-        completions = [list(ids) for ids in places]
-        pieces += data.cut_group(list(prompt_ids), completions, list(places.values()), config)
-    return sorted(pieces, key=lambda piece: -data.cost([piece], "shared_prefix")), first
+        slots = by_prompt.setdefault(tuple(own.prompt_ids), {})
+        for slot, ids in enumerate(own.completions, row * num_completions):
+            first[slot] = slots.setdefault(tuple(ids), slot)
+    groups = []
+    for prompt_ids, slots in by_prompt.items():
+        completions = [list(ids) for ids in slots]
+        groups += data.cut_group(list(prompt_ids), completions, list(slots.values()), config)
+    return sorted(groups, key=lambda group: -data.cost([group], "shared_prefix")), first
 
 
 def mean_sft_loss(
@@ -135,7 +137,7 @@ def tail_weighted_logps(
     model: nn.Module, batch: AnyBatch, shared_lengths: Tensor, ld_alpha: float
 ) -> Tensor:
     """Log-probabilities (B,) of completions whose tails count `ld_alpha`."""
-    shared = shared_lengths[batch.places // 2]  # (B,)
+    shared = shared_lengths[batch.slots // 2]  # (B,)
     token_logps = model(batch).token_logps  # (B, C)
     return sequence_logps(token_logps, batch.completion_mask, shared, ld_alpha=ld_alpha)
 

@@ -114,7 +114,7 @@ def deal(kept: Kept, config: GRPOConfig, step: int) -> Tensor:
     return torch.searchsorted(everyone, keys) % config.num_minibatches
 
 
-def pieces(kept: Kept, share: Tensor, config: GRPOConfig) -> list[data.Piece]:
+def pieces(kept: Kept, share: Tensor, config: GRPOConfig) -> list[data.PromptGroup]:
     """The completions of a share (N, G) in pieces that fit into a forward pass."""
     found = []
     for n, example in enumerate(kept.groups.examples):
@@ -156,7 +156,7 @@ def by_place(kept: Kept, batches: Sequence[AnyBatch], values: Sequence[Tensor]) 
     """Values (B, C) of each batch's tokens as (N*G, C) on the device; 0 where there is none."""
     found = torch.zeros(kept.rollouts.mask.shape, device=distributed.device())
     for batch, own in zip(batches, values, strict=True):
-        found[:, : own.shape[1]].index_add_(0, batch.places, own)  # 0 in rows that are not real
+        found[:, : own.shape[1]].index_add_(0, batch.slots, own)  # 0 in rows that are not real
     return found
 
 
@@ -237,7 +237,7 @@ def collate(
 
     def micro_batch(batch: AnyBatch, denominators: Denominators) -> MicroBatch:
         def own(known: Tensor) -> Tensor:
-            values, mask = known[batch.places], batch.completion_mask
+            values, mask = known[batch.slots], batch.completion_mask
             return values if values.dim() == 1 else values[:, : mask.shape[1]] * mask
 
         if config.aggregation == "prompt":

@@ -45,7 +45,7 @@ class ReferenceScores:
 
     def of_batch(self, batch: AnyBatch) -> Tensor:
         """Log-probabilities (N, 2) of a micro-batch's pairs; 0 without a reference."""
-        pairs = batch.places[::2] // 2
+        pairs = batch.slots[::2] // 2
         return pairs.new_zeros(len(pairs), 2).float() if self.train is None else self.train[pairs]
 
 

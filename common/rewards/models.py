@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
 from common.config import CommonConfig
-from common.data import Piece
+from common.data import PromptGroup
 from common.errors import UserError
 from common.model import checks, fsdp, load
 from common.scoring import RewardModel
@@ -67,14 +67,14 @@ class RewardModelFunction:
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
             prompt_ids, ids = self.own_ids(prompts, completions, **columns)
-        pieces: list[Piece] = []
+        groups: list[PromptGroup] = []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
-            places = list(group)  # neighbours with the same prompt
-            pieces += data.cut_group(prompt, [ids[i] for i in places], places, self.config)
-        return self.rewards(pieces)
+            slots = list(group)  # neighbours with the same prompt
+            groups += data.cut_group(prompt, [ids[i] for i in slots], slots, self.config)
+        return self.rewards(groups)
 
-    def rewards(self, pieces: Sequence[Piece]) -> list[float]:
-        """Rewards of B completions by their places; the first one's for all that are equal.
+    def rewards(self, groups: Sequence[PromptGroup]) -> list[float]:
+        """Rewards of B completions by their slots; the first one's for all that are equal.
 
         The rounding of a score depends on the other rows of its batch. Equal completions must not
         differ by it: GRPO would divide the difference by itself and train on it.
@@ -84,9 +84,9 @@ class RewardModelFunction:
         """
         assert self.model is not None, "load() comes first"
         texts = {
-            place: (*piece.prompt_ids, -1, *ids)
-            for piece in pieces
-            for place, ids in zip(piece.places, piece.completions, strict=True)
+            slot: (*group.prompt_ids, -1, *ids)
+            for group in groups
+            for slot, ids in zip(group.slots, group.completions, strict=True)
         }
         longest = max(map(len, texts.values()), default=1) - 1
         if self.limit is not None and longest > self.limit:
@@ -95,10 +95,10 @@ class RewardModelFunction:
                 f"{self.path!r}, which has {self.limit} positions; lower --max_prompt_length."
             )
         rewards, device = torch.zeros(len(texts)), distributed.device()
-        batches = data.batches(pieces, self.config, self.tokenizer.pad_token_id or 0)
+        batches = data.batches(groups, self.config, self.tokenizer.pad_token_id or 0)
         values = torch.cat([self.model(batch.to(device)) for batch in batches]).cpu()
         real = torch.cat([batch.is_real for batch in batches])
-        rewards[torch.cat([batch.places for batch in batches])[real]] = values[real]
+        rewards[torch.cat([batch.slots for batch in batches])[real]] = values[real]
         first: dict[tuple[int, ...], float] = {}
         return [first.setdefault(texts[i], reward) for i, reward in enumerate(rewards.tolist())]
 

@@ -43,18 +43,18 @@ def token_logps(
     Every rank has the same N prompts with K completions each, and computes all of them: they are
     few. Returns (N*K, ragged) nats, prompt-major.
     """
-    pieces: list[data.Piece] = []
+    groups: list[data.PromptGroup] = []
     found: list[list[float]] = []
     for example in examples:
-        places = list(range(len(found), len(found) + len(example.completions)))
-        pieces += data.cut_group(example.prompt_ids, example.completions, places, config)
-        found += [[] for _ in places]
-    for batch in data.batches(pieces, config, vocabulary.pad_id):
+        slots = list(range(len(found), len(found) + len(example.completions)))
+        groups += data.cut_group(example.prompt_ids, example.completions, slots, config)
+        found += [[] for _ in slots]
+    for batch in data.batches(groups, config, vocabulary.pad_id):
         logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
-        for row, place in enumerate(batch.places.tolist()):
+        for row, slot in enumerate(batch.slots.tolist()):
             if batch.is_real[row]:
-                found[place] = rounded(logps[row, batch.completion_mask[row]].tolist())
-    if pieces:
+                found[slot] = rounded(logps[row, batch.completion_mask[row]].tolist())
+    if groups:
         fsdp.reshard(model)
     return found
 

@@ -86,9 +86,9 @@ def piece_tokens(run: Run, num_completions: int) -> int:
 
 
 def micro_batch(run: Run, ranks: int) -> MicroBatch:
-    """The micro-batch that `data.pack` fills: up to its limits, of which the rows may be shorter.
+    """The micro-batch that `data.pack_micro_batches` fills up to its limits; rows may be shorter.
 
-    GRPO cuts a group into pieces (`data.cut_group`), and counts completions in `micro_batch_size`;
+    GRPO cuts a group where needed (`data.cut_group`), and counts completions in `micro_batch_size`;
     the other stages count rows and cut none. Its updates share the prompts of all ranks by chance
     (`minibatches.deal`): an update's may all be on one rank.
     """

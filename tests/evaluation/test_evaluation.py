@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import distributed
 from common.checkpoint import export
-from common.data import Example, Piece
+from common.data import Example, PromptGroup
 from common.errors import UserError
 from common.evaluation import score as evaluation
 from common.evaluation.score import ImplicitReward
@@ -123,14 +123,14 @@ def test_ranks_score_each_row_once(model, monkeypatch, world_size, micro_batch_s
 
 
 def test_a_completion_of_two_rows_is_scored_once(model):
-    def places(model: Any, batch: Any) -> Tensor:
+    def slots(model: Any, batch: Any) -> Tensor:
         model(batch)
-        return batch.places.double()
+        return batch.slots.double()
 
     rest = (PAIRS, tiny.train_config(), tiny.vocabulary(), "scoring")
     own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
     own[6, 1] = 1  # the second completion of row 0
-    assert evaluation.score_examples(model, *rest, score=places).equal(own)
+    assert evaluation.score_examples(model, *rest, score=slots).equal(own)
 
 
 def test_scoring_leaves_a_policy_sharded():
@@ -336,9 +336,9 @@ def test_a_text_beyond_the_positions_of_the_judge_is_refused(reward_folder):
     function = loaded_function(reward_folder, synthetic.train_tokenizer(400))
     limit = function.model_config.max_position_embeddings
     prompt = [1] * (limit - 2)
-    assert len(function.rewards([Piece(prompt, [[1, 2]], [0])])) == 1
+    assert len(function.rewards([PromptGroup(prompt, [[1, 2]], [0])])) == 1
     with pytest.raises(UserError, match=f"is {limit + 1} tokens .* has {limit} positions"):
-        function.rewards([Piece(prompt, [[1], [1, 2, 3]], [0, 1])])
+        function.rewards([PromptGroup(prompt, [[1], [1, 2, 3]], [0, 1])])
     too_long = [" ?" * limit]
     with pytest.raises(UserError, match="positions"):
         function(too_long, [" a"], [[1]], prompt_ids=[[1]], has_stop=[True])

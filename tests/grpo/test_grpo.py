@@ -204,7 +204,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
         assert (part.sampled_logps[~part.batch.completion_mask] == 0).all()
         for row in part.batch.is_real.nonzero().flatten().tolist():
             mask: Tensor = part.batch.completion_mask[row]
-            n, g = divmod(int(part.batch.places[row]), 3)
+            n, g = divmod(int(part.batch.slots[row]), 3)
             source = 4 * n + int(kept[n, g])
             assert (n, g) not in found
             assert part.batch.completion_ids[row][mask].tolist() == ids[source]
@@ -258,7 +258,7 @@ def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
     assert len(set(chosen)) > 2
     updates = collated(kept, config)
-    places = [sorted(p for part in m for p in part.batch.places.tolist()) for m in updates]
+    places = [sorted(p for part in m for p in part.batch.slots.tolist()) for m in updates]
     assert places == [[2 * chosen[0].index(m), 2 * chosen[0].index(m) + 1] for m in range(3)]
     assert [float(m[0].denominators.num_sequences) for m in updates] == [2.0] * 3
 

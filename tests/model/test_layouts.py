@@ -124,7 +124,7 @@ def compare_policies(
         (loss + (scores.token_logps / 4).exp().mean()).backward()
         outputs.append(scores)
     expected, found = outputs
-    for name in ("completion_ids", "completion_mask", "is_real", "places", "num_tokens"):
+    for name in ("completion_ids", "completion_mask", "is_real", "slots", "num_tokens"):
         assert torch.equal(getattr(padded, name), getattr(shared, name)), name
     for a, b in zip(found[:3], expected[:3], strict=True):  # without the hidden states
         assert a.dtype == torch.float32
@@ -468,7 +468,7 @@ def test_a_shared_row_by_hand():
     assert batch.completion_ids.tolist() == [[8, 0], [9, 3], [4, 2]]
     assert batch.completion_mask.tolist() == [[True, False], [True, True], [True, True]]
     assert batch.predictors.tolist() == [1, 1, 3, 5, 6]
-    assert batch.slots.tolist() == [0, 2, 3, 4, 5]
+    assert batch.token_index.tolist() == [0, 2, 3, 4, 5]
     assert batch.last.tolist() == [2, 4, 7]
     assert batch.layout.trunks == [(0, 2, 2, 5), (5, 6, 8, 8)]
     assert batch.layout.branch_index.tolist() == [[2, 0], [3, 4]]

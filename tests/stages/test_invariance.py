@@ -243,7 +243,7 @@ def test_equal_completions_get_equal_rewards() -> None:
     function.config = CommonConfig(output_dir="unused", micro_batch_size=2)
     function.tokenizer = SimpleNamespace(pad_token_id=1)
     function.same_ids, function.limit = True, None
-    function.model = lambda batch: batch.places.float()  # 0, 1, 2, ...: another in every place
+    function.model = lambda batch: batch.slots.float()  # 0, 1, 2, ...: another in every place
     prompt_ids = [[5], [5], [5], [5], [6], [6]]
     completion_ids = [[7, 0], [8, 0], [7, 0], [7, 0], [7, 0], [7, 0]]
     rewards = function([""] * 6, [""] * 6, completion_ids, prompt_ids=prompt_ids)

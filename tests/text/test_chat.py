@@ -13,7 +13,7 @@ import tiny
 from tokenizers.processors import TemplateProcessing
 
 from common import data
-from common.data import Piece, collate, load_examples
+from common.data import PromptGroup, collate, load_examples
 from common.errors import UserError
 from common.evaluation.completions import judged
 from common.rewards.models import RewardModelFunction
@@ -123,7 +123,7 @@ def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml, form):
     assert example.messages == list(before)
     (completion,) = example.completions
     assert chatml.decode(completion) == answer["content"] + "<|im_end|>"
-    batch = collate([Piece(example.prompt_ids, [completion], [0])], "padded", 1)
+    batch = collate([PromptGroup(example.prompt_ids, [completion], [0])], "padded", 1)
     trained = batch.completion_ids[batch.completion_mask]
     assert trained.tolist() == completion
     whole = chatml.apply_chat_template([*before, answer], tokenize=False)

@@ -380,15 +380,15 @@ def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, mo
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     judge = RewardModelFunction(str(tmp_path), chatml, config)
     options = {"tools": SCHEMA, "chat_template_kwargs": {"mood": "Hm. "}}
-    read: list[data.Piece] = []
-    rewards = lambda pieces: read.extend(pieces) or [0.0] * sum(len(p.places) for p in pieces)  # noqa: E731
+    read: list[data.PromptGroup] = []
+    rewards = lambda groups: read.extend(groups) or [0.0] * sum(len(p.slots) for p in groups)  # noqa: E731
     monkeypatch.setattr(judge, "rewards", rewards)
     columns = {name: [value] for name, value in options.items()}
     judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], **columns)
     pair = {"prompt": [ASKED], "chosen": [ONE], "rejected": [TWO], **options}
     pairs = load(tmp_path, chatml, pair, kind="preference")
     pair_scores.reward_scores(judge, pairs, tiny.vocabulary([chatml.eos_token_id], chatml), config)
-    prompts = [chatml.decode(piece.prompt_ids) for piece in read]
+    prompts = [chatml.decode(group.prompt_ids) for group in read]
     assert prompts == [prompts[0]] * 2
     assert prompts[0].startswith("Hm. <tools>add\n<|im_start|>user\nWhy?")
 
