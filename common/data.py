@@ -84,7 +84,7 @@ def num_tokens(examples: Sequence[Example]) -> list[int]:
 
 @dataclass
 class BatchOrder:
-    """Which rows a rank works on at a step: a function of (seed, step), not a state.
+    """The rows of a rank at a step: a function of (seed, step), not a state.
 
     Each epoch is a fresh permutation of all rows. A batch never reaches into the next epoch: the
     last one is filled up with None, so that every rank always has `batch_size / world_size`

@@ -72,7 +72,7 @@ def cut_at_stop(completion_ids: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor
 
 
 def on_device(tensor: Any, device: torch.device | str) -> Any:
-    """A tensor, or what has its own `to`, on a device; the host of a GPU does not wait for it."""
+    """Move a tensor, or an object with a method `to`, to a device without a wait of the host."""
     is_here = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
     if is_here and torch.device(device).type not in ("cpu", "meta"):
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -81,7 +81,7 @@ def on_device(tensor: Any, device: torch.device | str) -> Any:
 
 @dataclass
 class _EitherBatch:
-    """What a batch of B completions has and can do in either layout.
+    """Fields and methods of a batch of B completions in either layout.
 
     Attributes:
         completion_mask: (B, C) bool, True = a token that counts in the loss; all False in a row
@@ -173,14 +173,14 @@ def padded_batch(
 
 @dataclass
 class Layout:
-    """Where the tokens of a `SharedPrefixBatch` stand, for attention.
+    """Columns of the tokens of a `SharedPrefixBatch`, for attention.
 
-    The row holds, prompt after prompt, a *trunk* (the prompt, with its completion if it has only
-    one: a causal run) and *branches* (the completions of a prompt that has several: each sees the
-    prompt and itself, and all are computed alike).
+    The row holds, prompt after prompt, a *trunk* (the prompt, and its completion if it has only
+    one: a causal run) and *branches* (the completions of a prompt with several: each sees the
+    prompt and itself).
 
-    The *tail* of a prompt is what follows it in the row, and its last token before that: all that
-    is read from the last hidden states.
+    The *tail* of a prompt is its last token and its completions: only these columns of the last
+    hidden states are read.
 
     Attributes:
         trunks: Per prompt the columns (start, end of the prompt, end of the trunk, end of the last
@@ -190,9 +190,9 @@ class Layout:
         branch_owner: (R,) int64, the prompt of each branch.
         tail: (S,) int64, the columns of all tails.
         longest: Tokens of the longest prompt with a completion.
-        kept: If given, gets every layer's keys and values, (1, H, T, d) each, by its number.
-        worked_out: By attention, from the columns, for every layer. No container: FSDP hands each
-            layer a copy of those.
+        kept: If given, takes every layer's keys and values, (1, H, T, d) each, by its number.
+        worked_out: Index tensors that attention derives from the columns, for all layers. No
+            container, of which FSDP would give each layer a copy.
     """
 
     trunks: list[tuple[int, int, int, int]]
@@ -215,8 +215,8 @@ class Layout:
 class SharedPrefixBatch(_EitherBatch):
     """Prompts with their completions in one row without padding, every prompt once.
 
-    The same interface as `PaddedBatch` in what a loss needs (masks of B = N * K completions of C
-    tokens); a completion's position ids go on from its prompt's, wherever in the row it stands.
+    A loss uses it like a `PaddedBatch` (masks of B = N * K completions of C tokens). A completion's
+    position ids continue its prompt's, wherever it is in the row.
 
     Attributes:
         input_ids: (1, T) int64, T = the sum of all lengths.
@@ -331,4 +331,4 @@ MAKERS: dict[str, Callable[..., AnyBatch]] = {
     "padded": padded_batch,
     "shared_prefix": shared_prefix_batch,
 }
-"""What makes a batch, by the name of its layout."""
+"""Functions that make a batch, by layout."""

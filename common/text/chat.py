@@ -31,12 +31,12 @@ def is_messages(value: Any) -> bool:
 
 
 def is_call(message: dict[str, Any]) -> bool:
-    """Whether a message calls tools and says nothing."""
+    """Whether a message calls tools and has no text."""
     return not message.get("content") and bool(message.get("tool_calls"))
 
 
 def content(message: dict[str, Any]) -> str:
-    """What a message says; nothing where it only calls tools."""
+    """The text of a message; empty if it only calls tools."""
     return message.get("content") or ""
 
 
@@ -88,7 +88,7 @@ def render(raw: RawRow, kind: str, tokenizer: Any, number: int = 0) -> list[Row]
 
 
 def _behind(prompt: str, whole: str) -> str:
-    """What follows the prompt in the text with an answer; a UserError if it does not begin so."""
+    """The answer: `whole` without the prompt; a UserError if it does not begin with the prompt."""
     if whole.startswith(prompt):
         return whole[len(prompt) :]
     start = len(commonprefix([prompt, whole]))
@@ -138,19 +138,19 @@ def _needs_objects(
 
 def _leaves_out(answer: dict[str, Any], text: str) -> bool:
     """Whether the text of an answer lacks its words, thoughts or calls; white space aside."""
-    parts = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
-    parts += [call.get("name") for call in _calls([answer])]
+    passages = [*re.split("</?think>", content(answer)), *map(answer.get, THOUGHTS)]
+    passages += [call.get("name") for call in _calls([answer])]
     written = "".join(text.split())
-    texts = {"".join(str(part).split()) for part in parts if part}
-    for part in sorted(texts, key=len, reverse=True):  # a match counts once
-        if part not in written:
+    texts = {"".join(str(passage).split()) for passage in passages if passage}
+    for passage in sorted(texts, key=len, reverse=True):  # a match counts once
+        if passage not in written:
             return True
-        written = written.replace(part, " ", 1)
+        written = written.replace(passage, " ", 1)
     return False
 
 
 def _template_options(row: RawRow) -> dict[str, Any]:
-    """What a row gives its template with the messages; `tools`, JSON schemas, may be text."""
+    """Arguments of the template from a row: `tools`, JSON schemas or their text, and others."""
     tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -161,7 +161,7 @@ def _template_options(row: RawRow) -> dict[str, Any]:
 
 
 def _without_null(value: Any) -> Any:
-    """JSON without the keys that Parquet adds to a row because others have them; as in TRL."""
+    """JSON without the null keys that Parquet adds to a row because others have them; as in TRL."""
     if isinstance(value, list):
         return [_without_null(one) for one in value]
     if not isinstance(value, dict):
@@ -171,7 +171,7 @@ def _without_null(value: Any) -> Any:
 
 
 def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """What the tokenizer's chat template makes of messages; a UserError if it cannot."""
+    """Text of messages by the tokenizer's chat template; a UserError if it fails."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
     except Exception as error:  # templates are programs that come with a model
@@ -182,10 +182,10 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], options: Mappin
 
 
 class TurnEnd:
-    """What a chat template writes behind an answer: its text and ids.
+    """The end of an assistant's turn in a chat template: its text and ids.
 
-    At its last token the reward of a conversation is trained and read, as in TRL: ChatML writes a
-    line break behind its `<|im_end|>`. A policy's turn ends at the stop token, its last action.
+    A reward model is trained and read at its last token, as in TRL: in ChatML the line break behind
+    `<|im_end|>`. A policy's turn ends at the stop token, its last action.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tokenizer: Any) -> None:
@@ -197,10 +197,9 @@ class TurnEnd:
         self.tokenizer = tokenizer
 
     def closed(self, ids: Sequence[int], has_stop: bool) -> list[int]:
-        """The completion with the whole end of its turn, once, also if it did not stop.
+        """Complete the end of the turn, also of a completion that was truncated, as in TRL.
 
-        A reward means something at that token only; so TRL, too, closes what broke off, and whether
-        it is to be paid for is left to `missing_eos_penalty`.
+        A reward has a meaning at that token only; `missing_eos_penalty` is for truncated ones.
         """
         whole = list(ids)
         written = whole[:-1] if has_stop else whole  # the stop token may be none of the template's
@@ -215,10 +214,9 @@ class TurnEnd:
 def as_answers(
     texts: Sequence[str], prompts: Sequence[Sequence[dict[str, Any]]], tokenizer: Any
 ) -> list[Any]:
-    """Completions as reward functions get them: texts, or messages where the prompt is such.
+    """Completions as arguments of reward functions: texts, or messages where the prompt is such.
 
-    What the template writes behind an answer is no part of it, also where a policy wrote it since
-    its stop token is another.
+    The template's end of a turn is cut, also where a policy with another stop token wrote it.
 
     Args:
         texts: B completions without their stop token.

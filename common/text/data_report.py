@@ -1,4 +1,4 @@
-"""What becomes of the rows of a split: a bar, and a report."""
+"""Progress and losses while a split is read: a bar, and a report."""
 
 import sys
 from collections import Counter
@@ -34,7 +34,7 @@ def progress(rows: Iterable[Item], title: str, total: int | None = None) -> Iter
 
 @dataclass
 class DataReport:
-    """What became of the rows of a split. Lengths are tokens: median, 90 %, 99 %, maximum."""
+    """Rows kept, dropped and truncated. Lengths are tokens: median, 90 %, 99 %, maximum."""
 
     split: str
     num_rows: int
@@ -49,7 +49,7 @@ class DataReport:
     num_boundaries_checked: int = 0
     prompt_lengths: Sequence[int] = ()
     completion_lengths: Sequence[int] = ()
-    conversations: str = ""  # how many, and what became of their answers
+    conversations: str = ""  # lines on them and their answers
     notes: list[str] = field(default_factory=list)  # on the rows as they were read
 
     @property
@@ -74,7 +74,7 @@ class DataReport:
         if self.truncated_prompt:
             lines.append(f"  {self.truncated_prompt}")
         lengths = (self.prompt_lengths, self.completion_lengths)
-        prompt, completion = ("/".join(map(str, own)) for own in lengths)
+        prompt, completion = ("/".join(map(str, quantiles)) for quantiles in lengths)
         lines.append(f"  tokens at 50/90/99/100 %: prompt {prompt}")
         if self.num_boundaries_checked:
             lines[-1] += (

@@ -1,4 +1,4 @@
-"""Local files of rows: which ones are a split, and what they hold."""
+"""Local files of rows: those of a split, and their rows."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
 def data_files(dataset_name: str, split: str) -> list[Path]:
-    """The files of one split; none of a folder of `save_to_disk` and of what must be a hub id."""
+    """The files of one split; none for a folder of `save_to_disk` and for a hub id."""
     split, _ = hub.part_of(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
     if hub.is_saved(path):
@@ -36,20 +36,20 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
                 "--dataset_test_split out."
             )
         return [path]
-    how = _how_it_is_made(dataset_name)
-    if how or is_named or not hub.may_be_id(dataset_name):
-        end = f": {how}" if how else f" {hub.NO_ID}; give a file or a folder"
+    advice = _advice(dataset_name)
+    if advice or is_named or not hub.may_be_id(dataset_name):
+        end = f": {advice}" if advice else f" {hub.NO_ID}; give a file or a folder"
         end = why_missing(dataset_name) or end
         raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
     return []
 
 
-def _how_it_is_made(name: str) -> str:
-    """Who makes a folder `data/...` that is not there, if a recipe of this checkout names it."""
+def _advice(name: str) -> str:
+    """The command that makes a missing folder `data/...` of a recipe; empty for another one."""
     for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
         text = recipe.read_text(encoding="utf-8")
-        is_own = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
-        if is_own and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
+        is_named = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
+        if is_named and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
             maker = recipe.with_name("make_rows.py")
             if maker.is_file():
                 return f"`python {maker}` makes it; its first lines say from what"
@@ -61,9 +61,9 @@ def _files_in(folder: Path) -> list[Path]:
     """All data files of a folder, in order."""
     return sorted(
         file
-        for part in (folder, folder / "data")
-        if part.is_dir()
-        for file in part.iterdir()
+        for place in (folder, folder / "data")
+        if place.is_dir()
+        for file in place.iterdir()
         if (file.is_file() or file.is_symlink()) and file.name.endswith(SUFFIXES)
     )
 
@@ -100,9 +100,9 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def read(files: Iterable[Path]) -> Iterator[RawRow]:
     """The rows of files, one after another.
 
-    By `json`, not by `datasets.load_dataset("json")`, which takes texts for something else: a
-    column of dates for times, "007" for 7 behind 10 MB of numbers. It also gives an object the keys
-    that others have and rounds the numbers of a list (seen in datasets 5.2).
+    By `json`, not by `datasets.load_dataset("json")`, which changes cells: dates in text become
+    times, "007" becomes 7 behind 10 MB of numbers, an object gets the keys of others, numbers of a
+    list are rounded (seen in datasets 5.2).
 
     Raises:
         UserError: Names a file that cannot be read, and the line or row that is at fault.
@@ -116,8 +116,8 @@ def _read_file(path: Path) -> Iterator[RawRow]:
         if path.suffix == ".parquet":
             import pyarrow.parquet  # type: ignore[import-untyped]
 
-            for part in pyarrow.parquet.ParquetFile(path).iter_batches():
-                yield from part.to_pylist()
+            for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
             return
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             yield from _json_rows(stream, os.fspath(path))
@@ -139,7 +139,7 @@ def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
             if not text.strip():
                 continue
             is_list = is_list is None and text.lstrip().startswith("[")
-            found = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
+            decoded = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
         except (ValueError, RecursionError) as error:
             fault, line_number = gist(error), number
             if isinstance(error, json.JSONDecodeError):
@@ -150,7 +150,7 @@ def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
                 fault = f"{byte} is no text in UTF-8; save the file in that encoding"
                 line_number += bool(is_list) + error.object.count(b"\n", 0, error.start)
             raise UserError(f"{source}, line {line_number}: {fault}.") from None
-        for index, row in enumerate(found if is_list else [found], start=1):
+        for index, row in enumerate(decoded if is_list else [decoded], start=1):
             if not isinstance(row, dict):
                 place = f"row {index}" if is_list else f"line {number}"
                 raise UserError(
@@ -161,7 +161,7 @@ def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which Python would keep the last of two equal keys in silence."""
+    """A JSON object; of two equal keys, Python alone would silently keep the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -16,18 +16,18 @@ NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is he
 
 
 class NoSuchSplitError(UserError):
-    """The data set is there, the split is not."""
+    """The data set exists, the split does not."""
 
 
 def may_be_id(path: str) -> bool:
-    """Whether what is no file or folder may be a hub id, and no misspelt path."""
+    """Whether a name that is no file or folder may be a hub id, not a misspelt path."""
     owner, slash, _ = path.partition("/")
     is_local = slash and (owner in OURS or os.path.isdir(owner))
     return ID.fullmatch(path) is not None and not is_local
 
 
 def is_id(source: str) -> bool:
-    """Whether a model or data set that is there is on the hub, and not here."""
+    """Whether an existing model or data set is on the hub, not a local one."""
     return may_be_id(source) and source != "synthetic" and not os.path.exists(source)
 
 
@@ -48,7 +48,7 @@ def is_reachable() -> bool:
 
 
 def part_of(split: str) -> tuple[str, slice]:
-    """The name of a split, and which of its rows are asked for."""
+    """Split `name[start:end]` into the name and the slice of its rows."""
     match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
     if match is None:
         return split, slice(None)
@@ -62,7 +62,7 @@ def is_saved(folder: str | Path) -> bool:
 
 @functools.lru_cache(1)
 def rows_of(name: str, split: str, config: str, revision: str) -> Any:
-    """A split of a saved or a hub data set, or one sentence quickly if it cannot be read."""
+    """A split of a saved or a hub data set; a UserError at once if it cannot be read."""
     import datasets
 
     if is_saved(folder := os.path.expanduser(name)):
@@ -91,15 +91,15 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
         ) from None
 
 
-def commit_read(name: str, split: str, how: Mapping[str, Any]) -> str:
-    """The commit that a split was read at; empty for what is not of the hub."""
+def commit_read(name: str, split: str, source: Mapping[str, Any]) -> str:
+    """The commit that a split was read at; empty for a local one."""
     if not is_id(name) or is_saved(os.path.expanduser(name)):
         return ""
-    return commit_of(rows_of(name, split, how["dataset_config"], how["dataset_revision"]))
+    return commit_of(rows_of(name, split, source["dataset_config"], source["dataset_revision"]))
 
 
 def commit_of(data: Any) -> str:
-    """The commit that the hub's rows are of, which their library names its cache's folder after."""
+    """The commit of a hub data set, by the folder of its library's cache, which is named by it."""
     files = " ".join(str(file["filename"]) for file in data.cache_files)
-    found = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
-    return found[0] if found else ""
+    match = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
+    return match[0] if match else ""

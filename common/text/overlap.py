@@ -18,8 +18,8 @@ def rouge_n(candidate: str, reference: str, n: int = 1) -> float:
 
 def rouge_l(candidate: str, reference: str) -> float:
     """F1 of ROUGE-L: longest common subsequence of the words, each text taken as one sentence."""
-    found, expected = words(candidate), words(reference)
-    return _f1(common_subsequence(found, expected), len(found), len(expected))
+    tokens, expected = words(candidate), words(reference)
+    return _f1(common_subsequence(tokens, expected), len(tokens), len(expected))
 
 
 def words(text: str) -> list[str]:
@@ -33,19 +33,19 @@ def common_subsequence(first: list[str], second: list[str]) -> int:
     Hyyro 2004, "Bit-parallel LCS-length computation revisited": a column of the usual table is the
     bits of one integer, so a word of `second` costs a few operations, not one per word of `first`.
     """
-    places: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for i, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << i
+        positions[word] = positions.get(word, 0) | 1 << i
     whole = (1 << len(first)) - 1
     column = whole  # bit i is 0 where the subsequence grows by first[i]
     for word in second:
-        matches = column & places.get(word, 0)
+        matches = column & positions.get(word, 0)
         column = (column + matches | column - matches) & whole
     return len(first) - column.bit_count()
 
 
 def ngrams(tokens: list[str], n: int) -> Counter[tuple[str, ...]]:
-    """How often each sequence of n neighbouring tokens occurs; empty below n tokens."""
+    """Counts of each sequence of n neighbouring tokens; empty below n tokens."""
     return Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
 
 

@@ -45,9 +45,9 @@ def load_rows(
         num_rows: Take the first rows only; 0 takes all.
         dataset_config: Name of the hub data set's configuration, if it has several.
         dataset_revision: Branch, tag or commit of the hub data set; empty: its main branch.
-        column_map: Names of columns by those that they get.
+        column_map: Columns to rename, old names by new ones.
         may_lack: Columns of the map need not be there.
-        tell: Takes what is to be known of the rows.
+        tell: Called with each note on the rows.
 
     Returns:
         At least one row, of texts or of messages: then a completion is one, of the assistant. Any
@@ -60,11 +60,11 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        name, part = hub.part_of(split)
-        limit = part.stop or (num_rows and (part.start or 0) + num_rows)
-        return synthetic.make_rows(kind, name, limit)[part][: num_rows or None]
-    source, found = _read(dataset_name, split, dataset_config, dataset_revision, tell)
-    rows = list(progress(found, "reading"))
+        name, share = hub.part_of(split)
+        limit = share.stop or (num_rows and (share.start or 0) + num_rows)
+        return synthetic.make_rows(kind, name, limit)[share][: num_rows or None]
+    source, unchecked = _read(dataset_name, split, dataset_config, dataset_revision, tell)
+    rows = list(progress(unchecked, "reading"))
     if not rows:
         raise UserError(f"{source} has no rows; at least one is needed.")
     rows = schemas.rename_columns(rows, column_map, source, may_lack=may_lack)
@@ -78,12 +78,12 @@ def _read(
     revision: str,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, Iterator[RawRow]]:
-    """What names a split, and its rows as they are."""
+    """A name of a split for messages, and its rows, unchecked."""
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
     if paths := files.data_files(dataset_name, split):
-        part = hub.part_of(split)[1]
+        share = hub.part_of(split)[1]
         name = os.fspath(paths[0]) if len(paths) == 1 else source
-        return name, islice(files.read(paths), part.start, part.stop)
+        return name, islice(files.read(paths), share.start, share.stop)
     data = hub.rows_of(dataset_name, split, config, revision)
     if commit := hub.commit_of(data):
         tell(f"{source} is of commit {commit}")
@@ -96,12 +96,12 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
     Raises:
         UserError: `dataset_test_split` names one that is not there, or nothing is there.
     """
-    split, revision = config.dataset_test_split, options(config, dataset_name)
-    source = (revision["dataset_config"], revision["dataset_revision"])
+    split, source = config.dataset_test_split, options(config, dataset_name)
+    subset, revision = source["dataset_config"], source["dataset_revision"]
     if not split or dataset_name == "synthetic":
         return "validation" if split == AUTO else split
     if split != AUTO:
-        _read(dataset_name, split, *source)
+        _read(dataset_name, split, subset, revision)
         return split
     path = Path(os.path.expanduser(dataset_name))
     if not path.exists():
@@ -112,13 +112,13 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
                 return name
             continue
         with contextlib.suppress(hub.NoSuchSplitError):
-            hub.rows_of(dataset_name, name, *source)
+            hub.rows_of(dataset_name, name, subset, revision)
             return name
     return ""
 
 
 def has_pairs(config: CommonConfig, split: str) -> bool:
-    """Whether a split's first row has a column `chosen` or `rejected`; says so where it has not.
+    """Whether a split's first row has a column `chosen` or `rejected`; prints a note if not.
 
     Raises:
         UserError: it is not there, or cannot be read.
@@ -128,14 +128,14 @@ def has_pairs(config: CommonConfig, split: str) -> bool:
         return True
     columns = next(_read(name, split, config.dataset_config, config.dataset_revision)[1], {})
     names = {old: new for new, old in config.renamed_columns.items()}
-    found = not {"chosen", "rejected"}.isdisjoint(names.get(column, column) for column in columns)
-    if not found:
+    has_one = not {"chosen", "rejected"}.isdisjoint(names.get(name, name) for name in columns)
+    if not has_one:
         distributed.print_rank0(f"{name} has no columns chosen and rejected: prompts only")
-    return found
+    return has_one
 
 
 def options(config: CommonConfig, dataset_name: str) -> dict[str, Any]:
-    """How a run reads a data set, as arguments of `load_rows`.
+    """Arguments of `load_rows` for a data set of a run.
 
     A configuration and a revision belong to the data set that they were given with, not to a second
     one; columns are renamed in both, where they are there.

@@ -90,7 +90,7 @@ def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
 
 
 def _advice(row: RawRow, kind: str, column: str) -> str:
-    """What to do about a missing column, a clause: by the schema that a row has."""
+    """Advice about a missing column, a clause, by the schema of the row."""
     if "labels" in row and "completions" in row:
         return "stepwise supervision has no stage; join the steps to one text"
     if kind == "preference" and row.keys() >= {"completion", "label"}:
@@ -264,7 +264,7 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
 
 
 def _fault(row: RawRow, kind: str) -> str:
-    """Why a row does not fit the schema of its kind, empty if it does."""
+    """The reason that a row does not fit the schema of its kind, empty if it does."""
     for column in ("prompt", *COMPLETION_COLUMNS[kind]):
         if fault := _column_fault(row, column, kind):
             return f"column {column!r} {fault}"
@@ -283,7 +283,7 @@ def _fault(row: RawRow, kind: str) -> str:
 
 
 def _column_fault(row: RawRow, column: str, kind: str) -> str:
-    """What is wrong with a text column, empty if nothing is."""
+    """The fault of a text column, empty if it has none."""
     if column not in row:
         advice = _advice(row, kind, column)
         if "messages" in row and not is_messages(row["messages"]):

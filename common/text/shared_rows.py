@@ -1,4 +1,4 @@
-"""Tokenised rows that the processes of a machine share: on disk, mapped into memory by each."""
+"""Tokenised rows on disk that every process of a machine maps into memory."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ MIN_ROWS = 1000  # of fewer every process makes its list
 
 
 class MappedRows(Sequence[Example]):
-    """The examples of a folder that `write` has made, each decoded when it is looked at."""
+    """Examples in a folder made by `write`, each decoded when it is read."""
 
     def __init__(self, folder: Path) -> None:
         """Map the folder, which may be removed afterwards."""
@@ -36,17 +36,23 @@ class MappedRows(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         cells = self.rows[range(len(self))[index]]
         columns, messages = json.loads(cells["others"])
-        ids = (cells["prompt_ids"], cells["completions"])
-        return Example(cells["row"], cells["prompt"], *ids, columns, cells["source"], messages)
+        return Example(
+            row=cells["row"],
+            prompt=cells["prompt"],
+            prompt_ids=cells["prompt_ids"],
+            completions=cells["completions"],
+            columns=columns,
+            source=cells["source"],
+            messages=messages,
+        )
 
 
 def once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
-    """What `make` returns, called by the first process of each machine only. Collective.
+    """The result of `make`, called by the first process of each machine only. Collective.
 
-    The others map its rows, if they are many and JSON can hold their columns, else they call it
-    too. The folder has a new name in every run and on every machine, and is gone once all have
-    mapped it, so that no run reads rows of another one. If the first process fails, the others lose
-    it as a peer and leave the word to it.
+    The others map its rows if they are many and JSON can hold their columns, else they call it too.
+    The folder has a new name in every run and on every machine, and is removed once all have mapped
+    it, so that no run reads rows of another one. If the first process fails, so do the others.
     """
     name = f"tokenised-rows-{distributed.from_rank0(uuid.uuid4().hex)}-{socket.gethostname()}"
     folder = Path(tempfile.gettempdir(), name)

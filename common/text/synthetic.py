@@ -1,8 +1,8 @@
 """The embedded TL;DR task: posts from a seeded grammar, summaries and a known gold reward.
 
-Every post states five facts (who, event, thing, place, wish) among filler sentences. A summary is
-worth the facts it states, less the facts it gets wrong, less what it says beyond need; so the true
-reward of any text is known, and so is the best accuracy that any model of the labels can reach.
+Every post states five facts (who, event, thing, place, wish) among filler sentences. The reward of
+a summary is the facts that it states, minus wrong facts, minus words beyond need. So the true
+reward of any text is known, and so is the best accuracy that a model of the labels can reach.
 
 A row is a function of (kind, split, seed, index): asking for fewer rows gives a prefix. Validation
 posts use (who, thing, place) combinations that no training post uses, whatever the seed.
@@ -154,7 +154,7 @@ def make_rows(kind: str, split: str, num_rows: int = 0, seed: int = 0) -> list[d
 
 
 def gold_reward(completion: str, facts: Facts) -> float:
-    """How good a summary is, in [0, 1]: one sentence with all facts has 1, an unrelated text 0.
+    """Quality of a summary in [0, 1]: 1 for one sentence with all facts, 0 for an unrelated text.
 
     A fact is stated by its value in a phrase ("at the airport"); a bare keyword earns nothing. A
     wrong value anywhere costs half a fact and forfeits the slot, so listing several values is
@@ -263,8 +263,8 @@ def _summary(template: str, facts: Facts) -> str:
     return template.format(clause=clause, wish=facts["wish"])
 
 
-def _draw_told(rng: random.Random, facts: Facts) -> Facts:
-    """The facts that a writer remembers to state."""
+def _draw_stated(rng: random.Random, facts: Facts) -> Facts:
+    """The facts that a summary states."""
     num_missing = rng.choices(*NUM_MISSING)[0]
     missing = rng.sample(list(SLOTS), num_missing)
     return {slot: value for slot, value in facts.items() if slot not in missing}
@@ -272,19 +272,19 @@ def _draw_told(rng: random.Random, facts: Facts) -> Facts:
 
 def _draw_summary(rng: random.Random, facts: Facts) -> str:
     """A summary in a pair: as a person writes, with now and then a wrong fact or a repetition."""
-    told = _draw_told(rng, facts)
+    stated = _draw_stated(rng, facts)
     if rng.random() < WRONG_SHARE:
-        slot = rng.choice(sorted(told))
-        told[slot] = rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
+        slot = rng.choice(sorted(stated))
+        stated[slot] = rng.choice([value for value in SLOTS[slot] if value != facts[slot]])
     kind = rng.random()
     tail = ""
     if kind < PADDING_SHARE:
         tail = rng.choice(PADDING)
     elif kind < PADDING_SHARE + REPEAT_SHARE:
         tail = f", my {facts['who']} {facts['event']} my {facts['thing']}"
-    elif kind < PADDING_SHARE + REPEAT_SHARE + STUTTER_SHARE and "place" in told:
-        told["place"] += f" at the {told['place']}" * rng.randint(1, 3)
-    return _summary(rng.choice(REFERENCES), told)[:-1] + tail + "."
+    elif kind < PADDING_SHARE + REPEAT_SHARE + STUTTER_SHARE and "place" in stated:
+        stated["place"] += f" at the {stated['place']}" * rng.randint(1, 3)
+    return _summary(rng.choice(REFERENCES), stated)[:-1] + tail + "."
 
 
 def _sft_row(rng: random.Random, split: str) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _sft_row(rng: random.Random, split: str) -> dict[str, Any]:
     facts = _draw_facts(rng, split)
     prompt = _draw_prompt(rng, facts)
     tail = rng.choice(PADDING) if rng.random() < PADDING_SHARE else ""
-    reference = _summary(rng.choice(REFERENCES), _draw_told(rng, facts))[:-1] + tail + "."
+    reference = _summary(rng.choice(REFERENCES), _draw_stated(rng, facts))[:-1] + tail + "."
     return {"prompt": prompt, "completion": reference, "facts": facts}
 
 

@@ -1,4 +1,4 @@
-"""Rows become token ids, and what is lost on the way is counted.
+"""Rows as token ids, with counts of what was dropped and truncated.
 
 `load` reads a split, renders messages, and tokenises prompts and completions apart.
 """
@@ -47,7 +47,7 @@ def load(
     vocabulary: Vocabulary,
     num_rows: int = 0,
 ) -> Sequence[Example]:
-    """Read, check and tokenise one split, and print what was lost; `kind` as in `load_rows`.
+    """Read, check and tokenise one split, and print its report; `kind` as in `load_rows`.
 
     Many rows are tokenised by the first process of each machine, and shared by the others.
     Collective.
@@ -81,7 +81,7 @@ def load(
 def tokenize_rows(
     rows: Sequence[Row], vocabulary: Vocabulary, config: CommonConfig, split: str
 ) -> tuple[list[Example], DataReport]:
-    """Tokenise prompts and completions apart and count what is lost.
+    """Tokenise prompts and completions separately; count what is dropped and truncated.
 
     A completion ends at its first stop token; one is appended where there is none. What is longer
     than `max_completion_length` is cut there and then ends without a stop token. Rows are dropped
@@ -129,7 +129,7 @@ def tokenize_rows(
 
 
 def refuse_lost_cue(rows: Sequence[Row], cue: str, split: str) -> None:
-    """Raise a UserError for a cue in which no prompt ends: it would not be kept in silence."""
+    """Raise a UserError for a cue in which no prompt ends."""
     if cue and not any(closing_cue(row.prompt, cue) for row in rows):
         raise UserError(f"--prompt_cue is {cue!r}, in which no prompt of split {split!r} ends.")
 
@@ -223,20 +223,21 @@ def _conversations(rows: Sequence[Row]) -> str:
 
 
 def marked(example: Example, tokenizer: Any) -> str:
-    """A row decoded from its ids, with what is trained in [[]]; long parts without their middle."""
-    parts = []
+    """A row decoded from its ids, the trained completion in [[]]; long texts are shortened."""
+    shown = []
     for text in map(tokenizer.decode, (example.prompt_ids, *example.completions)):
         is_long = len(text) > 2 * SHOWN_CHARACTERS
-        shown = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
-        parts.append(repr(shown)[1:-1])
-    return "{}[[{}]]".format(*parts)
+        short = f"{text[:SHOWN_CHARACTERS]} ... {text[-SHOWN_CHARACTERS:]}" if is_long else text
+        shown.append(repr(short)[1:-1])
+    prompt, completion = shown
+    return f"{prompt}[[{completion}]]"
 
 
 def _before_and_after(cut: Mapping[int, tuple[str, str]], truncation: str) -> str:
     """A line that shows the side at which prompts were cut, of the row that changed most there."""
-    part = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
+    side = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
     verb = "began with" if truncation == "start" else "ended in"
-    shown = {i: (before[part], after[part]) for i, (before, after) in cut.items()}
+    shown = {i: (before[side], after[side]) for i, (before, after) in cut.items()}
     changed = [i for i, (before, after) in shown.items() if before != after]
     if not changed:
         return ""
@@ -270,7 +271,7 @@ def tokenize_completions(
 
 
 def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -> str:
-    """Why a row cannot be used, empty if it can."""
+    """The reason to drop a row, empty if there is none."""
     if prompt is None:
         return "prompt over max_prompt_length"
     if row.is_partial:
@@ -285,7 +286,7 @@ def _drop_reason(row: Row, prompt: _Text | None, completions: Sequence[_Text]) -
 
 
 def count_boundary_merges(pairs: Sequence[tuple[str, str]], tokenizer: Any) -> int:
-    """How many (prompt, completion) pairs have other tokens when tokenised as one text.
+    """Number of (prompt, completion) pairs with other tokens when tokenised as one text.
 
     Such rows teach the model a split that it would not meet in running text; most often a missing
     space at the start of the completion is the cause.

@@ -103,9 +103,9 @@ def truncate_prompt(
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts in front of every text: the bos of Llama and Gemma, nothing of GPT-2.
+    """Ids that a tokenizer puts in front of every text: the bos of Llama and Gemma, none of GPT-2.
 
-    A model that was trained with it is a worse one without it.
+    A model that was trained with them scores worse without them.
     """
     (first, *_), ids = encode(["x"], tokenizer)[0], tokenizer("x", verbose=False)["input_ids"]
     return list(ids[: ids.index(first)])
