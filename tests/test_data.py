@@ -5,7 +5,6 @@ breaks (sentence ends, words) would end it. Completions end in exactly one stop 
 step do not depend on the number of ranks, and every epoch shows every row once.
 """
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -298,27 +297,20 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_once(tokenizer):
     for text in ("one two", tokenizer.decode(leading) + "one two"):  # rendered with it or not
         (example,), _ = tokenize([{"prompt": text, "completion": " x"}], tokenizer)
         assert example.prompt_ids == ids
-    long = {"prompt": "TITLE: a\n\nPOST: one two three four\n\nTL;DR:", "completion": " x"}
-    room = len(leading) + len(ids_of(tokenizer, long["prompt"])) - 1
-    (example,), report = tokenize([long], tokenizer, max_prompt_length=room)
-    assert example.prompt_ids[: len(leading)] == leading
-    assert len(example.prompt_ids) <= room
-    assert report.num_prompts_truncated == 1
-
-
-def test_a_bos_that_the_text_has_is_not_doubled_by_a_cut(tokenizer):
-    leading = leading_ids(tokenizer)
     post = "TITLE: a\n\nPOST: one two three four five six\n\nTL;DR:"
     room = len(leading) + len(ids_of(tokenizer, post)) - 2
     for truncation in ("tldr", "start"):
         cut = {"prompt_truncation": truncation, "max_prompt_length": room}
-        examples = [
-            tokenize([{"prompt": text, "completion": " x"}], tokenizer, **cut)[0][0]
+        rows = [
+            {"prompt": text, "completion": " x"}
             for text in (post, tokenizer.decode(leading) + post)
         ]
-        assert examples[0] == examples[1]
-        assert len(examples[0].prompt_ids) <= room
-        assert examples[0].prompt_ids.count(0) == len(leading)
+        (first, second), report = tokenize(rows, tokenizer, **cut)
+        assert (first.prompt, first.prompt_ids) == (second.prompt, second.prompt_ids)
+        assert first.prompt_ids[: len(leading)] == leading
+        assert len(first.prompt_ids) <= room
+        assert first.prompt_ids.count(0) == len(leading)
+        assert report.num_prompts_truncated == 2
 
 
 def test_the_source_is_told_before_the_header_is_cut_away(tokenizer):
@@ -397,38 +389,6 @@ def test_pairs_and_prompts_keep_their_order_and_columns(tokenizer):
 def test_ids_are_those_of_each_text_alone_whatever_the_chunk(tokenizer):
     texts = [f"row {i} of\n many" for i in range(2345)]
     assert encode(texts, tokenizer) == [ids_of(tokenizer, text) for text in texts]
-
-
-@pytest.mark.parametrize("kind", ["sft", "preference"])
-@pytest.mark.parametrize("messages", [False, True], ids=["text", "messages"])
-def test_one_blank_row_of_many_is_dropped_and_counted(tmp_path, kind, messages):
-    """A blank prompt, and a blank answer: two of 52 rows."""
-
-    def cell(role: str, text: str) -> Any:
-        return [{"role": role, "content": text}] if messages else text
-
-    columns = {"sft": ["completion"], "preference": ["chosen", "rejected"]}[kind]
-    rows = [
-        {"prompt": cell("user", f"p {i}")} | {c: cell("assistant", f" {c} {i}") for c in columns}
-        for i in range(52)
-    ]
-    rows[3]["prompt"] = cell("user", " \n")
-    rows[30][columns[0]] = cell("assistant", "")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = synthetic.train_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}.{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    config = tiny.train_config(max_prompt_length=60)
-    file = str(tmp_path / "train.jsonl")
-    vocabulary = tiny.vocabulary([tokenizer.eos_token_id], tokenizer)
-    examples = load_examples(config, file, "train", kind, vocabulary)
-    assert [e.row for e in examples] == [i for i in range(52) if i not in (3, 30)]
-    config.max_dropped_fraction = 0.01
-    told = "2 of 52 rows .1 empty completion, 1 empty prompt; the first is row 4"
-    with pytest.raises(UserError, match=told):
-        load_examples(config, file, "train", kind, vocabulary)
 
 
 def test_tables_show_a_prompt_once_however_many_pairs_it_has():

@@ -21,7 +21,6 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 from common.text.chat import TurnEnd, render
-from common.text.reading import load_rows
 from common.text.rows import Row
 
 TEMPLATE = (
@@ -46,24 +45,6 @@ def load(tmp_path, tokenizer, kind, row, **limits):
     return load_examples(
         config, str(tmp_path / "train.jsonl"), "train", kind, tiny.vocabulary(stop_ids, tokenizer)
     )
-
-
-def test_a_prompt_ends_where_the_turn_of_the_assistant_begins(tmp_path, tokenizer):
-    row = {"prompt": ASKED, "completion": ANSWER, "topic": "none"}
-    (example,) = load(tmp_path, tokenizer, "sft", row)
-    assert tokenizer.decode(example.prompt_ids) == example.prompt
-    assert example.prompt == "<system>Be brief.<|endoftext|>\n<user>Why?<|endoftext|>\n<assistant>"
-    assert tokenizer.decode(example.completions[0]) == "Because.<|endoftext|>"
-    assert example.columns == {"topic": "none"}
-
-
-def test_the_prompt_of_two_conversations_is_what_they_share(tmp_path, tokenizer):
-    pair = {"chosen": ASKED + ANSWER, "rejected": ASKED + OTHER}
-    explicit = {"prompt": ASKED, "chosen": ANSWER, "rejected": OTHER}
-    (found,), (expected,) = (load(tmp_path, tokenizer, "preference", r) for r in (pair, explicit))
-    assert found == expected
-    texts = [tokenizer.decode(ids) for ids in found.completions]
-    assert texts == ["Because.<|endoftext|>", "Ask again.<|endoftext|>"]
 
 
 @pytest.mark.parametrize("truncation", ["tldr", "start"])
@@ -107,7 +88,7 @@ def chat(*turns):
 TURN = "<|im_start|>assistant\n"
 EARLIER = (SYSTEM, USER, FIRST, AGAIN)
 SFT_FORMS = {
-    "completion": ({"prompt": [USER], "completion": [FIRST]}, (USER,), FIRST),
+    "completion": ({"prompt": [USER], "completion": [FIRST], "topic": "none"}, (USER,), FIRST),
     "system turn": ({"prompt": [SYSTEM, USER], "completion": [FIRST]}, (SYSTEM, USER), FIRST),
     "turns in the prompt": ({"prompt": [*EARLIER], "completion": [SECOND]}, EARLIER, SECOND),
     "messages": ({"messages": [SYSTEM, USER, FIRST]}, (SYSTEM, USER), FIRST),
@@ -121,6 +102,7 @@ def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml, form):
     (example,) = load(tmp_path, chatml, "sft", row)
     assert example.prompt == chatml.decode(example.prompt_ids) == chat(*before) + TURN
     assert example.messages == list(before)
+    assert example.columns == {k: v for k, v in row.items() if k not in ("prompt", "completion")}
     (completion,) = example.completions
     assert chatml.decode(completion) == answer["content"] + "<|im_end|>"
     batch = collate([PromptGroup(example.prompt_ids, [completion], [0])], "padded", 1)
@@ -146,6 +128,7 @@ def test_one_answer_is_trained_and_nothing_else(tmp_path, chatml, form):
 def test_a_pair_in_any_form_is_the_same_pair(tmp_path, chatml, row):
     (example,) = load(tmp_path, chatml, "preference", row)
     assert example.prompt == chat(*EARLIER) + TURN
+    assert (example.messages, example.columns) == ([*EARLIER], {})
     texts = [chatml.decode(ids) for ids in example.completions]
     assert texts == ["It ends.<|im_end|>", "No idea.<|im_end|>"]
 
@@ -349,17 +332,3 @@ def test_a_template_that_does_not_fit_is_refused(template, words):
     with pytest.raises(UserError, match=words) as caught:
         render({"prompt": ASKED, "completion": ANSWER}, "sft", tokenizer)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": ASKED, "completion": " text"},
-        {"prompt": "text", "completion": ANSWER},
-        {"prompt": [{"role": "user"}], "completion": ANSWER},
-    ],
-)
-def test_rows_that_are_neither_text_nor_messages_are_refused(tmp_path, row):
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match="row 1.*(both be messages|list of messages)"):
-        load_rows(str(tmp_path / "train.jsonl"), "train", kind="sft")

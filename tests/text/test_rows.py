@@ -1,7 +1,7 @@
 """Claim: the same rows come out of every kind of file, and every bad input ends in one sentence.
 
 The sentence names the file or split, the row and the column. CNN/DailyMail rows of
-`trl-lib/tldr-preference` are told apart by the two prompt layouts of TRL's conversion script.
+`trl-lib/tldr-preference` are distinguished by the two prompt layouts of TRL's conversion script.
 """
 
 import gzip
@@ -47,7 +47,7 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
-    """The sentence with which load_rows refuses."""
+    """The message of load_rows' error."""
     with pytest.raises(UserError) as caught:
         load_rows(*args, **{"kind": "sft", **kwargs})
     message = str(caught.value)
@@ -58,12 +58,16 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 def test_every_format_gives_the_same_rows(tmp_path):
     (tmp_path / "list.json").write_text("\n " + json.dumps(SFT, indent=1))
+    marked = [tmp_path / name for name in ("marked.jsonl", "marked.json")]  # by a byte order mark
+    marked[0].write_text("\n".join(map(json.dumps, SFT)), encoding="utf-8-sig")
+    marked[1].write_text(json.dumps(SFT), encoding="utf-8-sig")
     files = [
         write_jsonl(tmp_path / "a.jsonl", SFT),
         write_jsonl(tmp_path / "a.jsonl.gz", SFT),
         write_jsonl(tmp_path / "lines.json", SFT),
         tmp_path / "list.json",
         write_parquet(tmp_path / "a.parquet", SFT),
+        *marked,
     ]
     for file in files:
         assert load_rows(str(file), "train", kind="sft") == SFT, file
@@ -178,6 +182,8 @@ def test_the_embedded_task_fits_the_schema(kind, split):
         ("sft", {"prompt": 7}, ["row 2", "'prompt'", "int"]),
         ("sft", {"completion": "absent"}, ["row 2", "'completion'", "missing", "'prompt', 'n'"]),
         ("sft", {"completion": [{"role": "user", "content": "x"}]}, ["'completion'", "both"]),
+        ("sft", {"prompt": [{"role": "user", "content": "x"}]}, ["'completion'", "both"]),
+        ("sft", {"prompt": [{"role": "user"}]}, ["row 2", "'prompt'", "list of messages"]),
         ("preference", {"chosen": [{"role": "user"}]}, ["row 2", "'chosen'", "messages"]),
         ("preference", {"rejected": "absent"}, ["row 2", "'rejected'", "missing"]),
         ("prompts", {"prompt": ["a"]}, ["row 2", "'prompt'", "list"]),
@@ -445,12 +451,6 @@ def test_a_prompt_beside_messages_that_do_not_hold_it_is_refused(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [row])
     message = refusal(str(file), "train", kind="preference")
     assert "row 1: 'chosen' and 'prompt' must both be text or both be messages" in message
-
-
-def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
-    for name, text in (("a.jsonl", json.dumps(SFT[0])), ("b.json", json.dumps(SFT[:1]))):
-        (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        assert load_rows(str(tmp_path / name), "train", kind="sft") == SFT[:1]
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,12 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
         ("preference", PAIR, {**PAIR, "chosen": None}, "chosen"),
         ("preference", PAIR, {**PAIR, "rejected": " \n"}, "rejected"),
         ("preference", PAIR, {**PAIR, "prompt": None}, "prompt"),
+        ("preference", PAIR, {**PAIR, "prompt": " \n"}, "prompt"),
+        ("sft", ROWS["completion"], {**ROWS["completion"], "completion": ""}, "completion"),
         ("preference", CHAT, {**CHAT, "chosen": None}, "chosen"),
         ("preference", CHAT, {**CHAT, "prompt": None}, "prompt"),
+        ("preference", CHAT, {**CHAT, "prompt": [{**ASKED[0], "content": " \n"}]}, "prompt"),
+        ("preference", CHAT, {**CHAT, "chosen": [{**BLUE[0], "content": ""}]}, "chosen"),
         ("preference", CHAT, {**CHAT, "chosen": [{**BLUE[0], "content": None}]}, "chosen"),
         ("preference", ROWS["implicit pair"], {"chosen": None, "rejected": "The"}, "chosen"),
         (

@@ -66,28 +66,19 @@ def test_a_summary_with_every_fact_has_one(template):
         (" my brother broke my guitar at the airport and I want revenge.", 2 / 5),
         (" my brother broke my laptop at the airport and I want revenge.", 0.5 / 5),
         (" my brother broke my laptop at the beach and I want revenge.", 0.0),  # -1 / 5, clipped
+        ("", 0.0),
+        (" ", 0.0),
+        (".", 0.0),
+        ("\n\n\n", 0.0),
+        (" \N{SNOWMAN} \ufffd \x00", 0.0),
+        (" someone did something.", 0.0),
+        (" my my my at the the want want", 0.0),
+        (" sister sold guitar airport revenge", 0.0),  # keywords, no statement
+        (" a pawnshop in a sisterhood resold guitars at the airports", 0.0),  # parts of other words
     ],
 )
 def test_facts_stated_missing_and_wrong(completion, expected):
     assert synthetic.gold_reward(completion, FACTS) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        " ",
-        ".",
-        "\n\n\n",
-        " \N{SNOWMAN} \ufffd \x00",
-        " someone did something.",
-        " my my my at the the want want",
-        " sister sold guitar airport revenge",  # keywords, no statement
-        " a pawnshop in a sisterhood resold guitars at the airports",  # parts of other words
-    ],
-)
-def test_nothing_stated_is_worth_nothing(completion):
-    assert synthetic.gold_reward(completion, FACTS) == 0.0
 
 
 @pytest.mark.parametrize("slot", FACTS)
