@@ -259,8 +259,8 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
         prompt = shared
     else:
         return row
-    answers = {name: value[len(shared) :] for name, value in zip(columns, values, strict=True)}
-    return {**row, "prompt": prompt, **answers}
+    completions = {name: value[len(shared) :] for name, value in zip(columns, values, strict=True)}
+    return {**row, "prompt": prompt, **completions}
 
 
 def _fault(row: RawRow, kind: str) -> str:

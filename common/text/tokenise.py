@@ -210,14 +210,14 @@ def _example(row: Row, prompt: _Text, completions: Sequence[_Text]) -> Example:
 
 def _conversations(rows: Sequence[Row]) -> str:
     """Lines on rows that were messages: their number, and that of their answers; or nothing."""
-    answers = [row for row in rows if row.messages]
-    if not answers:
+    chats = [row for row in rows if row.messages]  # one per answer
+    if not chats:
         return ""
-    num_conversations = len({row.number for row in answers})
-    lines = [f"  {num_conversations} conversations, {len(answers)} answers"]
-    if num := sum(row.is_partial for row in answers):
+    num_conversations = len({row.number for row in chats})
+    lines = [f"  {num_conversations} conversations, {len(chats)} answers"]
+    if num := sum(row.is_partial for row in chats):
         lines.append(f"  warning: the template leaves out part of {num} answers")
-    if num := sum(row.is_decoded for row in answers):
+    if num := sum(row.is_decoded for row in chats):
         lines.append(f"  tool arguments in JSON text were decoded for {num} answers")
     return "\n".join(lines)
 
