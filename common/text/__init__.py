@@ -1,6 +1,6 @@
 """Data sets: rows are read, brought to one schema, rendered to text and tokenised.
 
-Face: tokenise (splits as token ids), reading (files, the hub), rows (`Row`, `Example`,
+Face: tokenise (splits as token ids), reading (rows of a split), rows (`Row`, `Example`,
 `Vocabulary`), chat (templates), truncate (cues), synthetic (the embedded task), overlap (ROUGE),
-hub; schemas, files, data_report and shared_rows behind them.
+hub (its ids); schemas, sources, data_report and shared_rows behind them.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from common import distributed
 from common.config import AUTO, CommonConfig
 from common.errors import UserError
-from common.text import files, hub, schemas
+from common.text import schemas, sources
 from common.text.data_report import progress
 from common.text.rows import COMPLETION_COLUMNS, RawRow
 
@@ -60,7 +60,7 @@ def load_rows(
     if dataset_name == "synthetic":
         from common.text import synthetic
 
-        name, share = hub.part_of(split)
+        name, share = sources.part_of(split)
         limit = share.stop or (num_rows and (share.start or 0) + num_rows)
         return synthetic.make_rows(kind, name, limit)[share][: num_rows or None]
     source, unchecked = _read(dataset_name, split, dataset_config, dataset_revision, tell)
@@ -80,12 +80,12 @@ def _read(
 ) -> tuple[str, Iterator[RawRow]]:
     """A name of a split for messages, and its rows, unchecked."""
     source = f"{os.path.expanduser(dataset_name)} split {split!r}"
-    if paths := files.data_files(dataset_name, split):
-        share = hub.part_of(split)[1]
+    if paths := sources.data_files(dataset_name, split):
+        share = sources.part_of(split)[1]
         name = os.fspath(paths[0]) if len(paths) == 1 else source
-        return name, islice(files.read(paths), share.start, share.stop)
-    data = hub.rows_of(dataset_name, split, config, revision)
-    if commit := hub.commit_of(data):
+        return name, islice(sources.read(paths), share.start, share.stop)
+    data = sources.rows_of(dataset_name, split, config, revision)
+    if commit := sources.commit_of(data):
         tell(f"{source} is of commit {commit}")
     return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 
@@ -105,14 +105,14 @@ def test_split(config: CommonConfig, dataset_name: str) -> str:
         return split
     path = Path(os.path.expanduser(dataset_name))
     if not path.exists():
-        files.data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
+        sources.data_files(dataset_name, TEST_SPLITS[0])  # refuses what is no hub id either
     for name in TEST_SPLITS if not path.is_file() else ():
-        if path.is_dir() and not hub.is_saved(path):
-            if files.has_split(path, name):
+        if path.is_dir() and not sources.is_saved(path):
+            if sources.has_split(path, name):
                 return name
             continue
-        with contextlib.suppress(hub.NoSuchSplitError):
-            hub.rows_of(dataset_name, name, subset, revision)
+        with contextlib.suppress(sources.NoSuchSplitError):
+            sources.rows_of(dataset_name, name, subset, revision)
             return name
     return ""
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError
-from common.text import hub, shared_rows
+from common.text import shared_rows, sources
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
 from common.text.reading import load_rows, options
@@ -63,7 +63,7 @@ def load(
             dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **source
         )
         if dataset_name == config.dataset_name:  # kept with the run
-            config.dataset_commit = hub.commit_read(dataset_name, split, source)
+            config.dataset_commit = sources.commit_read(dataset_name, split, source)
         rows = [
             row
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))

@@ -17,7 +17,7 @@ import tiny
 from common.data import load_examples, load_splits
 from common.errors import UserError
 from common.record.folder import ENVIRONMENT, read_config, save_run_files
-from common.text import hub, reading, schemas
+from common.text import hub, reading, schemas, sources
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
 
@@ -236,7 +236,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    monkeypatch.setattr(hub, "rows_of", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "rows_of", lambda *_: pytest.fail("asked the hub"))
     assert f"{name!r} does not exist" in refusal(name, "train")
 
 
@@ -251,7 +251,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(name, tmp_path, 
 )
 def test_a_folder_that_a_recipe_wants_made_says_how(name, told, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(hub, "rows_of", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "rows_of", lambda *_: pytest.fail("asked the hub"))
     assert told in refusal(name, "train")
 
 
@@ -330,7 +330,7 @@ def test_the_commit_of_hub_rows_is_told_and_kept(tmp_path, monkeypatch, capsys):
     data = datasets.Dataset.from_list([PAIR])
     cache = {"filename": f"/cache/a___b/default/0.0.0/{'0a' * 20}/b-train.arrow"}
     monkeypatch.setattr(datasets.Dataset, "cache_files", [cache])
-    monkeypatch.setattr(hub, "rows_of", lambda *_: data)
+    monkeypatch.setattr(sources, "rows_of", lambda *_: data)
     load_rows("a/b", "train", kind="preference")
     assert f"a/b split 'train' is of commit {'0a' * 20}\n" in capsys.readouterr().out
     config = tiny.train_config(dataset_name="a/b")
@@ -363,9 +363,9 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(UserError) as caught:
-        hub.rows_of(str(tmp_path), split, config, None)
+        sources.rows_of(str(tmp_path), split, config, None)
     assert str(caught.value).endswith(told)
-    assert isinstance(caught.value, hub.NoSuchSplitError) == (split == "validation")
+    assert isinstance(caught.value, sources.NoSuchSplitError) == (split == "validation")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Local files of rows: those of a split, and their rows."""
+"""Sources of rows: local files, folders of `save_to_disk`, data sets of the hub."""
 
+import functools
 import gzip
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,23 @@ RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
+class NoSuchSplitError(UserError):
+    """The data set exists, the split does not."""
+
+
+def part_of(split: str) -> tuple[str, slice]:
+    """Split `name[start:end]` into the name and the slice of its rows."""
+    match = re.fullmatch(r"(.*)\[(\d*):(\d*)\]", split)
+    if match is None:
+        return split, slice(None)
+    return match[1], slice(*(int(end) if end else None for end in match.groups()[1:]))
+
+
 def data_files(dataset_name: str, split: str) -> list[Path]:
     """The files of one split; none for a folder of `save_to_disk` and for a hub id."""
-    split, _ = hub.part_of(split)
+    split, _ = part_of(split)
     path = Path(os.path.expanduser(dataset_name))  # Path's own raises for an unknown ~user
-    if hub.is_saved(path):
+    if is_saved(path):
         return []
     if path.is_dir():
         return _split_files(path, split)
@@ -171,3 +184,56 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
+
+
+# ---- data sets of the library `datasets` ---------------------------------------------------------
+
+
+def is_saved(folder: str | Path) -> bool:
+    """Whether `save_to_disk` has written a folder: of several splits, or of one, named `train`."""
+    return any(Path(folder, name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+@functools.lru_cache(1)
+def rows_of(name: str, split: str, config: str, revision: str) -> Any:
+    """A split of a saved or a hub data set; a UserError at once if it cannot be read."""
+    import datasets
+
+    if is_saved(folder := os.path.expanduser(name)):
+        saved = datasets.load_from_disk(folder)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        base, rows = part_of(split)
+        if base not in splits:
+            message = f"dataset_name {name!r} has no split {base!r}; it has {[*splits]}."
+            raise NoSuchSplitError(message)
+        data = splits[base]
+        return data if rows == slice(None) else data.select(range(len(data))[rows])
+    hub.is_reachable()
+    try:
+        return datasets.load_dataset(name, config or None, split=split, revision=revision or None)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # It lists the splits or the configurations that there are in its second sentence.
+        listed = re.search(r"\[.*?\]", str(error))
+        there = listed and listed[0] not in gist(error) and f"; it has {listed[0]}"
+        there = there or why_missing(name)
+        of = f"split {split!r}" + f", revision {revision!r}" * bool(revision)
+        # `datasets` 5.2 raises a plain ValueError for an unknown split.
+        kind = NoSuchSplitError if str(error).startswith("Unknown split") else UserError
+        raise kind(
+            f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
+            f"loaded from the hub: {gist(error)}{there}."
+        ) from None
+
+
+def commit_read(name: str, split: str, source: Mapping[str, Any]) -> str:
+    """The commit that a split was read at; empty for a local one."""
+    if not hub.is_id(name) or is_saved(os.path.expanduser(name)):
+        return ""
+    return commit_of(rows_of(name, split, source["dataset_config"], source["dataset_revision"]))
+
+
+def commit_of(data: Any) -> str:
+    """The commit of a hub data set, by the folder of its library's cache, which is named by it."""
+    files = " ".join(str(file["filename"]) for file in data.cache_files)
+    match = re.search(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", files)
+    return match[0] if match else ""
