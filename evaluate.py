@@ -41,7 +41,7 @@ from common.evaluation.score import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.scoring import Policy
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
 

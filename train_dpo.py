@@ -47,7 +47,7 @@ from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run, find_checkpoint
 from common.scoring import Policy
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 
 def main(config: DPOConfig) -> None:

@@ -42,7 +42,7 @@ from common.pairs.margins import length_balance, margins
 from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
 from common.scoring import RewardModel
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 
 def main(config: RewardConfig) -> None:

@@ -17,8 +17,8 @@ from common.config import AUTO, CommonConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
-from common.text.rows import Example as Example
-from common.text.rows import Vocabulary
+from common.text.example import Example as Example
+from common.text.example import Vocabulary
 
 MOST_FILLER = 10_000  # largest batch, fillers included, where the data set has fewer rows
 order_of_epoch = functools.lru_cache(1)(permutation)

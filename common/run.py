@@ -18,7 +18,7 @@ from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp
 from common.record.metrics import Accumulator
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # with `to(device)`; or what holds one as its `batch`
 Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps

@@ -20,7 +20,7 @@ from common.losses import preference_loss
 from common.model import fsdp
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.scoring import CompletionScores, RewardModel
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 # Nats per token, or of a reward, that float32 sums in another order may differ by.
 FLOAT32_ROUNDING = 1e-3

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from common.errors import gist
-from common.text import hub
+from common.text import sources
 
 
 def run(main: Callable[..., None], about: str) -> None:
@@ -18,7 +18,7 @@ def run(main: Callable[..., None], about: str) -> None:
         note = f"default: {default}" if default else "required"
         parser.add_argument(f"--{name}", default=default, help=f"{kind} ({note})")
     given = vars(parser.parse_args())
-    hub.is_reachable()  # if not, it is not asked again and again
+    sources.is_reachable()  # if not, it is not asked again and again
     try:
         main(**given)
     except (OSError, ValueError) as error:  # no file, and nothing from the hub

@@ -26,7 +26,7 @@ from common.padding import PaddedBatch, left_pad, position_ids, right_pad
 from common.record.metrics import Accumulator
 from common.rewards.score import RewardFunctions
 from common.text import synthetic
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

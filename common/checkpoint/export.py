@@ -20,7 +20,7 @@ from common.flags.parser import parse
 from common.model import fsdp
 from common.record.folder import refuse_unwritable
 from common.record.terminal import run_command
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 
 def save_pretrained(

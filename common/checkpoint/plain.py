@@ -30,7 +30,7 @@ from common.errors import UserError, gist, values_of
 from common.evaluation.score import run_of
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
 OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights only

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
     from common.scoring import Policy
-    from common.text.rows import Vocabulary
+    from common.text.example import Vocabulary
 
 FILE = "completions.jsonl"
 REFERENCE = "reference completion"  # the name under which a row's own completion is compared

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from common.data import Example
     from common.evaluation.score import ImplicitReward
     from common.rewards.models import RewardModelFunction
-    from common.text.rows import Vocabulary
+    from common.text.example import Vocabulary
 
 POLICY_SCORES = ("implicit_reward", "logp_per_token")
 BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
@@ -189,7 +189,7 @@ def reward_of_run(path: str) -> "ImplicitReward":
 
 def reference_of_run(path: str) -> str:
     """The reference, or else the start, of the run that wrote a policy; "" where none is there."""
-    from common.text.hub import is_id
+    from common.text.sources import is_id
 
     settings = config_of_run(path)
     paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))

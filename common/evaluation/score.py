@@ -17,7 +17,7 @@ from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logp
 from common.model import fsdp
 from common.padding import AnyBatch
 from common.scoring import sequence_scores
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.evaluation.intervals import PreferenceAccuracy

@@ -24,7 +24,7 @@ from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch, on_device
 from common.scoring import Policy, ReferenceStates
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 
 from common.config import CommonConfig
 from common.errors import UserError, gist, hint, why_missing
-from common.text import hub
+from common.text import sources
 
 Kind = Literal["policy", "reward_model", "trunk"]
 # Tensors of older files that no model reads any more: masks and angles, which it computes
@@ -86,11 +86,11 @@ def check_location(path: str, content: Literal["model", "tokenizer"]) -> None:
             raise UserError(f"the folder {path!r} holds no {content}{inside}.")
     elif folder.exists():
         return
-    elif path.endswith(".json") or not hub.may_be_id(path):
-        reason = why_missing(path) or f" {hub.NO_ID}"
+    elif path.endswith(".json") or not sources.may_be_id(path):
+        reason = why_missing(path) or f" {sources.NO_ID}"
         raise UserError(f"the folder {path!r} does not exist{reason}.")
     else:
-        hub.is_reachable()
+        sources.is_reachable()
 
 
 def check_weights(path: str, model: Any, report: dict[str, Any], *, has_new_head: bool) -> None:

@@ -26,7 +26,7 @@ from common import distributed
 from common.config import CommonConfig
 from common.errors import UserError, gist, why_missing
 from common.noise import derive_seed
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.checks import Kind

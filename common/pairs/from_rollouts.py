@@ -32,7 +32,7 @@ from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
 from common.scoring import Policy
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder, JSON lines: its flags, then the sampled pairs
 

@@ -20,7 +20,7 @@ from common.evaluation import score
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.scoring import Policy
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

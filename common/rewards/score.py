@@ -46,7 +46,7 @@ from common.rewards.functions import (
     short_names,
 )
 from common.sampling.sampler import Rollouts
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that apply to it
 

@@ -19,7 +19,7 @@ from common.data import Example, row_numbers
 from common.model import replica
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example
 from common.model import fsdp
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 NUM_DECIMALS = 5  # of a log-probability in a file that people open
 

@@ -1,6 +1,6 @@
 """Data sets: rows are read, brought to one schema, rendered to text and tokenised.
 
-Face: tokenise (splits as token ids), reading (rows of a split), rows (`Row`, `Example`,
-`Vocabulary`), chat (templates), truncate (cues), synthetic (the embedded task), overlap (ROUGE),
-hub (its ids); schemas, sources, data_report and shared_rows behind them.
+Face: tokenise (splits as token ids), reading (rows of a split), example (token ids and their
+vocabulary), rows (`Row`), chat (templates), truncate (cues), synthetic (the embedded task), overlap
+(ROUGE), sources (files and the hub); schemas, data_report and shared_rows behind them.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.text.rows import Example
+from common.text.example import Example
 
 MIN_ROWS = 1000  # of fewer every process makes its list
 

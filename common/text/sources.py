@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, gist, why_missing
-from common.text import hub
 from common.text.rows import RawRow
 
 RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+HUB_TIMEOUT = 5  # seconds for the hub's first answer
+ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+OURS = ("assets", "data", "output")  # folders that recipes name, there or not
+NO_ID = "and is no hub id (`name` or `owner/name`, where no folder `owner` is here)"
 
 
 class NoSuchSplitError(UserError):
@@ -50,8 +53,8 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
             )
         return [path]
     advice = _advice(dataset_name)
-    if advice or is_named or not hub.may_be_id(dataset_name):
-        end = f": {advice}" if advice else f" {hub.NO_ID}; give a file or a folder"
+    if advice or is_named or not may_be_id(dataset_name):
+        end = f": {advice}" if advice else f" {NO_ID}; give a file or a folder"
         end = why_missing(dataset_name) or end
         raise UserError(f"dataset_name {dataset_name!r} does not exist{end}.")
     return []
@@ -186,7 +189,35 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
-# ---- data sets of the library `datasets` ---------------------------------------------------------
+# ---- data sets of the hub and of `save_to_disk` --------------------------------------------------
+
+
+def may_be_id(path: str) -> bool:
+    """Whether a name that is no file or folder may be a hub id, not a misspelt path."""
+    owner, slash, _ = path.partition("/")
+    is_local = slash and (owner in OURS or os.path.isdir(owner))
+    return ID.fullmatch(path) is not None and not is_local
+
+
+def is_id(source: str) -> bool:
+    """Whether an existing model or data set is on the hub, not a local one."""
+    return may_be_id(source) and source != "synthetic" and not os.path.exists(source)
+
+
+@functools.cache
+def is_reachable() -> bool:
+    """Whether the hub answers; if it does not, its libraries look into their cache only.
+
+    Left to themselves they ask again for 23 seconds per file before they do (huggingface_hub 2.4).
+    """
+    from huggingface_hub import constants, get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        except Exception:  # what its HTTP library raises; which one that is depends on its version
+            constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def is_saved(folder: str | Path) -> bool:
@@ -208,7 +239,7 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
             raise NoSuchSplitError(message)
         data = splits[base]
         return data if rows == slice(None) else data.select(range(len(data))[rows])
-    hub.is_reachable()
+    is_reachable()
     try:
         return datasets.load_dataset(name, config or None, split=split, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -227,7 +258,7 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
 
 def commit_read(name: str, split: str, source: Mapping[str, Any]) -> str:
     """The commit that a split was read at; empty for a local one."""
-    if not hub.is_id(name) or is_saved(os.path.expanduser(name)):
+    if not is_id(name) or is_saved(os.path.expanduser(name)):
         return ""
     return commit_of(rows_of(name, split, source["dataset_config"], source["dataset_revision"]))
 

@@ -16,8 +16,9 @@ from common.errors import UserError
 from common.text import shared_rows, sources
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
+from common.text.example import Example, Vocabulary
 from common.text.reading import load_rows, options
-from common.text.rows import Example, Row, Vocabulary
+from common.text.rows import Row
 from common.text.truncate import (
     CHUNK_ROWS,
     closing_cue,

@@ -38,7 +38,7 @@ from common.model import fsdp, optim
 from common.model import load as models
 from common.padding import padded_batch
 from common.scoring import Policy, RewardModel
-from common.text import hub
+from common.text import sources
 
 PROMPTS = [[n % 50 + 2 for n in tiny.random_ids(k, seed=k)] for k in (7, 2, 11)]
 COMPLETIONS = [[*tiny.random_ids(k, seed=90 + k), 0] for k in (4, 6, 1)]  # id 0: eos
@@ -553,7 +553,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     fields, parts, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setattr(hub, "is_reachable", lambda: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "is_reachable", lambda: pytest.fail("asked the hub"))
     fields = dict(fields)
     path = save_policy(tmp_path / "policy", vocab_size=fields.pop("vocab", 300))
     path = fields.pop("path", path)

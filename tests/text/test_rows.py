@@ -17,7 +17,7 @@ import tiny
 from common.data import load_examples, load_splits
 from common.errors import UserError
 from common.record.folder import ENVIRONMENT, read_config, save_run_files
-from common.text import hub, reading, schemas, sources
+from common.text import reading, schemas, sources
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row
 
@@ -292,12 +292,12 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_session", Session)
-    hub.is_reachable.cache_clear()
+    sources.is_reachable.cache_clear()
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits to ask again"))
     for _ in range(2):
         assert "dataset_name 'trl-lib/not-there' (split" in refusal("trl-lib/not-there", "train")
     assert asked == ["https://huggingface.co"]
-    hub.is_reachable.cache_clear()
+    sources.is_reachable.cache_clear()
 
 
 def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
@@ -309,7 +309,7 @@ def test_hub_rows_pass_through_the_same_checks(monkeypatch, capsys):
         asked.append((name, config, how))
         return datasets.Dataset.from_list([PAIR, {**PAIR, "chosen": None}, {"chosen": "c"}])
 
-    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(sources, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     choice: dict[str, Any] = {"dataset_config": "c", "dataset_revision": "v1"}
     rows = load_rows("a/b", "test", kind="preference", num_rows=1, **choice)
@@ -360,7 +360,7 @@ def test_a_split_or_configuration_that_the_hub_lacks_lists_those_it_has(
     own += ["- config_name: socratic\n  data_files: a.jsonl"]
     (tmp_path / "README.md").write_text("---\nconfigs:\n" + "\n".join(own) + "\n---\n")
     write_jsonl(tmp_path / "a.jsonl", SFT)
-    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(sources, "is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     with pytest.raises(UserError) as caught:
         sources.rows_of(str(tmp_path), split, config, None)

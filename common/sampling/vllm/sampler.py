@@ -23,7 +23,7 @@ from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.config import EngineConfig
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, sender
-from common.text.rows import Vocabulary
+from common.text.example import Vocabulary
 
 SEEDS = 2**62 - 1  # a mask: vLLM adds the number of the sample
 Completion = tuple[list[int], list[float]]  # token ids, and their log-probabilities in nats
