@@ -45,7 +45,7 @@ def new_groups(rewards: list[list[float]]) -> Groups:
 @pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)
 def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
     config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
-    kept = rollouts.keep(new_groups(REWARDS), KEPT, config)
+    kept = rollouts.select_rows(new_groups(REWARDS), KEPT, config)
     advantages = minibatches.advantages(kept, None, config)
     expected = torch.tensor([BY_BASELINE[baseline, scale]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
@@ -55,4 +55,6 @@ def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, 
 def test_a_group_is_flat_if_the_rewards_behind_its_baseline_are_equal(baseline, expected):
     groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     kept = torch.tensor([[1, 3], [0, 1]])
-    assert rollouts.keep(groups, kept, new_config(baseline=baseline)).flat.tolist() == expected
+    assert (
+        rollouts.select_rows(groups, kept, new_config(baseline=baseline)).flat.tolist() == expected
+    )
