@@ -3,6 +3,7 @@
 - What is collated are the completions that count, with their own advantages and denominators.
 - With one update the gradient is REINFORCE's; for every aggregation it is the same however the
   completions are cut into micro-batches; dropped groups leave that of the others as if alone.
+- Advantages are against the baseline that the flag names, all candidates or the kept ones.
 - The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
 - Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
 - A run whose reference moves is resumed to the bit.
@@ -283,6 +284,33 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     lengths = groups.rollouts.lengths.view(2, 3)
     rewards = groups.rewards + 0.5 * 0.25 * lengths
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
+
+
+BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
+    ("all", "none"): [6.0, -1.0],  # mean 3
+    ("kept", "none"): [3.5, -3.5],  # mean 5.5
+    ("all", "group"): [6.0 / (50 / 3) ** 0.5, -1.0 / (50 / 3) ** 0.5],  # 9 + 4 + 1 + 36 over 3
+    ("kept", "group"): [3.5 / 24.5**0.5, -3.5 / 24.5**0.5],
+}
+
+
+@pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)
+def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
+    config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
+    groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
+    kept = rollouts.select_rows(groups, torch.tensor([[3, 2]]), config)
+    advantages = minibatches.advantages(kept, None, config)
+    expected = torch.tensor([BY_BASELINE[baseline, scale]])
+    torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [("all", [False, True]), ("kept", [True, True])])
+def test_a_group_is_flat_if_all_rewards_of_its_baseline_are_equal(baseline, expected):
+    groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    kept = rollouts.select_rows(
+        groups, torch.tensor([[1, 3], [0, 1]]), new_config(baseline=baseline)
+    )
+    assert kept.flat.tolist() == expected
 
 
 def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
