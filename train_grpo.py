@@ -7,11 +7,17 @@ r"""GRPO: sample a group of completions per prompt, keep some, push up those abo
 
 One step is one rollout: every prompt gets `num_candidates` completions, the rewards are computed,
 statistical rejection sampling keeps `num_generations` of them, their advantages are optionally
-normalised again over all that were kept on all ranks, and `num_iterations` updates are made.
-Each variant of the field is one flag, defined in `common/grpo/config.py`; the formulas are in
-`common/losses.py` and `common/advantages.py`. A prompt goes one way: the sampler completes it,
-`rollouts` rewards and selects, `minibatches` splits, compares and collates, then come the updates
-below; `monitor` only tells of it. All three are in `common/grpo`.
+normalised again over all that were kept on all ranks, and `num_iterations` updates are made on each
+of `num_minibatches`. Each variant is one flag, defined in `common/grpo/config.py`; the formulas are
+in `common/losses.py` and `common/advantages.py`. The objects of a step, in the order of the loop,
+all of `common/grpo`:
+
+    Groups              the N prompts of this rank, K candidates of each, rewards     rollouts
+    SelectedCandidates  G of each K, and which of them the loss counts                rollouts
+    UpdatePlan          the completions of one optimiser step, in batches by length   minibatches
+    OldLogps            log-probabilities under the reference and the old policy      minibatches
+    MicroBatch          the completions of one forward pass, with all their tensors   minibatches
+    Update              the micro-batches of one optimiser step                       minibatches
 
 How this differs from the paper:
 1. Rejection sampling of rollouts by raw reward (RSO, Liu et al. 2023, algorithm 1; or exact draws
@@ -26,20 +32,18 @@ How this differs from the paper:
 Launch: as `train_sft.py`, with `--model_name_or_path` the SFT stage's `model` folder, for example
     torchrun --standalone --nproc_per_node 2 train_grpo.py --config assets/recipes/demo/grpo.yaml
 
-On the demo two CPU processes take half a minute: the gold reward, which is only watched, goes from
-0.685 (SFT) to 0.954 of 1 at a KL of 1.35 nats per completion to the SFT policy.
+On the demo (seed 0) two CPU processes take half a minute: the gold reward, which is not trained on,
+goes from 0.685 (SFT) to 0.949 of 1 at a KL of 1.39 nats per completion to the SFT policy.
 
-With one update per rollout the ratio is 1, so the policy loss is minus the mean advantage, whatever
-is learned: watch `reward`, `kl`, `entropy` and the samples instead, and with `eval_steps` the same
-on held-out prompts, where a reward that is optimised too far shows.
+With one update per rollout the ratio is 1 and the policy loss is minus the mean advantage, whatever
+is learned: watch `reward`, `kl`, `entropy` and the samples instead. With `eval_steps` they are also
+measured on held-out prompts, where over-optimisation of the reward shows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +51,7 @@ from common import data, distributed, launch, self_checks
 from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
+from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
 from common.losses import (
     clipped_tokens,
@@ -56,7 +61,6 @@ from common.losses import (
     sampler_weights,
 )
 from common.model import fsdp, load
-from common.record.metrics import Accumulator
 from common.run import Run, find_checkpoint
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -91,68 +95,55 @@ def main(config: GRPOConfig) -> None:
 
     # Policy, frozen reference and reward models, FSDP, optimiser
     mesh = distributed.mesh(config.num_replicas)
-    lm = load.load_policy(paths[0], configs[0], config, trains=True)
+    lm = load.load_policy(config.model_name_or_path, configs[0], config, trains=True)
     policy = fsdp.shard(Policy(lm), config, mesh)  # before the next is read: one whole at a time
-    reference = load_reference(policy, paths, configs[1], config, mesh)
+    reference = load_reference(policy, configs[1], config, mesh)
     scorer.load(mesh)
     sampler = new_sampler(policy, vocabulary, config)
     held_out = HeldOut(sampler, scorer, reference, eval_set, pairs, config)  # before that moves
 
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config, is_projected=config.has_exact_kl)
-    # One that stays as it is is read again on resuming.
+    # One that does not move is not saved: it is read again on resuming.
     moving_reference = reference if config.ref_update_steps > 0 else None
     if moving_reference is not None:
         lora.require_same_shapes(moving_reference, policy)
     run = Run(policy, order, config, resume_from, vocabulary, moving_reference)
     draw = partial(sample_and_reward, run, sampler, scorer, config)
-    said: set[str] = set()  # warnings
+    watch = StepMonitor(run.metrics, config)
 
     evaluate = partial(held_out.log, run.logger)
-    fixed = (eval_set or train_set)[: config.num_sample_prompts]
-    models = (sampler, scorer, reference)
-    show_samples = partial(monitor.show_samples, run.logger, *models, fixed, config)
+    shown = (eval_set or train_set)[: config.num_sample_prompts]
+    show_samples = partial(
+        monitor.show_samples, run.logger, sampler, scorer, reference, shown, config
+    )
 
     # Loop
     if config.eval_steps and run.step == 0:
         evaluate(0)  # where curves start
     for step in run.steps():
-        run.saver.stop_if_asked(step, at_once=True)
-        # 1. Sample K candidates for each of this rank's N prompts, and reward every one
+        # 1. Sample K candidates for each of this rank's N prompts, and score every one
         groups = draw(*data.prompts(train_set, order.rows(step)))
-        if config.zero_variance == "resample":
-            groups, num_replaced = rollouts.replace_flat(groups, train_set, draw, config, step)
-            run.metrics.add_values(replaced_groups=num_replaced)
-        # 2. Select G of the K, say which of them count, and which share an update and a forward
-        kept = rollouts.keep(groups, rollouts.select(groups, config, step), config)
-        monitor.warn(kept, config, step, said)
-        updates = minibatches.split(kept, config, vocabulary, step)
-        # 3. Log-probabilities (N*G, C) under the reference, and the policy before its updates
-        with torch.no_grad(), run.metrics.timed("reference_seconds"):
-            before = minibatches.before_updates(policy, reference, updates, kept, config)
+        groups = rollouts.replace_flat(groups, train_set, draw, config, step)
+        # 2. Select G of the K by rejection sampling; plan which share an update and a forward
+        selected = rollouts.select(groups, config, step)
+        plans = minibatches.split(selected, config, vocabulary, step)
+        # 3. Log-probs (N*G, C) under the reference, and under the policy before its updates
+        before = minibatches.score_before_updates(
+            policy, reference, plans, selected, config, run.metrics
+        )
         # 4. Advantages (N, G), or of tokens (N, G, C), which may count the KL
-        advantages = minibatches.advantages(kept, before.ref_logps, config)
-        # 5. Micro-batches of every update, with all of this in them
-        collated = minibatches.collate(kept, updates, before, advantages, config)
-        if config.self_check and step == 0 and collated:
-            first, is_same = collated[0][0], paths[0] == paths[1]
-            ref_logps = first.ref_logps if is_same else None
-            drawn = (first.batch, first.sampled_logps, ref_logps)
-            self_checks.sampler_equals_trainer(policy, *drawn, config, config.temperature)
-        # 6. Update
-        weights: list[tuple[Tensor, Tensor]] = []  # of the sampler correction, with their masks
-        with run.metrics.timed("update_seconds"):
-            for iteration, parts in product(range(config.num_iterations), collated):
-                is_new = iteration == 0  # the completions are trained on for the first time
-                for part in run.micro_batches(parts, may_stop=is_new and parts is collated[0]):
-                    loss = grpo_loss(policy, part, config, run.metrics, weights, is_new=is_new)
-                    loss.backward()
-                run.update()
-        if moving_reference is not None and (step + 1) % config.ref_update_steps == 0:
-            lora.mix_into(moving_reference, policy, config.ref_mixup_alpha)
-        if config.sampler_correction != "none":
-            run.metrics.add("sampler_weight_share", *monitor.effective_share(weights))
-        monitor.add_metrics(run.metrics, kept, advantages, config, step)
+        advantages = minibatches.advantages(selected, before.ref_logps, config)
+        watch.record(selected, advantages, step)
+        # 5. One or several updates on every minibatch
+        collated = minibatches.collate(selected, plans, before, advantages, config)
+        check_first_rollout(policy, collated, config, step)
+        for update in minibatches.updates(collated, config, run.metrics):
+            for batch in run.micro_batches(update.micro_batches, may_stop=update.is_first):
+                grpo_loss(policy, batch, config, watch, is_new=update.is_new).backward()
+            run.update()
+        watch.end_updates()
+        update_reference(moving_reference, policy, config, step)
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
@@ -160,22 +151,30 @@ def main(config: GRPOConfig) -> None:
 
 
 def load_reference(
-    policy: Policy, paths: Sequence[str], ref_config: Any, config: GRPOConfig, mesh: DeviceMesh
+    policy: Policy, ref_config: Any, config: GRPOConfig, mesh: DeviceMesh
 ) -> "Policy | AdapterReference | None":
-    """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective.
-
-    `paths` are those of policy and reference, whose model has the `ref_config`.
-    """
+    """The frozen reference: the policy's base under LoRA, None where no KL is taken. Collective."""
     if config.beta == 0:
         return None
-    if config.lora_r and paths[0] == paths[1]:
+    path = config.ref_model_name_or_path
+    if config.lora_r and path == config.model_name_or_path:
         from common.model.lora import AdapterReference
 
         return AdapterReference(policy)
-    frozen = Policy(load.load_policy(paths[1], ref_config, config)).requires_grad_(False)
+    frozen = Policy(load.load_policy(path, ref_config, config)).requires_grad_(False)
     reference = fsdp.shard(frozen, config, mesh, moves=config.ref_update_steps > 0)
     self_checks.only_tokens_matter(reference, config, is_projected=config.has_exact_kl)
     return reference
+
+
+def update_reference(
+    reference: "Policy | AdapterReference | None", policy: Policy, config: GRPOConfig, step: int
+) -> None:
+    """Mix the policy into a moving reference, every `ref_update_steps` steps. Collective."""
+    if reference is not None and (step + 1) % config.ref_update_steps == 0:
+        from common.model import lora
+
+        lora.mix_into(reference, policy, config.ref_mixup_alpha)
 
 
 def sample_and_reward(
@@ -186,11 +185,15 @@ def sample_and_reward(
     examples: list[data.Example],
     real: Tensor,
 ) -> Groups:
-    """K candidates for each of N prompts, some of which are `real`, with rewards. Collective."""
+    """K candidates for each of N prompts, with rewards; prompts not `real` are filler. Collective.
+
+    Raises Stopped where the run was asked to stop.
+    """
     from common.record.glossary import LOGGED_PREFIX
 
+    run.saver.stop_if_asked(run.step, at_once=True)
     with run.metrics.timed("sample_seconds"), run.kept_if_engine_fails():
-        drawn = sampler.sample(
+        candidates = sampler.sample(
             examples,
             num_samples=config.num_candidates,
             temperature=config.temperature,
@@ -200,68 +203,78 @@ def sample_and_reward(
             report=run.logger.status,
         )
     with run.metrics.timed("score_seconds"):
-        scored = rollouts.reward(scorer, examples, drawn, config, run.step, run.total_steps)
+        scored = rollouts.reward(scorer, examples, candidates, config, run.step, run.total_steps)
     for name, values in scored.log.metrics.items():
         run.metrics.add(f"{LOGGED_PREFIX}{name}", sum(values), len(values))
-    return Groups(examples, real, drawn, scored.total, scored.by_function, scored.steps)
+    return Groups(examples, real, candidates, scored.total, scored.by_function, scored.steps)
+
+
+def check_first_rollout(
+    policy: Policy, collated: Sequence[list[MicroBatch]], config: GRPOConfig, step: int
+) -> None:
+    """At step 0 check that sampler, trainer and a reference of equal weights agree. Collective."""
+    if config.self_check and step == 0 and collated:
+        first, is_same = collated[0][0], config.ref_model_name_or_path == config.model_name_or_path
+        self_checks.sampler_equals_trainer(
+            policy,
+            first.batch,
+            first.sampled_logps,
+            first.ref_logps if is_same else None,
+            config,
+            config.temperature,
+        )
 
 
 def grpo_loss(
-    policy: Policy,
-    part: MicroBatch,
-    config: GRPOConfig,
-    metrics: Accumulator,
-    weights: list[tuple[Tensor, Tensor]],
-    *,
-    is_new: bool,
+    policy: Policy, micro_batch: MicroBatch, config: GRPOConfig, watch: StepMonitor, *, is_new: bool
 ) -> Tensor:
-    """A micro-batch's part of the loss of an update, a scalar; counts what is logged of it.
+    """A micro-batch's share of the loss of an update, a scalar; its metrics go to the monitor.
 
-    Where the completions are new, not trained on before, `weights` gets those of the sampler
-    correction, with the mask.
+    `is_new`: the completions were not trained on before.
     """
-    mask = part.batch.completion_mask  # (B, C)
+    batch, metrics = micro_batch.batch, watch.metrics
+    mask = batch.completion_mask  # (B, C)
     scores = policy(
-        part.batch, temperature=config.temperature, with_entropy=True, reference=part.ref_states
+        batch, temperature=config.temperature, with_entropy=True, reference=micro_batch.ref_states
     )
-    logps = scores.token_logps  # (B, C)
-    old_logps = logps.detach() if part.old_logps is None else part.old_logps
-
-    def of_policy(formula: Callable[..., Tensor]) -> Tensor:  # (B, C)
-        return formula(
-            *(logps, old_logps, part.advantages, mask),
-            objective=config.policy_objective,
-            epsilon_low=config.epsilon_low,
-            epsilon_high=config.epsilon_high,
-            delta=config.delta or None,
-            ratio_level=config.ratio_level,
-        )
-
-    per_token = of_policy(policy_loss)
-    num_tokens, num_real = mask.sum(), part.batch.is_real.sum()
+    logps, advantages = scores.token_logps, micro_batch.advantages  # (B, C); (B,) or (B, C)
+    old_logps = logps.detach() if micro_batch.old_logps is None else micro_batch.old_logps
+    options: dict[str, Any] = {
+        "objective": config.policy_objective,
+        "epsilon_low": config.epsilon_low,
+        "epsilon_high": config.epsilon_high,
+        "delta": config.delta or None,
+        "ratio_level": config.ratio_level,
+    }
+    per_token = policy_loss(logps, old_logps, advantages, mask, **options)  # (B, C)
+    num_tokens, num_real = mask.sum(), batch.is_real.sum()
     if config.sampler_correction != "none":
         by, cap = config.sampler_correction, config.sampler_correction_cap
-        own = sampler_weights(old_logps, part.sampled_logps, mask, correction=by, cap=cap)
-        per_token = per_token * own
+        weights = sampler_weights(
+            old_logps, micro_batch.sampled_logps, mask, correction=by, cap=cap
+        )
+        per_token = per_token * weights
         if is_new:
-            weights.append((own, mask))
+            watch.weights.append((weights, mask))
     if config.entropy_coef > 0:
         per_token = per_token - config.entropy_coef * scores.entropy
-    if part.ref_logps is not None:
+    if micro_batch.ref_logps is not None:
         kl = scores.kl  # (B, C)
         if not config.has_exact_kl:
-            kl = kl_estimate(logps, part.ref_logps, estimator=config.kl_estimator)
+            kl = kl_estimate(logps, micro_batch.ref_logps, estimator=config.kl_estimator)
             if config.kl_correction:
                 kl = kl * probability_ratio(logps, old_logps, mask)
         metrics.add("kl", (kl * mask).sum(), num_real)
         if config.kl_in == "loss":
             per_token = per_token + config.beta * kl
-    loss = part.aggregated(per_token, config)
-    metrics.add("loss", loss * part.denominators.num_sequences, num_real)
+    loss = micro_batch.aggregated(per_token, config)
+    metrics.add("loss", loss * micro_batch.denominators.num_sequences, num_real)
     metrics.add("entropy", scores.entropy.sum(), num_tokens)
-    metrics.add("clip_fraction", of_policy(clipped_tokens).sum(), num_tokens)
+    is_clipped = clipped_tokens(logps, old_logps, advantages, mask, **options)
+    metrics.add("clip_fraction", is_clipped.sum(), num_tokens)
     if is_new:
-        metrics.add("sampler_kl", ((part.sampled_logps - old_logps) * mask).sum(), num_tokens)
+        gaps = (micro_batch.sampled_logps - old_logps) * mask
+        metrics.add("sampler_kl", gaps.sum(), num_tokens)
     return loss
 
 

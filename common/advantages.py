@@ -18,7 +18,9 @@ BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
 
-Steps = dict[int, float]  # rewards of a completion's steps by the index of the step's last token
+StepRewards = dict[
+    int, float
+]  # rewards of a completion's steps by the index of the step's last token
 
 
 def group_advantages(
@@ -100,8 +102,8 @@ def step_advantages(
     for first in range(0, num_rows, num_generations):
         steps = [  # of one prompt: (row, column of the last token, reward)
             (row, int(end), float(reward))
-            for row, own in enumerate(by_row[first : first + num_generations], first)
-            for end, reward in zip(*own, strict=True)
+            for row, (ends, rewards) in enumerate(by_row[first : first + num_generations], first)
+            for end, reward in zip(ends, rewards, strict=True)
             if end != -1
         ]
         for row, end, _ in steps:
@@ -110,10 +112,12 @@ def step_advantages(
                 raise ValueError(f"a step of completion {row} ends at {end} but must lie {between}")
         if len(steps) < 2:
             continue  # nothing to compare with: advantage 0, as for equal rewards
-        rows, columns, rewards = zip(*steps, strict=True)
-        deviations = _deviations(torch.tensor([rewards], dtype=torch.float64))[0]
+        rewards = torch.tensor([[reward for _, _, reward in steps]], dtype=torch.float64)
+        deviations = _deviations(rewards)[0]
         normalised = deviations / (deviations.std() + EPSILON)
-        at_end.index_put_((torch.tensor(rows), torch.tensor(columns)), normalised, accumulate=True)
+        rows = torch.tensor([row for row, _, _ in steps])
+        columns = torch.tensor([end for _, end, _ in steps])
+        at_end.index_put_((rows, columns), normalised, accumulate=True)
     from_here_on = at_end.flip(1).cumsum(dim=1).flip(1).to(completion_mask.device)  # (B, C)
     return torch.where(completion_mask, from_here_on, 0.0).float()
 
@@ -177,9 +181,9 @@ def num_candidates_seen(
     seed: Tensor,
     texts: Tensor | None = None,
 ) -> Tensor:
-    """How many candidates `rejection_sample` looks at, (N,) int64; its arguments.
+    """Number of candidates (N,) int64 that `rejection_sample` reads; same arguments.
 
-    All, but for `rso`, which stops in its first pass as soon as it has accepted enough.
+    All, except with `rso`, which stops in its first pass as soon as it has accepted enough.
     """
     left = first_of_text(rewards, texts)  # (N, K)
     if method != "rso":
@@ -199,7 +203,7 @@ def first_of_text(rewards: Tensor, texts: Tensor | None) -> Tensor:
 
 
 def _rso_accepts(scores: Tensor, left: Tensor, seeds: Tensor, number: int) -> Tensor:
-    """Which of the candidates left (N, K) a whole pass of RSO's algorithm 1 would accept."""
+    """Mask (N, K) of the candidates left that a whole pass of RSO's algorithm 1 would accept."""
     salt = derive_seed(0, "rejection_sample", "rso")
     candidates = torch.arange(scores.shape[1], device=scores.device).expand_as(scores)  # (N, K)
     scores_left = scores.masked_fill(~left, -torch.inf)
@@ -275,8 +279,14 @@ def apply_missing_eos_penalty(rewards: Tensor, has_stop: Tensor, penalty: float 
 
 
 def penalise_steps(
-    steps: Sequence[Steps], ends: Sequence[int], has_stop: Sequence[bool], penalty: float | None
-) -> list[Steps]:
-    """The same for the steps of B completions that end at `ends`: the penalty is the only step."""
+    steps: Sequence[StepRewards],
+    ends: Sequence[int],
+    has_stop: Sequence[bool],
+    penalty: float | None,
+) -> list[StepRewards]:
+    """Apply the same penalty to step rewards: of a completion without stop it is the only step.
+
+    The B completions end at the tokens `ends`.
+    """
     rows = zip(steps, ends, has_stop, strict=True)
-    return [own if stop or penalty is None else {end: penalty} for own, end, stop in rows]
+    return [rewards if stop or penalty is None else {end: penalty} for rewards, end, stop in rows]

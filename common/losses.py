@@ -61,7 +61,7 @@ def bradley_terry_loss(
 
 
 def wins(first: Any, second: Any) -> Any:
-    """What a pair, or each of an array of pairs, counts in an accuracy: 1, in a tie 0.5, else 0."""
+    """Score of a pair, or of each of an array: 1 if first > second, 0.5 in a tie, else 0."""
     return (first > second) + 0.5 * (first == second)
 
 
@@ -212,7 +212,7 @@ def probability_ratio(
     *,
     ratio_level: str = "token",
 ) -> Tensor:
-    """How much likelier (B, C) the policy makes what was sampled than the policy that sampled it.
+    """Probability ratio pi / pi_old, (B, C).
 
     - `token`: pi / old of each token; 1 where the mask is False.
     - `sequence`: the geometric mean of these over the completion (GSPO, Zheng et al. 2025, eq. 7),
@@ -256,8 +256,8 @@ def policy_loss(
 
     With one update per rollout, pass the log-probs as their own old ones: rho is then exactly 1,
     and the loss's gradient is REINFORCE's. At sequence level the gradient of `clip` is that of
-    GSPO's eq. 5 when a completion has one advantage and `aggregate` is told `grpo`: the others
-    weigh a completion by its tokens.
+    GSPO's eq. 5 if a completion has one advantage and the aggregation is `grpo`: the others weigh a
+    completion by its number of tokens.
     """
     check_choice("objective", objective, POLICY_OBJECTIVES)
     if delta is not None and objective != "clip":
@@ -383,9 +383,9 @@ def aggregate(
         "constant": (1, num_sequences * max_length),
         "prompt": (num_tokens, num_prompts),
     }
-    own, total = denominators[aggregation]  # of a completion, and of the sum of all
+    of_sequence, of_all = denominators[aggregation]
     per_sequence = masked_sum(_precise(per_token), completion_mask, dim=1)  # (B,)
-    return _mean(_mean(per_sequence, own).sum(), total)
+    return _mean(_mean(per_sequence, of_sequence).sum(), of_all)
 
 
 def _mean(total: Tensor, count: Tensor | float) -> Tensor:

@@ -44,12 +44,12 @@ def uniform(seed: int, *counters: int | Tensor) -> Tensor:
     return (cell.double() + 0.5) * 2.0**-52
 
 
-def derive_seed(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *purpose: int | str) -> int:
     """A seed in [0, 2**63) for a named purpose; Python's own `hash` differs between processes.
 
-    `parts` say what it is for; the integer 1 and the string "1" are different parts.
+    The integer 1 and the string "1" are different purposes.
     """
-    key = repr([part if isinstance(part, str) else int(part) for part in (seed, *parts)])
+    key = repr([word if isinstance(word, str) else int(word) for word in (seed, *purpose)])
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 2**63
 

@@ -61,7 +61,7 @@ def ask(
     Raises:
         UserError: the judge returned what are no N verdicts.
     """
-    from common.rewards.functions import as_number, call
+    from common.rewards.functions import as_number, call_once
 
     swapped = [is_swapped(seed, a, b, row.id) for row in answers]
     orders = [(b, a) if swap else (a, b) for swap in swapped]
@@ -70,7 +70,7 @@ def ask(
     given["prompts"] = [answers[i].prompt for i in rows]
     for side, key in enumerate(("completions_a", "completions_b")):
         given[key] = [text_of(answers[i], orders[i][side]) for i in rows]
-    values = call(judge, given, len(rows), f"judge function {name!r}", "verdicts")
+    values = call_once(judge, given, len(rows), f"judge function {name!r}", "verdicts")
     verdicts: list[list[Verdict]] = [[] for _ in answers]
     for i, value in zip(rows, values, strict=True):
         if value is None:

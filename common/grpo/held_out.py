@@ -1,4 +1,4 @@
-"""What GRPO's policy is worth on held-out prompts and pairs while it trains."""
+"""Evaluation of GRPO's policy on held-out prompts and pairs during training."""
 
 import math
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class HeldOut:
-    """Held-out prompts and pairs, and all that judges a policy on them; either may be empty.
+    """Held-out prompts and pairs, of which either may be empty, and the judges of a policy on them.
 
-    Every prompt is completed once, as in training, and with the same noise at every step: what
-    differs between two steps is the policy. More prompts say more than more samples of each.
+    Every prompt is completed once, as in training, and with the same noise at every step, so that
+    only the policy differs between two steps. More prompts give a smaller error than more samples.
     """
 
     sampler: Sampler
@@ -44,7 +44,7 @@ class HeldOut:
     def __post_init__(self) -> None:
         """Score the pairs with the reference that the run starts from. Collective.
 
-        It stays what accuracies compare with where `ref_update_steps` moves the reference.
+        Accuracies are relative to it even where `ref_update_steps` moves the reference.
         """
         self.ref_logps: Tensor | None = None  # (pairs, 2)
         if self.pairs and self.reference is not None:
@@ -60,8 +60,8 @@ class HeldOut:
     def measure(self, step: int, total_steps: int) -> dict[str, float]:
         """Metrics by name, each with its 95% interval, after `step` of `total_steps`. Collective.
 
-        Nothing that training draws or counts is changed. Where vLLM fails, a warning tells of it
-        and only the pairs are judged: what fails again in training ends the run, and is saved.
+        Training is not affected. Where vLLM fails there is a warning, and only the pairs are
+        evaluated: if it fails again in training, the run is saved and ends.
         """
         metrics: dict[str, float] = {}
         try:
@@ -69,19 +69,16 @@ class HeldOut:
         except EngineError as error:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
+            policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
+            implicit = score.ImplicitReward()
             accuracy, _ = score.preferences(
-                self.sampler.policy,
-                self.pairs,
-                self.config,
-                self.sampler.vocabulary,
-                score.ImplicitReward(),
-                self.ref_logps,
+                policy, self.pairs, self.config, vocabulary, implicit, self.ref_logps
             )
             metrics |= accuracy.metrics
         return metrics
 
     def of_prompts(self, step: int, total_steps: int) -> dict[str, float]:
-        """What the policy's completions of all prompts get, and where it has moved. Collective."""
+        """Rewards, lengths, stops and KL of the policy's completions of all prompts. Collective."""
         config, prompts = self.config, self.prompts
         rollouts = self.sampler.sample_shared(
             prompts,
@@ -100,11 +97,11 @@ class HeldOut:
         measured["eval_stop_rate"] = rollouts.has_stop.double()
         keys, metrics = [example.prompt for example in prompts], dict[str, float]()
         for name, values in measured.items():
-            known = [None if math.isnan(value) else value for value in values.tolist()]
+            rows = [None if math.isnan(value) else value for value in values.tolist()]
             is_share = name in checks or name == "eval_stop_rate"
             over = intervals.share_over_prompts if is_share else intervals.mean_over_prompts
-            if own := over(known, keys):
-                metrics |= with_interval(name, own["mean"], own["low"], own["high"])
+            if mean := over(rows, keys):
+                metrics |= with_interval(name, mean["mean"], mean["low"], mean["high"])
         return metrics
 
     def rewards(self, rollouts: Rollouts, step: int, total_steps: int) -> dict[str, Tensor]:
@@ -114,15 +111,16 @@ class HeldOut:
         does not apply.
         """
         number, world_size = len(self.prompts), distributed.world_size()
-        own = list(range(distributed.rank(), number, world_size))
-        rows = own + [0] * (-(-number // world_size) - len(own))  # which count nowhere
+        mine = list(range(distributed.rank(), number, world_size))
+        filler = [0] * (-(-number // world_size) - len(mine))  # counts nowhere
+        rows = mine + filler
         examples = [self.prompts[row] for row in rows]
         drawn = rollouts[torch.tensor(rows)]
         scored = reward(self.scorer, examples, drawn, self.config, step, total_steps)
         by_name = {f"eval_{FUNCTION_PREFIX}{name}": v for name, v in scored.by_function.items()}
         by_name = {"eval_reward": scored.total, **by_name}  # (n, 1) each
         values = torch.zeros(number, len(by_name), dtype=torch.float64)
-        values[own] = torch.cat(list(by_name.values()), dim=1)[: len(own)].double()
+        values[mine] = torch.cat(list(by_name.values()), dim=1)[: len(mine)].double()
         return dict(zip(by_name, distributed.all_reduce_sum(values).unbind(1), strict=True))
 
     def log_ratios(self, reference: nn.Module, sampled: Sequence[Example]) -> Tensor:
@@ -133,8 +131,10 @@ class HeldOut:
         at = self.config.temperature
 
         def log_ratio(policy: nn.Module, batch: AnyBatch) -> Tensor:  # (B,)
-            own, ref = (model(batch, temperature=at).token_logps for model in (policy, reference))
-            return torch.sum(own - ref, -1)  # over (B, C)
+            logps, ref_logps = (
+                model(batch, temperature=at).token_logps for model in (policy, reference)
+            )
+            return torch.sum(logps - ref_logps, -1)  # over (B, C)
 
         policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
         log_ratios = score.score_examples(

@@ -1,7 +1,7 @@
-"""What is told of GRPO's steps: warnings, metrics, tables of samples."""
+"""Metrics, warnings and tables of samples of GRPO's steps."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from common.advantages import (
 from common.data import Example
 from common.errors import EngineError
 from common.grpo.config import GRPOConfig
-from common.grpo.rollouts import Kept, of_rejection, reward
+from common.grpo.rollouts import SelectedCandidates, rejection_options, reward
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
 from common.scoring import Policy
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from common.record.logger import RunLogger
     from common.rewards.score import RewardFunctions
 
-MOST_FLAT = 0.9  # share of flat groups that is worth a word
+MOST_FLAT = 0.9  # share of flat groups from which there is a warning
 
 
 def show_samples(
@@ -63,7 +63,7 @@ def show_samples(
     scored = reward(scorer, examples, rollouts, config, step, logger.total_steps)
     scale, baseline = config.scale_rewards, config.advantage_baseline
     advantages = group_advantages(scored.total, scale=scale, baseline=baseline)  # (N, G)
-    by_function = {name: own.flatten().tolist() for name, own in scored.by_function.items()}
+    by_function = {name: each.flatten().tolist() for name, each in scored.by_function.items()}
     columns: dict[str, list[Any]] = {
         "reward": scored.total.flatten().tolist(),
         **{
@@ -83,90 +83,101 @@ def show_samples(
 
 
 def few_of_each(table: Sequence[dict[str, Any]], per_prompt: int) -> list[dict[str, Any]]:
-    """Of each prompt's rows those with the highest, the middle and the lowest reward, in order."""
-    found = []
+    """The rows of each prompt with the highest, the middle and the lowest reward, in order."""
+    few = []
     for start in range(0, len(table), per_prompt):
-        own = sorted(table[start : start + per_prompt], key=lambda row: -row["reward"])
-        found += [own[place] for place in sorted({0, (len(own) - 1) // 2, len(own) - 1})]
-    return found
+        rows = sorted(table[start : start + per_prompt], key=lambda row: -row["reward"])
+        few += [rows[i] for i in sorted({0, (len(rows) - 1) // 2, len(rows) - 1})]
+    return few
 
 
-def add_metrics(
-    metrics: Accumulator, kept: Kept, advantages: Tensor, config: GRPOConfig, step: int
-) -> None:
-    """Record what was sampled, as means over the completions or groups of real prompts."""
-    from common.record.glossary import FUNCTION_PREFIX
+class StepMonitor:
+    """Metrics and warnings of the steps of a run."""
 
-    groups, rewards = kept.groups, kept.groups.rewards
-    weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
-    values = {
-        "reward_std": rewards.std(1),
-        "zero_variance_fraction": kept.flat,
-        "effective_sample_size": effective_sample_size(weights),
-        "reward": rewards,
-        "completion_length": groups.rollouts.lengths.view(rewards.shape),
-        "stop_rate": groups.has_stop,
-        # Of tokens: their mean.
-        "advantage_mean_kept": advantages.sum(-1) / kept.lengths if groups.steps else advantages,
-        **{f"{FUNCTION_PREFIX}{name}": own for name, own in groups.by_function.items()},
-    }
-    if config.num_candidates > config.num_generations:
-        values["kept_reward"] = kept.rewards
-        values["candidates_seen"] = of_rejection(num_candidates_seen, groups, config, step)
-    for name, own in values.items():  # (N,), (N, K) or (N, G)
-        in_batch = own[groups.real].double()
-        in_batch = in_batch[~in_batch.isnan()]  # a function that does not apply to a row says nan
-        metrics.add(name, in_batch.sum(), in_batch.numel())
+    def __init__(self, metrics: Accumulator, config: GRPOConfig) -> None:
+        """Nothing is recorded yet, and there was no warning."""
+        self.metrics, self.config = metrics, config
+        self.warned: set[str] = set()  # causes
+        # Of the sampler correction in this step, (B, C), with the mask of each micro-batch
+        self.weights: list[tuple[Tensor, Tensor]] = []
 
+    def record(self, selected: SelectedCandidates, advantages: Tensor, step: int) -> None:
+        """Record what was sampled and selected; warn where that teaches nothing. Collective.
 
-def effective_share(weights: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Effective sample size of a step's sampler weights over the number of tokens. Collective.
+        Metrics are means over the completions, or over the groups, of real prompts.
+        """
+        from common.record.glossary import FUNCTION_PREFIX
 
-    Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks, from the weights (B, C) and the
-    mask of each micro-batch: 1 where all weights are equal. With it, how often it counts in a mean:
-    0 where there is no token, else 1.
-    """
-    sums = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-    for values, mask in weights:
-        own = (values * mask).double()
-        sums += torch.stack([own.sum(), own.square().sum(), mask.sum()])
-    total, squares, number = distributed.all_reduce_sum(sums).unbind()
-    share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
-    return share, number > 0
+        self.warn(selected, step)
+        config, groups, rewards = self.config, selected.groups, selected.groups.rewards
+        weights = ((rewards - rewards.amax(1, keepdim=True)) / config.rejection_temperature).exp()
+        if groups.steps:
+            advantages = advantages.sum(-1) / selected.lengths  # mean over the tokens
+        columns = {  # (N,), (N, K) or (N, G)
+            "reward_std": rewards.std(1),
+            "zero_variance_fraction": selected.flat,
+            "effective_sample_size": effective_sample_size(weights),
+            "reward": rewards,
+            "completion_length": groups.rollouts.lengths.view(rewards.shape),
+            "stop_rate": groups.has_stop,
+            "advantage_mean_kept": advantages,
+            **{f"{FUNCTION_PREFIX}{name}": values for name, values in groups.by_function.items()},
+        }
+        if config.num_candidates > config.num_generations:
+            columns["kept_reward"] = selected.rewards
+            columns["candidates_seen"] = num_candidates_seen(
+                rewards, **rejection_options(groups, config, step)
+            )
+        for name, values in columns.items():
+            of_real = values[groups.real].double()
+            of_real = of_real[~of_real.isnan()]  # of a function that does not apply to a row
+            self.metrics.add(name, of_real.sum(), of_real.numel())
+        if config.zero_variance == "resample":
+            self.metrics.add_values(replaced_groups=groups.num_replaced)
 
+    def end_updates(self) -> None:
+        """Record the effective sample size of the weights, over the number of tokens. Collective.
 
-def warn(kept: Kept, config: GRPOConfig, step: int, said: set[str]) -> None:
-    """Say once on rank 0 why a step teaches nothing or the wrong thing. Collective.
+        Kish's (sum w)^2 / (n sum w^2) over the tokens of all ranks: 1 where all weights are equal.
+        """
+        if self.config.sampler_correction == "none":
+            return
+        sums = torch.zeros(3, dtype=torch.float64, device=distributed.device())
+        for weights, mask in self.weights:
+            masked = (weights * mask).double()
+            sums += torch.stack([masked.sum(), masked.square().sum(), mask.sum()])
+        self.weights.clear()
+        total, squares, number = distributed.all_reduce_sum(sums).unbind()
+        share = total**2 / (number * squares).clamp(min=torch.finfo(torch.float64).tiny)
+        self.metrics.add("sampler_weight_share", share, number > 0)
 
-    What was `said` before is not said again.
-    """
-    penalty, groups = eos_penalty(config), kept.groups
-    has_stop, real = groups.has_stop, groups.real[:, None]
-    is_paid = torch.zeros_like(has_stop)
-    if penalty is not None:
-        below = has_stop & (groups.rewards < penalty)
-        is_paid = ~has_stop & below.any(1, keepdim=True) & real
-    counted = [which.sum() for which in (real, kept.flat, has_stop & real, is_paid)]
-    counts = distributed.all_reduce_sum(torch.stack(counted)).tolist()
-    num_groups, num_flat, num_stopped, num_paid = counts
-    causes = {}
-    if num_stopped == 0 and penalty is not None:
-        causes["no completion stopped"] = (
-            f"within --max_completion_length {config.max_completion_length}, so every reward is "
-            f"--missing_eos_penalty {penalty:g} and none tells completions apart: start from a "
-            "model that was trained to stop, or raise that length, or use --penalize_missing_eos "
-            "false."
-        )
-    elif num_flat >= MOST_FLAT * num_groups:
-        causes["nearly all groups are flat:"] = (
-            f"in {num_flat} of {num_groups} all rewards are equal and do not tell a prompt's "
-            "completions apart."
-        )
-    if num_paid:
-        causes["not stopping pays:"] = (
-            f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in the "
-            f"groups of {num_paid} that did not; lower it below every reward."
-        )
-    for cause in [cause for cause in causes if cause not in said]:
-        said.add(cause)
-        distributed.print_rank0(f"warning: step {step + 1}: {cause} {causes[cause]}")
+    def warn(self, selected: SelectedCandidates, step: int) -> None:
+        """Print once on rank 0 why a step teaches nothing or the wrong thing. Collective."""
+        config, groups = self.config, selected.groups
+        penalty, has_stop, real = eos_penalty(config), groups.has_stop, groups.real[:, None]
+        pays = torch.zeros_like(has_stop)  # not to stop
+        if penalty is not None:
+            below = has_stop & (groups.rewards < penalty)
+            pays = ~has_stop & below.any(1, keepdim=True) & real
+        counts = torch.stack([x.sum() for x in (real, selected.flat, has_stop & real, pays)])
+        num_groups, num_flat, num_stopped, num_paid = distributed.all_reduce_sum(counts).tolist()
+        causes = {}
+        if num_stopped == 0 and penalty is not None:
+            causes["no completion stopped"] = (
+                f"within --max_completion_length {config.max_completion_length}, so every reward "
+                f"is --missing_eos_penalty {penalty:g} and all advantages are 0: start from a "
+                "model that was trained to stop, or raise that length, or use "
+                "--penalize_missing_eos false."
+            )
+        elif num_flat >= MOST_FLAT * num_groups:
+            causes["nearly all groups are flat:"] = (
+                f"in {num_flat} of {num_groups} all rewards are equal, and their advantages 0."
+            )
+        if num_paid:
+            causes["not stopping pays:"] = (
+                f"--missing_eos_penalty {penalty:g} is above the reward of one that stopped, in "
+                f"the groups of {num_paid} that did not; lower it below every reward."
+            )
+        for cause in [cause for cause in causes if cause not in self.warned]:
+            self.warned.add(cause)
+            distributed.print_rank0(f"warning: step {step + 1}: {cause} {causes[cause]}")

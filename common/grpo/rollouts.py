@@ -1,22 +1,22 @@
-"""From a step's prompts to the completions that GRPO keeps of each.
+"""From the prompts of a step to the completions that GRPO trains on.
 
-N prompts of this rank, K candidates of each, of which G are kept. A prompt's *row* is its number in
-the data set; the *place* of completion g of prompt n is n * G + g, and what is known of the kept
-completions stands by place. A group is *flat* if the rewards that its baseline is made of are all
-equal: its advantages are 0.
+N prompts of this rank, K candidates of each, of which G are selected. A prompt's *row* is its index
+in the data set; the *slot* of selected completion g of prompt n is n * G + g, the index of all
+tensors about selected completions. A group is *flat* if all rewards that its baseline is made of
+are equal: its advantages are 0.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from common import data, distributed
 from common.advantages import (
-    Steps,
+    StepRewards,
     apply_missing_eos_penalty,
     eos_penalty,
     penalise_steps,
@@ -34,14 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Groups:
-    """The prompts of a step on this rank, with all candidates."""
+    """The prompts of a step on this rank, with all candidates and their rewards."""
 
     examples: list[Example]  # N
     real: Tensor  # (N,) bool, False = filler, which counts nowhere
     rollouts: Rollouts  # N*K completions, prompt-major
     rewards: Tensor  # (N, K)
     by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
-    steps: list[Steps] = field(default_factory=list)  # N*K, empty if no function rewards steps
+    steps: list[StepRewards] = field(
+        default_factory=list
+    )  # N*K, empty if no function rewards steps
+    num_replaced: int = 0  # flat groups, over all ranks, for which fresh prompts were sampled
 
     @property
     def has_stop(self) -> Tensor:
@@ -55,13 +58,13 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The candidates that are trained on."""
+class SelectedCandidates:
+    """The candidates that are trained on, G of each prompt."""
 
     groups: Groups
     indices: Tensor  # (N, G), which of the K
-    candidates: Tensor  # (N*G,) by place, which of the N*K
-    rollouts: Rollouts  # N*G completions, by place
+    candidates: Tensor  # (N*G,) by slot, which of the N*K
+    rollouts: Rollouts  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), raw
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
@@ -91,9 +94,9 @@ def reward(
             rollouts.lengths, config.max_completion_length, config.overlong_buffer
         )  # (N*K,)
         rewards = rewards + penalties.view(rewards.shape)
-        for own, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
+        for rewards_of_steps, end, penalty in zip(steps, ends, penalties.tolist(), strict=False):
             if penalty != 0:  # a step of 0 would count in the group's mean
-                own[end] = own.get(end, 0.0) + penalty
+                rewards_of_steps[end] = rewards_of_steps.get(end, 0.0) + penalty
     eos = eos_penalty(config)
     rewards = apply_missing_eos_penalty(rewards, rollouts.has_stop.view(rewards.shape), eos)
     if steps:
@@ -130,66 +133,69 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 # ---- selection -----------------------------------------------------------------------------------
 
 
-def select(groups: Groups, config: GRPOConfig, step: int) -> Tensor:
-    """Which of the candidates (N, K) are kept: indices (N, G)."""
+def select(groups: Groups, config: GRPOConfig, step: int) -> SelectedCandidates:
+    """Keep G of the K candidates of each prompt by statistical rejection sampling."""
     num_prompts, num_candidates = groups.rewards.shape
-    if num_candidates == config.num_generations:
-        return torch.arange(num_candidates).expand(num_prompts, -1)
-    return of_rejection(rejection_sample, groups, config, step)
+    indices = torch.arange(num_candidates).expand(num_prompts, -1)  # all
+    if num_candidates > config.num_generations:
+        indices = rejection_sample(groups.rewards, **rejection_options(groups, config, step))
+    return select_rows(groups, indices, config)
 
 
-def of_rejection(
-    formula: Callable[..., Tensor], groups: Groups, config: GRPOConfig, step: int
-) -> Tensor:
-    """What `rejection_sample` keeps of the candidates, or another formula says of its choice."""
-    return formula(
-        groups.rewards,
-        num_keep=config.num_generations,
-        temperature=config.rejection_temperature,
-        method=config.rejection_method,
-        # The noise belongs to the prompt, not to where it stands.
-        seed=hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
-        texts=groups.rollouts.numbered(len(groups.rows)) if config.distinct_candidates else None,
-    )
+def rejection_options(groups: Groups, config: GRPOConfig, step: int) -> dict[str, Any]:
+    """Arguments by keyword of `rejection_sample` and of `num_candidates_seen`."""
+    is_set = config.distinct_candidates
+    return {
+        "num_keep": config.num_generations,
+        "temperature": config.rejection_temperature,
+        "method": config.rejection_method,
+        # The noise is a function of the prompt, not of its slot in the batch.
+        "seed": hash_counters(derive_seed(config.seed, "selection", step), groups.rows),
+        "texts": groups.rollouts.numbered(len(groups.rows)) if is_set else None,
+    }
 
 
-def keep(groups: Groups, indices: Tensor, config: GRPOConfig) -> Kept:
-    """The candidates with these indices (N, G), and which of them count."""
+def select_rows(groups: Groups, indices: Tensor, config: GRPOConfig) -> SelectedCandidates:
+    """The candidates with the indices (N, G), and which of them the loss counts."""
     num_prompts, num_candidates = groups.rewards.shape
     candidates = (torch.arange(num_prompts)[:, None] * num_candidates + indices).flatten()
     rollouts, rewards = groups.rollouts[candidates], groups.rewards.gather(1, indices)
-    behind = groups.rewards if config.baseline == "all" else rewards
-    flat = (behind == behind[:, :1]).all(1) & groups.real
+    of_baseline = groups.rewards if config.baseline == "all" else rewards
+    flat = (of_baseline == of_baseline[:, :1]).all(1) & groups.real
     counted = groups.real[:, None].expand_as(indices)
     if config.zero_variance != "keep":
         counted = counted & ~flat[:, None]
     if config.mask_truncated_completions:
         counted = counted & groups.has_stop.gather(1, indices)
     lengths = rollouts.lengths.view(indices.shape)
-    return Kept(groups, indices, candidates, rollouts, lengths, rewards, flat, counted)
+    return SelectedCandidates(
+        groups, indices, candidates, rollouts, lengths, rewards, flat, counted
+    )
 
 
 def replace_flat(
     groups: Groups,
     train_set: Sequence[Example],
-    draw_more: Callable[[list[Example], Tensor], Groups],
+    draw: Callable[[list[Example], Tensor], Groups],
     config: GRPOConfig,
     step: int,
-) -> tuple[Groups, int]:
-    """Put fresh prompts in the place of flat groups, for some rounds (DAPO's dynamic sampling).
+) -> Groups:
+    """Replace flat groups by those of fresh prompts (DAPO's dynamic sampling). Collective.
 
-    The fresh rows are those of a permutation that belongs to the step, without the rows of the
-    batch: so neither a resumed run nor the number of ranks changes which prompts end in the batch.
+    Only with `zero_variance` resample, for at most `max_resamples` rounds. The fresh rows come from
+    a permutation of the step, without the rows of the batch: neither resuming a run nor the number
+    of ranks changes which prompts are in the batch in the end.
 
-    `draw_more` samples and rewards prompts, of which some are filler. Returns the groups after it,
-    and how many were replaced over all ranks. Collective.
+    `draw` samples and rewards prompts, of which some are filler.
     """
+    if config.zero_variance != "resample":
+        return groups
     rank, num_replaced = distributed.rank(), 0
     used = set(distributed.from_all_ranks(groups.rows[groups.real].tolist()))
     order = permutation(len(train_set), derive_seed(config.seed, "resampling"), step)
     fresh = (index for index in order if train_set[index].row not in used)  # read when asked for
     for _ in range(config.max_resamples):
-        flat = keep(groups, select(groups, config, step), config).flat.nonzero().flatten().tolist()
+        flat = select(groups, config, step).flat.nonzero().flatten().tolist()
         num_flat = distributed.from_all_ranks([len(flat)])  # of each rank
         taken = list(islice(fresh, sum(num_flat)))
         if not taken:
@@ -199,14 +205,14 @@ def replace_flat(
         start = sum(num_flat[:rank])
         mine = taken[start : start + len(flat)]
         filler: list[int | None] = [None] * (max(num_flat) - len(mine))
-        drawn = draw_more(*data.prompts(train_set, [*mine, *filler]))
+        drawn = draw(*data.prompts(train_set, [*mine, *filler]))
         groups = replaced(groups, flat[: len(mine)], drawn)
         num_replaced += len(taken)
-    return groups, num_replaced
+    return replace(groups, num_replaced=num_replaced)
 
 
 def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
-    """The groups with the first of the others in the place of so many flat ones."""
+    """The groups, of which the flat ones, by index, are replaced by the first of the others."""
     num_prompts = len(groups.examples)
     origin = torch.arange(num_prompts)  # (N,), in both one after the other
     origin[flat] = num_prompts + torch.arange(len(flat))
@@ -215,12 +221,12 @@ def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
         by_prompt = torch.cat([one, other]).view(-1, one.numel() // num_prompts)
         return by_prompt[origin].view(one.shape)
 
-    pairs = zip(groups.rollouts.tensors, others.rollouts.tensors, strict=True)
+    tensors = zip(groups.rollouts.tensors, others.rollouts.tensors, strict=True)
     examples = [*groups.examples, *others.examples]
     return Groups(
         [examples[i] for i in origin.tolist()],
         groups.real,
-        Rollouts(*(mixed(*pair) for pair in pairs)),
+        Rollouts(*(mixed(one, other) for one, other in tensors)),
         mixed(groups.rewards, others.rewards),
-        {name: mixed(own, others.by_function[name]) for name, own in groups.by_function.items()},
+        {name: mixed(one, others.by_function[name]) for name, one in groups.by_function.items()},
     )

@@ -61,8 +61,7 @@ def load_vocabulary(
     if has_own_pad:
         add_own_pad_token(tokenizer)
     paths = [config.model_name_or_path] if paths is None else paths
-    stop_ids = stop_token_ids(tokenizer, config, paths)
-    return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_ids)
+    return Vocabulary(tokenizer, tokenizer.pad_token_id, stop_token_ids(tokenizer, config, paths))
 
 
 def load_tokenizer(

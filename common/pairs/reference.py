@@ -85,13 +85,7 @@ def load_reference(
     scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
-            score.pair_logps,
-            reference,
-            eval_set,
-            config,
-            vocabulary,
-            "reference",
-            config.ld_alpha,
+            score.pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
         )
         key = scores_key(eval_set, config, scores.first)
         rows: Sequence[int] = range(len(eval_set))

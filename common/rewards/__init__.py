@@ -1,4 +1,4 @@
-"""What a completion is worth to functions and models.
+"""Rewards of completions by functions and models.
 
 Face: score.RewardFunctions (weighted, applied to rollouts); functions (built in, or found by name);
 models (reward models).

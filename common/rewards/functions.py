@@ -41,7 +41,7 @@ ONLY_A_NUMBER = re.compile(NUMBER + r"[.\s]*")
 
 
 def gold(completions: Sequence[Any], facts: Sequence[Any], **columns: Any) -> list[float]:
-    """How good a summary of the embedded task is, in [0, 1]; see `synthetic.gold_reward`."""
+    """Gold reward of a summary of the embedded task, in [0, 1]; see `synthetic.gold_reward`."""
     from common.text.synthetic import gold_reward
 
     return [gold_reward(text_of(text), row) for text, row in zip(completions, facts, strict=True)]
@@ -58,7 +58,7 @@ def gsm8k(
     """1 if the number behind the last `####` is that of the column `answer`, else 0.
 
     The data set's own form of a final answer (Cobbe et al. 2021, section 2). Numbers are compared
-    by value: 1,000 is 1000, $18.00 is 18, and a period at the end is none of the number. An
+    by value: 1,000 is 1000, $18.00 is 18, and a period at the end does not count. An
     `answer` is a number, or a text that is one or ends in `#### number`; None: does not apply.
     """
     return [
@@ -120,7 +120,7 @@ def matching(kind: str, pattern: str) -> RewardFunction:
 
 
 def count(text: str) -> RewardFunction:
-    """How often a character (or a longer text) occurs in the completion."""
+    """Number of times that a character (or a longer text) occurs in the completion."""
     return lambda completions, **columns: [float(text_of(c).count(text)) for c in completions]
 
 
@@ -248,12 +248,13 @@ def needed_columns(function: RewardFunction) -> list[str]:
     return [*getattr(function, "columns", ()), *(n for n in needed if n not in ARGUMENTS)]
 
 
-def call(
-    function: Callable[..., Any], given: Mapping[str, Any], num_rows: int, who: str, what: str
+def call_once(
+    function: Callable[..., Any], arguments: Mapping[str, Any], num_rows: int, title: str, noun: str
 ) -> list[Any]:
-    """What a user's function returns for some rows, a value for each; a coroutine is waited for.
+    """Call a user's function, once, for one value of each row; a coroutine is waited for.
 
-    It gets the arguments that it takes. Errors name it `who`, and its values `what`.
+    It gets those of the arguments that it takes. Errors have the function's `title`, and the `noun`
+    for its values.
 
     Raises:
         UserError: it returned no value for each row.
@@ -262,7 +263,7 @@ def call(
         return []
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    values = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+    values = function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
     values = asyncio.run(values) if inspect.iscoroutine(values) else values
     # A dict or a set has no order that a list of completions could follow.
     is_list = isinstance(values, Iterable) and not isinstance(values, Mapping | Set | str | bytes)
@@ -270,7 +271,7 @@ def call(
     if values is None or len(values) != num_rows:
         number = "no list of" if values is None else len(values)
         raise UserError(
-            f"{who} returned {number} {what} for {num_rows} rows; it must return a list with one "
+            f"{title} returned {number} {noun} for {num_rows} rows; it must return a list with one "
             "for each."
         )
     return values
@@ -305,7 +306,7 @@ def short_names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def short_name(path: str, depth: int = 1) -> str:
-    """The last `depth` parts of the path of a function or model.
+    """The last `depth` folders of the path of a function or model.
 
     `run` for `run/model`, and `run step 5` for the model of that checkpoint.
     """
@@ -313,8 +314,9 @@ def short_name(path: str, depth: int = 1) -> str:
         return path
     if ".py:" in path:
         return path.rpartition(":")[2] if depth == 1 else path
-    parts = Path(path).parts
-    parts = parts[:-1] if len(parts) > 1 and parts[-1] == "model" else parts
-    if len(parts) > 2 and parts[-2] == "checkpoints":
-        parts = (*parts[:-3], f"{parts[-3]} step {parts[-1].removeprefix('step_').lstrip('0')}")
-    return "/".join(parts[-depth:])
+    folders = Path(path).parts
+    folders = folders[:-1] if len(folders) > 1 and folders[-1] == "model" else folders
+    if len(folders) > 2 and folders[-2] == "checkpoints":
+        step = folders[-1].removeprefix("step_").lstrip("0")
+        folders = (*folders[:-3], f"{folders[-3]} step {step}")
+    return "/".join(folders[-depth:])

@@ -31,8 +31,8 @@ class RewardModelFunction:
         load.add_own_pad_token(self.tokenizer)
         self.model_config = load.read_model_config(path, "reward_model", self.tokenizer, config)
         self.limit = checks.max_positions(self.model_config)  # None: no longest text
-        own, vocabulary = self.tokenizer.get_vocab(), policy_tokenizer.get_vocab()
-        self.same_ids = all(own.get(token) == i for token, i in vocabulary.items())
+        ids = self.tokenizer.get_vocab()
+        self.same_ids = all(ids.get(t) == i for t, i in policy_tokenizer.get_vocab().items())
         self.policy_tokenizer = policy_tokenizer
 
     def load(self, mesh: DeviceMesh) -> None:
@@ -66,7 +66,7 @@ class RewardModelFunction:
                 rows = zip(prompts, ids, columns["has_stop"], strict=True)
                 ids = [r if isinstance(p, str) else end.closed(r, stop) for p, r, stop in rows]
         else:
-            prompt_ids, ids = self.own_ids(prompts, completions, **columns)
+            prompt_ids, ids = self.retokenised(prompts, completions, **columns)
         groups: list[PromptGroup] = []
         for prompt, group in groupby(range(len(ids)), key=lambda i: prompt_ids[i]):
             slots = list(group)  # neighbours with the same prompt
@@ -80,7 +80,7 @@ class RewardModelFunction:
         differ by it: GRPO would divide the difference by itself and train on it.
 
         Raises:
-            UserError: a text is too long in this model's own tokens.
+            UserError: a text is longer than the model's positions.
         """
         assert self.model is not None, "load() comes first"
         texts = {
@@ -119,29 +119,29 @@ class RewardModelFunction:
             )
 
     def reads_ids(self, *, is_chat: bool) -> bool:
-        """Whether the policy's ids of a row, which is a conversation or a text, are its own too."""
+        """Whether the policy's ids of a conversation, or of a text, are read as they are."""
         if not is_chat or not self.same_ids:
             return self.same_ids
         return self.tokenizer.chat_template in (None, self.policy_tokenizer.chat_template)
 
-    def own_ids(
+    def retokenised(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
         has_stop: Sequence[bool],
         **columns: Any,
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and completions, texts or messages, in this model's own tokens."""
+        """Token ids of prompts and completions, texts or messages, by this model's tokenizer."""
         from common.text.chat import TEMPLATE_COLUMNS, render
         from common.text.truncate import encode, leading_ids, without_leading
 
         leading, eos = leading_ids(self.tokenizer), [self.tokenizer.eos_token_id]
-        given = {"prompt": prompts, "completion": completions}
-        given |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
+        texts = {"prompt": prompts, "completion": completions}
+        texts |= {name: columns[name] for name in TEMPLATE_COLUMNS if name in columns}
         rows = [
             one
-            for row in zip(*given.values(), strict=True)
-            for one in render(dict(zip(given, row, strict=True)), "sft", self.tokenizer)
+            for row in zip(*texts.values(), strict=True)
+            for one in render(dict(zip(texts, row, strict=True)), "sft", self.tokenizer)
         ]
         prompt_ids = encode([row.prompt for row in rows], self.tokenizer)
         ids = encode([row.completions[0] for row in rows], self.tokenizer)

@@ -30,14 +30,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
-from common.advantages import Steps
+from common.advantages import StepRewards
 from common.config import CommonConfig
 from common.data import Example
 from common.errors import UserError, gist
 from common.rewards.functions import (
     RewardFunction,
     as_number,
-    call,
+    call_once,
     find_function,
     is_built_in,
     is_collective,
@@ -53,7 +53,7 @@ CHOICE_COLUMN = "reward_funcs"  # in a row: the names of the functions that appl
 
 @dataclass
 class RewardLog:
-    """What functions log about B completions: TRL's (1.16) logging functions.
+    """Metrics and columns that functions log about B completions, as in TRL (1.16).
 
     Metrics reach `metrics.jsonl` and wandb as `logged/<name>`, columns the table of samples; where
     a run has neither (pairs from rollouts, evaluation) both are dropped. Both functions raise a
@@ -99,7 +99,7 @@ class Rewards:
 
     total: Tensor
     by_function: dict[str, Tensor]
-    steps: list[Steps]
+    steps: list[StepRewards]
     log: RewardLog
 
 
@@ -161,9 +161,10 @@ class RewardFunctions:
                 f"reward_weights is {weights}; it must hold one number for each of "
                 f"reward_funcs ({', '.join(names)})."
             )
-        found = [(name, find_function(name)) for name in names]  # all, before a model is read
+        by_name = {name: find_function(name) for name in names}  # all, before a model is read
         functions = {
-            name: f or RewardModelFunction(name, vocabulary.tokenizer, config) for name, f in found
+            name: f or RewardModelFunction(name, vocabulary.tokenizer, config)
+            for name, f in by_name.items()
         }
         return cls(functions, weights, vocabulary, other_names)
 
@@ -223,12 +224,12 @@ class RewardFunctions:
 
     def choice(self, value: Any, where: str) -> list[str]:
         """The functions that a row asks for in its column `reward_funcs`: all if it has none."""
-        known = list(self.functions)
-        names = [value] if isinstance(value, str) else value or known
-        if not isinstance(names, list) or any(name not in known for name in names):
+        all_names = list(self.functions)
+        names = [value] if isinstance(value, str) else value or all_names
+        if not isinstance(names, list) or any(name not in all_names for name in names):
             raise UserError(
                 f"{where} has {value!r} in its column {CHOICE_COLUMN!r}; it must be a name or "
-                f"a list of names that --reward_funcs has: {', '.join(known)}."
+                f"a list of names that --reward_funcs has: {', '.join(all_names)}."
             )
         return names
 
@@ -287,25 +288,25 @@ class RewardFunctions:
         log = RewardLog(len(prompts))
         total, applies = torch.zeros(len(prompts)), torch.zeros(len(prompts), dtype=torch.bool)
         by_function, has_steps = {}, False
-        steps: list[Steps] = [{} for _ in prompts]
+        steps: list[StepRewards] = [{} for _ in prompts]
         for (name, function), weight in zip(self.functions.items(), self.weights, strict=True):
-            asked = [name in names for names in choices]
-            # Ranks have to call a sharded model equally often, whatever their rows ask for.
-            rows = [i for i, is_asked in enumerate(asked) if is_asked or is_collective(function)]
-            who = f"reward function {name!r}"
-            given = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
-            rewards = call(function, given, len(rows), who, "rewards")
-            own = torch.full((len(prompts),), math.nan)  # (B,)
-            for row, reward in zip(rows, rewards, strict=True):
-                if asked[row] and reward is not None:
-                    of_steps = as_steps(reward, len(completion_ids[row]) - 1, who, row)
-                    own[row] = sum(of_steps.values())
+            is_chosen = [name in names for names in choices]
+            # Ranks have to call a sharded model equally often, whatever their rows choose.
+            rows = [i for i in range(len(prompts)) if is_chosen[i] or is_collective(function)]
+            title = f"reward function {name!r}"
+            of_rows = inputs(arguments, rows, log) | {"trainer_state": trainer_state}
+            returned = call_once(function, of_rows, len(rows), title, "rewards")
+            rewards = torch.full((len(prompts),), math.nan)  # (B,)
+            for row, reward in zip(rows, returned, strict=True):
+                if is_chosen[row] and reward is not None:
+                    of_steps = as_steps(reward, len(completion_ids[row]) - 1, title, row)
+                    rewards[row] = sum(of_steps.values())
                     for end, value in of_steps.items() if weight != 0 else ():
                         steps[row][end] = steps[row].get(end, 0.0) + weight * value
                     has_steps |= weight != 0 and isinstance(reward, list | tuple)
-            total += weight * own.nan_to_num(0.0)
-            applies |= ~own.isnan()
-            by_function[self.short[name]] = own
+            total += weight * rewards.nan_to_num(0.0)
+            applies |= ~rewards.isnan()
+            by_function[self.short[name]] = rewards
         if not applies.all():
             row = int((~applies).nonzero()[0])
             raise UserError(
@@ -315,28 +316,28 @@ class RewardFunctions:
         return Rewards(total, by_function, steps if has_steps else [], log)
 
     def extracted_answers(self, completions: Sequence[Any]) -> dict[str, list[str | None]]:
-        """What B completions answer, by each function with an `answer(completions)`; None: nothing.
+        """Answers in B completions, by functions with an `answer(completions)`; None: no answer.
 
         Raises:
             UserError: it returned no list of B.
         """
-        found = {}
+        answers = {}
         for name, function in self.functions.items():
             if answer := getattr(function, "answer", None):
-                who = f"`answer` of reward function {name!r}"
-                given = {"completions": completions}
-                values = call(answer, given, len(completions), who, "answers")
-                found[self.short[name]] = [None if v is None else str(v) for v in values]
-        return found
+                title = f"`answer` of reward function {name!r}"
+                arguments = {"completions": completions}
+                values = call_once(answer, arguments, len(completions), title, "answers")
+                answers[self.short[name]] = [None if v is None else str(v) for v in values]
+        return answers
 
 
-# ---- what goes into a function and comes out of it -----------------------------------------------
+# ---- arguments and return values of a function ---------------------------------------------------
 
 
 def inputs(
     arguments: Mapping[str, Sequence[Any]], rows: Sequence[int], log: RewardLog
 ) -> dict[str, Any]:
-    """What a function gets of these rows: copies, which it may change."""
+    """Arguments of a function for some rows: copies, which it may change."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, dict):
@@ -347,7 +348,7 @@ def inputs(
     return of_rows | {"log_metric": log.log_metric, "log_extra": partial(log.log_extra, rows)}
 
 
-def as_steps(reward: Any, last: int, who: str, row: int) -> Steps:
+def as_steps(reward: Any, last: int, title: str, row: int) -> StepRewards:
     """A returned reward by steps, a number as that of the last token.
 
     Raises:
@@ -356,10 +357,10 @@ def as_steps(reward: Any, last: int, who: str, row: int) -> Steps:
     is_list = isinstance(reward, list | tuple)
 
     def refused(reason: str) -> UserError:
-        returned = f"{who} returned {reward!r} for row {row} of the batch"
+        returned = f"{title} returned {reward!r} for row {row} of the batch"
         return UserError(f"{returned}; {reason}.")
 
-    steps: Steps = {}
+    steps: StepRewards = {}
     for step in reward if is_list else [(last, reward)]:
         if not isinstance(step, list | tuple) or len(step) != 2:
             raise refused("the reward of a step must be a pair (index of its last token, reward)")

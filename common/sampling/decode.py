@@ -128,7 +128,7 @@ class CopyingDecoder:
 
 @dataclass(frozen=True)
 class Settings:
-    """What every completion of a run is drawn by."""
+    """Settings by which every completion of a run is sampled."""
 
     stop_ids: Sequence[int]  # a completion ends with the first of them
     pad_id: int
@@ -176,8 +176,8 @@ def decode(
     """Sample one batch: prefill the prompts once, then one token per forward for the live rows.
 
     The `uniforms` of `draw_token`, (N*K, C, 2) in (0, 1), prompt-major, say how many samples of
-    each of N prompts are drawn, and of how many tokens at most. `report` is told the position of
-    each token before it is drawn.
+    each of N prompts are drawn, and of how many tokens at most. `report` is called with the
+    position of each token before it is drawn.
 
     Returns:
         Of B = N*K completions on the host ids (B, C) and a mask (B, C), True up to and including

@@ -1,4 +1,4 @@
-"""Sampling: a prompt's keys and values made and kept once, noise a function of what is sampled.
+"""Sampling: every prompt is computed once for all its samples, and the noise is reproducible.
 
 The uniform numbers that decide a token are hashed from (seed, step, prompt, sample, position), so a
 completion does not depend on the rank or batch that drew it.
@@ -52,7 +52,7 @@ class Rollouts:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What it holds."""
+        """The four tensors, in the order of the fields."""
         return self.ids, self.mask, self.token_logps, self.has_stop
 
     def __getitem__(self, rows: Tensor) -> "Rollouts":
@@ -76,14 +76,16 @@ class Rollouts:
     def completed(self, examples: Sequence[Example]) -> list[Example]:
         """The N prompts, each with its K completions."""
         k = len(self.ids) // max(1, len(examples))
-        parts = [self.completion_ids[n * k : (n + 1) * k] for n in range(len(examples))]
-        return [replace(e, completions=ids) for e, ids in zip(examples, parts, strict=True)]
+        return [
+            replace(example, completions=self.completion_ids[n * k : (n + 1) * k])
+            for n, example in enumerate(examples)
+        ]
 
     def numbered(self, num_prompts: int) -> Tensor:
         """(N, K) int64: a number for each completion, the same for the same tokens."""
         numbers: dict[tuple[int, ...], int] = {}
-        found = [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.completion_ids]
-        return torch.tensor(found).view(num_prompts, -1)
+        numbered = [numbers.setdefault(tuple(ids), len(numbers)) for ids in self.completion_ids]
+        return torch.tensor(numbered).view(num_prompts, -1)
 
     def texts(self, tokenizer: Any) -> list[str]:
         """The completions as text, without the stop token."""
@@ -105,17 +107,17 @@ def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor
 
 
 def decoded_at_once(longest: int, num_samples: int, config: CommonConfig) -> tuple[int, int]:
-    """How many prompts of up to `longest` tokens are decoded together, and samples of each.
+    """Number of prompts of up to `longest` tokens to decode together, and of samples of each.
 
-    As many whole groups as the limits on completions and on cached tokens let in; of a group that
-    is too large alone, as many samples.
+    As many whole groups as the limits on completions and on cached tokens allow; of one group that
+    is too large, as many samples.
     """
     most, room = config.generation_batch_size, config.generation_cache_tokens
-    own = config.max_completion_length
-    num_prompts = min(most // num_samples, room // (longest + num_samples * own))
+    max_length = config.max_completion_length
+    num_prompts = min(most // num_samples, room // (longest + num_samples * max_length))
     if num_prompts > 0:
         return num_prompts, num_samples
-    return 1, max(1, min(most, (room - longest) // own))
+    return 1, max(1, min(most, (room - longest) // max_length))
 
 
 class Sampler:
@@ -142,8 +144,8 @@ class Sampler:
     ) -> Rollouts:
         """K completions of each of this rank's N prompts. Collective at its start only.
 
-        The noise depends on the prompts' row numbers and on the `step` of the run; for the rest see
-        `Settings`. `report` is told what is happening, for a progress bar.
+        The noise depends on the prompts' row numbers and on the `step` of the run; for the other
+        arguments see `Settings`. `report` is called with a text for a progress bar.
         """
         stop_ids, pad_id = self.vocabulary.stop_ids, self.vocabulary.pad_id
         settings = Settings(stop_ids, pad_id, self.config.layout, temperature, top_k, top_p)
@@ -158,30 +160,30 @@ class Sampler:
         seed: int,  # of the step
         report: Callable[[str], object],
     ) -> Rollouts:
-        """What `sample` returns. Collective at its start only."""
+        """Sample with the noise of a `seed`; see `sample`. Collective at its start only."""
         max_length = self.config.max_completion_length
         longest = max((len(example.prompt_ids) for example in examples), default=0)
         num_prompts, count = decoded_at_once(longest, num_samples, self.config)
-        found = [Rollouts.blank(0, max_length).tensors]
+        batches = [Rollouts.blank(0, max_length).tensors]
 
-        def tell(title: str, position: int) -> None:
+        def report_position(title: str, position: int) -> None:
             report(f"{title}, token {position + 1} of {max_length}")
 
         with self.copy.gathered(self.policy) as lm, replica.packed(lm):
             prompt_starts = range(0, len(examples), num_prompts)
             for start, first in product(prompt_starts, range(0, num_samples, count)):
-                part = examples[start : start + num_prompts]
+                prompts = examples[start : start + num_prompts]
                 samples = range(first, min(first + count, num_samples))
-                title = f"prompts {start + 1} to {start + len(part)} of {len(examples)}"
+                title = f"prompts {start + 1} to {start + len(prompts)} of {len(examples)}"
                 drawn = decode(
                     lm,
-                    [example.prompt_ids for example in part],
-                    uniforms(seed, row_numbers(part), samples, max_length),
+                    [example.prompt_ids for example in prompts],
+                    uniforms(seed, row_numbers(prompts), samples, max_length),
                     settings,
-                    partial(tell, title),
+                    partial(report_position, title),
                 )
-                found.append(drawn)
-        return Rollouts(*map(torch.cat, zip(*found, strict=True)))
+                batches.append(drawn)
+        return Rollouts(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
     def sample_shared(
         self, examples: Sequence[Example], *, title: str, num_samples: int = 1, **settings: Any
@@ -202,11 +204,12 @@ class Sampler:
             )
         rows = [i * num_samples + k for i in mine for k in range(num_samples)]
         rollouts = Rollouts.blank(len(examples) * num_samples, self.config.max_completion_length)
-        for values, own in zip(rollouts.tensors, local.tensors, strict=True):
-            values[rows] = own
-        # In float64, which holds ids and float32 as they are: a sum of bools is none.
-        sums = (distributed.all_reduce_sum(x.double()).to(x.dtype) for x in rollouts.tensors)
-        return Rollouts(*sums)
+        for values, of_rank in zip(rollouts.tensors, local.tensors, strict=True):
+            values[rows] = of_rank
+        # In float64, which holds ids and float32 exactly, and in which bools can be summed
+        return Rollouts(
+            *(distributed.all_reduce_sum(x.double()).to(x.dtype) for x in rollouts.tensors)
+        )
 
     def table(
         self,

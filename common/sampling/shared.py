@@ -39,8 +39,9 @@ class SharedDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """Append a token (B',) to every row; logits (B', V) of the next."""
         self.cache.length += 1
-        inputs = (tokens[:, None], self.positions[:, None], self.cache)
-        hidden = shared_prefix.last_hidden_states(self.lm, *inputs)[:, 0]  # (B', D)
+        hidden = shared_prefix.last_hidden_states(
+            self.lm, tokens[:, None], self.positions[:, None], self.cache
+        )[:, 0]  # (B', D)
         self.positions += 1
         logits: Tensor = self.lm.get_output_embeddings()(hidden)
         return logits
@@ -75,15 +76,15 @@ class DecodingCache:
         self.num_samples = num_samples
         self.bias: Tensor | None = None  # (N, 1, 1, P), -inf where there is no prompt
         self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
-        self.own_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
+        self.sample_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
         self._place_rows()
 
     def keep(self, kept: Tensor) -> Tensor:
         """Go on with some of the rows; see `SharedDecoder`."""
         self.rows = self.rows[kept]
         kept = on_device(kept, self.index.device)
-        for layer, (keys, values) in self.own_keys.items():
-            self.own_keys[layer] = keys[kept], values[kept]
+        for layer, (keys, values) in self.sample_keys.items():
+            self.sample_keys[layer] = keys[kept], values[kept]
         self._place_rows()
         return kept
 
@@ -115,7 +116,7 @@ class DecodingCache:
             keys, values = (to_branches(x, self.index).contiguous() for x in (key, value))
             self.prompt_keys[layer] = keys, values
             shape = (len(self.rows), key.shape[1], self.max_length, key.shape[-1])
-            self.own_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
+            self.sample_keys[layer] = key.new_zeros(shape), key.new_zeros(shape)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -124,7 +125,7 @@ class DecodingCache:
 
         Its query is (B', H, 1, d), its key and value (B', H', 1, d), which are stored.
         """
-        keys, values = (stored[:, :, : self.length] for stored in self.own_keys[layer])
+        keys, values = (stored[:, :, : self.length] for stored in self.sample_keys[layer])
         keys[:, :, -1:], values[:, :, -1:] = key, value
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', r, d)
         prompt_keys, prompt_values = self.prompt_keys[layer]  # (N, H', P, d)
@@ -133,19 +134,19 @@ class DecodingCache:
             prompt_scores = prompt_scores + self.bias
         scores = torch.cat([self._by_row(prompt_scores), product(grouped, keys.mT)], -1)
         shares = (scores * scaling).softmax(-1).to(value.dtype)  # (B', H', r, P + L)
-        prompt_shares, own_shares = shares.split([prompt_keys.shape[2], keys.shape[2]], -1)
+        prompt_shares, sample_shares = shares.split([prompt_keys.shape[2], keys.shape[2]], -1)
         output = self._by_row(product(self._by_prompt(prompt_shares), prompt_values))
-        output.add_(product(own_shares, values))
+        output.add_(product(sample_shares, values))
         return output.to(query.dtype).reshape(query.shape)
 
     def _by_prompt(self, values: Tensor) -> Tensor:
-        """What rows (B', H', r, n) ask of their prompts, side by side: (N, H', G r, n)."""
+        """Values of rows (B', H', r, n), those of a prompt side by side: (N, H', G r, n)."""
         values = values if self.fillers is None else values[self.fillers]
-        asked: Tensor = values.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(2, 3)
-        return asked
+        by_prompt: Tensor = values.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(2, 3)
+        return by_prompt
 
     def _by_row(self, values: Tensor) -> Tensor:
-        """What the prompts answer, (N, H', G r, ...), by row: (B', H', r, ...)."""
+        """Values by prompt (N, H', G r, ...) as values of rows, (B', H', r, ...)."""
         values = values.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
         return values if self.places is None else values[self.places]
 

@@ -1,8 +1,7 @@
-"""What tables of samples keep of every token: its text, and its log-probabilities in nats.
+"""Text and log-probabilities (nats) of every token in a table of samples.
 
-`samples.jsonl` then says where a policy has moved from its reference: the log-ratio of a token is
-`token_logps - ref_token_logps`, and a report colours the text by it. Computed for the few prompts
-of a table only, when there is one.
+They show where a policy has moved from its reference: the log-ratio of a token is `token_logps -
+ref_token_logps`, and a report colours the text by it. Computed for the few prompts of a table only.
 """
 
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ def texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def rounded(logps: Sequence[float]) -> list[float]:
-    """As they are written."""
+    """The values with `NUM_DECIMALS` decimals."""
     return [round(value, NUM_DECIMALS) for value in logps]
 
 
@@ -44,19 +43,19 @@ def token_logps(
     few. Returns (N*K, ragged) nats, prompt-major.
     """
     groups: list[data.PromptGroup] = []
-    found: list[list[float]] = []
+    all_logps: list[list[float]] = []
     for example in examples:
-        slots = list(range(len(found), len(found) + len(example.completions)))
+        slots = list(range(len(all_logps), len(all_logps) + len(example.completions)))
         groups += data.cut_group(example.prompt_ids, example.completions, slots, config)
-        found += [[] for _ in slots]
+        all_logps += [[] for _ in slots]
     for batch in data.batches(groups, config, vocabulary.pad_id):
         logps = model(batch.to(distributed.device()), temperature=temperature).token_logps.cpu()
         for row, slot in enumerate(batch.slots.tolist()):
             if batch.is_real[row]:
-                found[slot] = rounded(logps[row, batch.completion_mask[row]].tolist())
+                all_logps[slot] = rounded(logps[row, batch.completion_mask[row]].tolist())
     if groups:
         fsdp.reshard(model)
-    return found
+    return all_logps
 
 
 def pair_columns(

@@ -90,7 +90,7 @@ def micro_batch(run: Run, ranks: int) -> MicroBatch:
 
     GRPO cuts a group where needed (`data.cut_group`), and counts completions in `micro_batch_size`;
     the other stages count rows and cut none. Its updates share the prompts of all ranks by chance
-    (`minibatches.deal`): an update's may all be on one rank.
+    (`minibatches.assign_minibatch`): an update's may all be on one rank.
     """
     config = run.config
     rows, size, num_pieces, weight = config.batch_size // ranks, run.num_completions, 1, 1

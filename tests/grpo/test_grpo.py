@@ -3,6 +3,7 @@
 - What is collated are the completions that count, with their own advantages and denominators.
 - With one update the gradient is REINFORCE's; for every aggregation it is the same however the
   completions are cut into micro-batches; dropped groups leave that of the others as if alone.
+- Advantages are against the baseline that the flag names, all candidates or the kept ones.
 - The exact KL is that of an enumeration over the vocabulary, and so is its gradient.
 - Every variant trains without a warning on two ranks, as it does on one, and differs from the rest.
 - A run whose reference moves is resumed to the bit.
@@ -26,10 +27,11 @@ from common.advantages import EPSILON
 from common.checkpoint import files as checkpoint_files
 from common.checkpoint.state import restore_state
 from common.errors import UserError
-from common.grpo import minibatches, monitor, rollouts
+from common.grpo import minibatches, rollouts
 from common.grpo.config import GRPOConfig
-from common.grpo.minibatches import Before, MicroBatch
-from common.grpo.rollouts import Groups, Kept
+from common.grpo.minibatches import MicroBatch, OldLogps
+from common.grpo.monitor import StepMonitor
+from common.grpo.rollouts import Groups, SelectedCandidates, select
 from common.losses import AGGREGATIONS, kl_estimate, policy_loss
 from common.model import lora
 from common.padding import MAKERS
@@ -88,22 +90,18 @@ def part_of(groups: Groups, indices: list[int]) -> Groups:
     )
 
 
-def collated(kept: Kept, config: GRPOConfig) -> list[list[MicroBatch]]:
+def collated(selected: SelectedCandidates, config: GRPOConfig) -> list[list[MicroBatch]]:
     """The micro-batches of every update, without a reference."""
-    advantages = minibatches.advantages(kept, None, config)
-    updates = minibatches.split(kept, config, tiny.vocabulary(pad_id=PAD), 0)
-    return minibatches.collate(kept, updates, Before(None, None, []), advantages, config)
-
-
-def keep(groups: Groups, config: GRPOConfig, step: int = 0) -> Kept:
-    """What a step keeps, and says that counts."""
-    return rollouts.keep(groups, rollouts.select(groups, config, step), config)
+    advantages = minibatches.advantages(selected, None, config)
+    plans = minibatches.split(selected, config, tiny.vocabulary(pad_id=PAD), 0)
+    before = OldLogps(None, None, [])
+    return minibatches.collate(selected, plans, before, advantages, config)
 
 
 def prepared(groups: Groups, config: GRPOConfig) -> tuple[list[MicroBatch], Tensor]:
     """The micro-batches of the only update, if there is one, and which completions count."""
-    kept = keep(groups, config)
-    return [part for update in collated(kept, config) for part in update], kept.counted
+    selected = select(groups, config, 0)
+    return [part for update in collated(selected, config) for part in update], selected.counted
 
 
 def gradient(policy: Policy, groups: Groups, config: GRPOConfig) -> Tensor:
@@ -158,9 +156,9 @@ def test_a_step_that_teaches_nothing_or_the_wrong_thing_says_so_once(
 ):
     config, groups = new_config(**flags), new_groups(rewards)
     groups.rollouts.has_stop[:] = torch.tensor(has_stop)
-    said: set[str] = set()
+    watch = StepMonitor(Accumulator("cpu"), config)
     for step in (4, 5):
-        monitor.warn(keep(groups, config, step), config, step, said)
+        watch.warn(select(groups, config, step), step)
     told = capsys.readouterr().out.splitlines()
     assert len(told) == bool(words), told
     if words:
@@ -177,7 +175,7 @@ def test_candidates_are_samples_or_a_set_of_texts():
     flags = {"num_generations": 2, "num_candidates": 4, "rejection_temperature": 0.1}
     for is_set, expected in ((False, [[0, 1]]), (True, [[0, 2]])):
         config = new_config(distinct_candidates=is_set, **flags)
-        assert rollouts.select(groups, config, 0).sort(1).values.tolist() == expected
+        assert select(groups, config, 0).indices.sort(1).values.tolist() == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -190,7 +188,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
     config = new_config(
         num_candidates=4, layout=layout, micro_batch_size=limits[0], micro_batch_tokens=limits[1]
     )
-    own = rollouts.keep(groups, kept, config)
+    own = rollouts.select_rows(groups, kept, config)
     counted = own.counted.clone()
     counted[1, 2] = False
     own = replace(own, counted=counted)
@@ -212,7 +210,7 @@ def test_kept_completions_bring_their_log_probs_and_places(layout, limits):
             found.add((n, g))
     assert found == {(n, g) for n in (0, 1, 3) for g in range(3)} - {(1, 2)}
     batches = [part.batch for part in micro_batches]
-    again = minibatches.by_place(own, batches, [part.sampled_logps for part in micro_batches])
+    again = minibatches.by_slot(own, batches, [part.sampled_logps for part in micro_batches])
     expected = own.rollouts.token_logps * counted.view(-1, 1)
     torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0)
 
@@ -253,8 +251,10 @@ def test_a_step_in_which_nothing_counts_has_no_update():
 def test_minibatches_share_the_prompts_evenly_and_anew_in_every_step():
     groups = new_groups([[0.0, 1.0]] * 4, real=torch.tensor([True, True, True, False]))
     config = new_config(num_generations=2, num_minibatches=3)
-    kept = keep(groups, config)
-    chosen = [tuple(minibatches.deal(kept, config, step)[:3].tolist()) for step in range(9)]
+    kept = select(groups, config, 0)
+    chosen = [
+        tuple(minibatches.assign_minibatch(kept, config, step)[:3].tolist()) for step in range(9)
+    ]
     assert all(sorted(numbers) == [0, 1, 2] for numbers in chosen)
     assert len(set(chosen)) > 2
     updates = collated(kept, config)
@@ -278,12 +278,39 @@ def test_kl_in_the_reward_lowers_it_by_beta_times_the_completion_s_log_ratio():
     config = new_config(
         beta=0.5, kl_in="reward", kl_estimator="k1", scale_rewards="none", micro_batch_size=2
     )
-    kept = keep(groups, config)
+    kept = select(groups, config, 0)
     ref_logps = kept.rollouts.token_logps + 0.25  # nats more per token than the sampler's
     advantages = minibatches.advantages(kept, ref_logps, config)
     lengths = groups.rollouts.lengths.view(2, 3)
     rewards = groups.rewards + 0.5 * 0.25 * lengths
     torch.testing.assert_close(advantages, rewards - rewards.mean(1, keepdim=True))
+
+
+BY_BASELINE = {  # of the candidates with rewards 9 and 2, kept of 0, 1, 2 and 9
+    ("all", "none"): [6.0, -1.0],  # mean 3
+    ("kept", "none"): [3.5, -3.5],  # mean 5.5
+    ("all", "group"): [6.0 / (50 / 3) ** 0.5, -1.0 / (50 / 3) ** 0.5],  # 9 + 4 + 1 + 36 over 3
+    ("kept", "group"): [3.5 / 24.5**0.5, -3.5 / 24.5**0.5],
+}
+
+
+@pytest.mark.parametrize(("baseline", "scale"), BY_BASELINE)
+def test_the_baseline_is_the_mean_of_the_set_that_the_flag_names(baseline: str, scale: str):
+    config = new_config(baseline=baseline, scale_rewards=scale, beta=0.0)
+    groups = new_groups([[0.0, 1.0, 2.0, 9.0]])
+    kept = rollouts.select_rows(groups, torch.tensor([[3, 2]]), config)
+    advantages = minibatches.advantages(kept, None, config)
+    expected = torch.tensor([BY_BASELINE[baseline, scale]])
+    torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("baseline", "expected"), [("all", [False, True]), ("kept", [True, True])])
+def test_a_group_is_flat_if_all_rewards_of_its_baseline_are_equal(baseline, expected):
+    groups = new_groups([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    kept = rollouts.select_rows(
+        groups, torch.tensor([[1, 3], [0, 1]]), new_config(baseline=baseline)
+    )
+    assert kept.flat.tolist() == expected
 
 
 def fake_draw(flat_rows: set[int], drawn: list[int]) -> Any:
@@ -310,9 +337,9 @@ def test_flat_groups_are_replaced_by_fresh_prompts_until_none_is_left():
     draw = fake_draw(flat_rows, drawn)
     groups = draw(first, torch.tensor([True, True, True, False]))
     drawn.clear()
-    groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
+    groups = rollouts.replace_flat(groups, train_set, draw, config, 0)
     rows = groups.rows.tolist()
-    assert replaced == len(drawn) >= 2
+    assert groups.num_replaced == len(drawn) >= 2
     assert len(set(drawn)) == len(drawn)
     assert not set(drawn) & {1, 2, 3}
     assert rows[1] == 2
@@ -330,9 +357,9 @@ def test_replacing_ends_with_its_rounds_or_with_the_rows_and_then_drops():
         drawn: list[int] = []
         draw = fake_draw(set(range(7)), drawn)
         groups = draw(train_set[:2], torch.ones(2, dtype=torch.bool))
-        groups, replaced = rollouts.replace_flat(groups, train_set, draw, config, 0)
-        assert replaced == expected
-        assert not keep(groups, config).counted.any()
+        groups = rollouts.replace_flat(groups, train_set, draw, config, 0)
+        assert groups.num_replaced == expected
+        assert not select(groups, config, 0).counted.any()
 
 
 def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
@@ -346,7 +373,7 @@ def test_fresh_prompts_are_none_of_the_batch_where_rows_were_dropped():
         draw = fake_draw(set(range(16)), drawn)
         groups = draw([train_set[1], train_set[3]], torch.ones(2, dtype=torch.bool))
         drawn.clear()
-        assert rollouts.replace_flat(groups, train_set, draw, config, step)[1] == 6
+        assert rollouts.replace_flat(groups, train_set, draw, config, step).num_replaced == 6
         assert sorted(drawn) == [0, 4, 8, 10, 12, 14]
 
 
@@ -360,7 +387,7 @@ def test_step_rewards_reach_the_tokens_of_the_kept(baseline):
     rewards = [1.0, 0.0, 2.0, 1.0] if baseline == "all" else [2.0, 1.0, 1.0]
     mean, std = statistics.mean(rewards), statistics.stdev(rewards) + EPSILON
     one, two = (1.0 - mean) / std, (2.0 - mean) / std
-    found = minibatches.advantages(rollouts.keep(groups, kept, config), None, config)
+    found = minibatches.advantages(rollouts.select_rows(groups, kept, config), None, config)
     expected = torch.tensor(
         [[[one + two, one, one, one, 0.0, 0.0], [one, 0.0, 0.0, 0.0, 0.0, 0.0]]]
     )
@@ -407,16 +434,17 @@ def test_one_update_is_reinforce(layout):
 def test_the_first_update_is_not_clipped_where_the_sampler_drifted():
     """Old log-probs are the policy's before the update, not those that the sampler computed."""
     policy, groups = Policy(tiny.causal_lm("gpt2")), new_groups(REWARDS)
-    config, metrics = new_config(beta=0.0), Accumulator("cpu")
+    config = new_config(beta=0.0)
+    watch = StepMonitor(Accumulator("cpu"), config)
     expected = gradient(policy, groups, config)
     policy.zero_grad()
     for batch in prepared(groups, config)[0]:
         with torch.no_grad():
             drifted = policy(batch.batch).token_logps + 0.5 * batch.advantages[:, None].sign()
         batch = replace(batch, sampled_logps=drifted)
-        train_grpo.grpo_loss(policy, batch, config, metrics, [], is_new=True).backward()
+        train_grpo.grpo_loss(policy, batch, config, watch, is_new=True).backward()
     torch.testing.assert_close(flat_gradient(policy), expected)
-    assert metrics.reduce()["clip_fraction"] == 0
+    assert watch.metrics.reduce()["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

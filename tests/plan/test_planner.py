@@ -357,7 +357,7 @@ def test_the_cache_is_that_of_a_real_sampler(shapes: Path):
     with torch.no_grad():
         cache = SharedDecoder(lm, prompts, num_samples, max_length=10).cache
     held = [
-        x for keys in (cache.prompt_keys, cache.own_keys) for pair in keys.values() for x in pair
+        x for keys in (cache.prompt_keys, cache.sample_keys) for pair in keys.values() for x in pair
     ]
     real = sum(tensor.numel() * tensor.element_size() for tensor in held)
     by_hand = 4 * 2 * LAYERS * WIDTH * (num_prompts * 40 + num_prompts * num_samples * 10)

@@ -545,7 +545,7 @@ def test_the_keys_of_a_prompt_are_kept_once(family, num_samples, monkeypatch):
     run_decode(lm, prompts, num_samples, stop_ids=[99], max_completion_length=length)
     (cache,) = caches
     width = 8 * (4 if family == "gpt2" else 2)  # numbers of a token's keys in one layer
-    for own, prompt in zip(cache.own_keys.values(), cache.prompt_keys.values(), strict=True):
+    for own, prompt in zip(cache.sample_keys.values(), cache.prompt_keys.values(), strict=True):
         assert [part.numel() for part in prompt] == [3 * 9 * width] * 2
         assert [part.numel() for part in own] == [3 * num_samples * length * width] * 2
     assert len(cache.prompt_keys) == 2  # layers

@@ -189,7 +189,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     own.chat_template = None
     judge = RewardModelFunction(str(tmp_path / "model"), chatml, config)
     answers = [[{"role": "assistant", "content": text}] for text in ("Yes.", "Oh")]
-    prompt_ids, completion_ids = judge.own_ids([[SYSTEM, USER]] * 2, answers, [True, False])
+    prompt_ids, completion_ids = judge.retokenised([[SYSTEM, USER]] * 2, answers, [True, False])
     text = "<system>Be brief.<|endoftext|>\n<user>Why?<|endoftext|>\n<assistant>"
     assert [own.decode(row) for row in prompt_ids] == [text, text]
     texts = [own.decode(row) for row in completion_ids]

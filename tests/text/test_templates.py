@@ -328,7 +328,7 @@ def test_a_judge_reads_messages_without_a_further_bos(tmp_path, chatml):
     chatml.save_pretrained(tmp_path)
     config = tiny.train_config(max_prompt_length=60, max_completion_length=20)
     judge = RewardModelFunction(str(tmp_path), chatml, config)
-    prompt_ids, _ = judge.own_ids([[ASKED], "Why?"], [[TWO], " So"], [True, True])
+    prompt_ids, _ = judge.retokenised([[ASKED], "Why?"], [[TWO], " So"], [True, True])
     starts = [chatml.decode(ids)[:12] for ids in prompt_ids]
     assert starts == ["<|im_start|>", "<|bos|>Why?"]
 

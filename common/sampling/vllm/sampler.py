@@ -1,8 +1,8 @@
 """Sampling through a vLLM server, to which a policy's weights are sent before it samples.
 
-Prompts and completions go there and back as token ids. Each completion has a seed of its own, a
-function of (seed, step, prompt, sample): the same engine draws it again, up to the rounding of
-products in batches that depend on when requests arrive.
+Prompts and completions are sent as token ids. Each completion has a separate seed, a function of
+(seed, step, prompt, sample): the same engine draws it again, up to the rounding of products in
+batches that depend on when requests arrive.
 """
 
 import math
@@ -68,17 +68,17 @@ class EngineSampler(Sampler):
         seed: int,
         report: Callable[[str], object],
     ) -> Rollouts:
-        """What `sample` returns. Collective at its start and its end.
+        """Sample with the noise of a `seed`; see `sample`. Collective at its start and its end.
 
         Raises:
-            EngineError: the server is gone, or answers what are no completions; on every rank.
+            EngineError: the server is gone, or its answers are no completions; on every rank.
         """
         if self.trains or not self.was_sent:
             with together():
                 self.update_weights()
         with together():
             drawn = self.request_completions(examples, num_samples, settings, seed, report)
-        ids, logps = map(list, zip(*drawn, strict=True)) if drawn else ([], [])
+        ids, logps = [ids for ids, _ in drawn], [logps for _, logps in drawn]
         stops = [completion[-1] in self.vocabulary.stop_ids for completion in ids]
         # One more, which only sets the width: (B, C) for every rank and step.
         blank = Rollouts.blank(1, self.config.max_completion_length).ids.tolist()
@@ -148,7 +148,7 @@ class EngineSampler(Sampler):
                 (choice["token_ids"], [token["logprob"] for token in choice["logprobs"]["content"]])
                 for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
             ]
-            faults = [fault for fault in (self.fault(*completion) for completion in drawn) if fault]
+            faults = [fault for ids, logps in drawn if (fault := self.fault(ids, logps))]
         except (KeyError, TypeError):
             raise self.server.error("answers a prompt with what are no completions") from None
         if len(drawn) != number:

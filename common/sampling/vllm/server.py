@@ -22,7 +22,7 @@ class Server:
         self.address, self.timeout = address, ddp_timeout / 2
 
     def call(self, path: str, body: Any = None, *, method: str = "POST") -> Any:
-        """What a call answers, from JSON; an EngineError if it fails."""
+        """Send a request and read the answer, JSON; an EngineError if it fails."""
         url = urlsplit(self.address)
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         connection = kinds[url.scheme](url.netloc, timeout=self.timeout)
@@ -43,12 +43,12 @@ class Server:
         except ValueError:
             raise self.error(f"answers {path} with {text[:40]!r}, which is no JSON") from None
 
-    def error(self, what: str) -> EngineError:
-        """The error for what it does."""
-        return EngineError(f"the vLLM server {self.address} {what}.")
+    def error(self, fault: str) -> EngineError:
+        """The error of a fault, which a verb begins: "does not answer"."""
+        return EngineError(f"the vLLM server {self.address} {fault}.")
 
     def get(self, path: str, *keys: str) -> Any:
-        """What an answer has under these keys, each in that of the one before."""
+        """Value under nested keys of the answer to a GET request."""
         value = self.call(path, method="GET")
         try:
             for key in keys:
@@ -76,7 +76,7 @@ class Server:
     def check(self, config: EngineConfig) -> None:
         """Raise an EngineError if the server is too old, or was started with other settings."""
         version = str(self.get("/version", "version"))
-        if tuple(int(part) for part in version.split(".")[:2] if part.isdecimal()) < OLDEST:
+        if tuple(int(number) for number in version.split(".")[:2] if number.isdecimal()) < OLDEST:
             needed = ".".join(map(str, OLDEST))
             raise self.error(f"has vLLM {version}; it must be {needed} or newer")
         mode, length = (self.setting("model_config", k) for k in ("logprobs_mode", "max_model_len"))

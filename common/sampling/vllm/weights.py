@@ -42,7 +42,7 @@ class Weights:
         self.passing: Iterator[tuple[str, Tensor]] = iter(())
 
     def metadata(self) -> list[Parameter]:
-        """What a pass goes through, in order."""
+        """Name, type and shape of the parameters of a pass, in order."""
         named = ((lora.plain_name(name), p) for name, p in self.lm.named_parameters())
         return [
             Parameter(name, self.dtype, tuple(p.shape)) for name, p in named if ".lora_" not in name
