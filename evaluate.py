@@ -33,22 +33,21 @@ from torch import Tensor
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
-from common.evaluation import completions, judges, pair_scores, score
-from common.evaluation.completions import REFERENCE, Answers, Generation, collect
+from common.evaluation import judges, measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, settle, split_of
-from common.evaluation.pair_scores import PairScores
-from common.evaluation.score import ImplicitReward
+from common.evaluation.records import REFERENCE, Generation, PairScores, PromptRecord, collect
+from common.evaluation.split import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.scoring import Policy
 from common.text.example import Vocabulary
 
-WRITTEN = ("results.json", "report.html", "report.md", "scores.jsonl", completions.FILE)
+WRITTEN = ("results.json", "report.html", "report.md", records.SCORES, records.COMPLETIONS)
 
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
-    from common.evaluation.comparison import compare
+    from common.evaluation.summary import compare
     from common.evaluation.win_rates import all_win_rates
     from common.rewards.functions import load_from_file
     from common.rewards.score import RewardFunctions
@@ -66,8 +65,8 @@ def main(config: EvaluateConfig) -> None:
     }
     comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
     for path in policies:
-        pair_scores.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
-    rewards_of = {path: pair_scores.reward_of_run(path) for path in policies}
+        runs.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
+    rewards_of = {path: runs.reward_of_run(path) for path in policies}
     if policies:
         distributed.print_rank0(reference_note(policies))
     judging = [*config.reward_models, *config.reward_funcs]
@@ -77,7 +76,7 @@ def main(config: EvaluateConfig) -> None:
     scorer.check_rows(prompts)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
     split = config.dataset_test_split = split_of(dataset, config)
-    table = PairScores(pair_scores.describe_pairs(pairs, dataset, split))
+    table = PairScores(records.describe_pairs(pairs, dataset, split))
     start_folder(config)
 
     # Reward models: accuracy on the pairs
@@ -88,13 +87,13 @@ def main(config: EvaluateConfig) -> None:
     evaluated = dict.fromkeys([*first, *scorer.reward_models, *config.policies])
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
     for path, function in scorer.reward_models.items() if pairs else ():
-        scores = pair_scores.reward_scores(function, pairs, vocabulary, config)
+        scores = measure.reward_scores(function, pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
         write_parts(table, [], output_dir)
 
     # Policies, the reference first: accuracy on the pairs, then what they generate
     reference, ref_logps = None, None
-    scored = pairs if config.score_stop_token else pair_scores.without_stop(pairs, vocabulary)
+    scored = pairs if config.score_stop_token else measure.without_stop(pairs, vocabulary)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
         lm = load.load_policy(path, policy_config, config)
@@ -107,7 +106,7 @@ def main(config: EvaluateConfig) -> None:
             ref_logps = logps if ref_logps is None else ref_logps
             if path in config.policies:
                 kinds, lengths = config.policy_scores, data.lengths(scored)[:, 1:]  # (N, 2)
-                read = pair_scores.policy_scores(names[path], kinds, logps, lengths, rewards)
+                read = measure.policy_scores(names[path], kinds, logps, lengths, rewards)
                 table.add(read)
                 readings[path] = next(iter(read))
         if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
@@ -115,14 +114,14 @@ def main(config: EvaluateConfig) -> None:
         write_parts(table, collect(prompts, generations), output_dir)
         if prompts:
             title = f"sampling from {names[path]}"
-            rollouts = completions.sample(policy, prompts, vocabulary, config, title)
-            generations[names[path]] = completions.measure(
+            rollouts = measure.sample_completions(policy, prompts, vocabulary, config, title)
+            generations[names[path]] = measure.measure_completions(
                 policy, reference, scorer, prompts, rollouts, config, config.temperature
             )
 
     # Generations: compared with each other and with the rows' own completions
     write_parts(table, collect(prompts, generations), output_dir)
-    own = completions.reference_completions(scorer, prompts, config.max_completion_length)
+    own = measure.reference_completions(scorer, prompts, config.max_completion_length)
     answers = collect(prompts, generations, own)
     write_parts(table, answers, output_dir)
     functions = {names[path]: judge for path, judge in comparing.items()}
@@ -130,8 +129,8 @@ def main(config: EvaluateConfig) -> None:
 
     # Results
     if pairs:
-        texts = pair_scores.completion_texts(pairs, vocabulary)
-        table.add(pair_scores.baselines(pairs, texts, config.seed))
+        texts = measure.completion_texts(pairs, vocabulary)
+        table.add(measure.baselines(pairs, texts, config.seed))
     write_parts(table, answers, output_dir)
     results = {
         "dataset": dataset,
@@ -144,7 +143,7 @@ def main(config: EvaluateConfig) -> None:
             describe(path, name, scorer, table, answers) for path, name in readings.items()
         ],
         "comparison": compare(table) if pairs else None,
-        "reference_completions": completions.summary(answers, REFERENCE),
+        "reference_completions": summary.summarise(answers, REFERENCE),
         "win_rates": all_win_rates(answers),
     }
     show(results, config)
@@ -175,7 +174,7 @@ def score_pairs(
     training, so that both say the same of the same pairs: where tails count `ld_alpha`, policy and
     reference score the pairs again. `ref_logps` (N, 2) are the reference's. Collective.
     """
-    logps = score.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
+    logps = split.score_examples(policy, pairs, config, vocabulary, "scoring pairs")
     if reward.needs_reference and reference is None:
         return logps, None
     lengths = data.lengths(pairs)[:, 1:]  # (N, 2)
@@ -183,7 +182,7 @@ def score_pairs(
         return logps, reward(logps, ref_logps, lengths)
 
     def weighted(model: Policy) -> Tensor:
-        return score.pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
+        return split.pair_logps(model, pairs, config, vocabulary, "scoring pairs", reward.ld_alpha)
 
     ref_weighted = weighted(reference) if reward.needs_reference and reference else None
     return logps, reward(weighted(policy), ref_weighted, lengths)
@@ -191,14 +190,14 @@ def score_pairs(
 
 def show(results: dict[str, Any], config: EvaluateConfig) -> None:
     """Write `results.json`, the pictures and the report, and print the tables."""
-    from common.report import chain, tables
+    from common.report import evaluation_report, tables
 
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    chain.chain_report(results, output_dir)
-    chain.send(results, config)
-    distributed.print_rank0(f"\n{chain.systems_table(results)}\n")
+    evaluation_report.write_report(results, output_dir)
+    evaluation_report.log_systems(results, config)
+    distributed.print_rank0(f"\n{evaluation_report.systems_table(results)}\n")
     if results["comparison"]:
         distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
     for table in tables.generation_tables(results):
@@ -233,17 +232,17 @@ def load_data(
     return pairs, prompts
 
 
-def write_parts(table: PairScores, answers: list[Answers], output_dir: Path) -> None:
+def write_parts(table: PairScores, answers: list[PromptRecord], output_dir: Path) -> None:
     """Write what is known so far, so that a judge that fails later loses nothing of it."""
     if distributed.is_rank0():
         if table.pairs:
-            pair_scores.write_scores(output_dir / "scores.jsonl", table)
+            records.write_scores(output_dir / records.SCORES, table)
         if answers:
-            completions.write(answers, output_dir)
+            records.write_completions(answers, output_dir)
 
 
 def describe(
-    path: str, reading: str, scorer: Any, table: PairScores, answers: Sequence[Answers]
+    path: str, reading: str, scorer: Any, table: PairScores, answers: Sequence[PromptRecord]
 ) -> dict[str, Any]:
     """A system's row: accuracy on all pairs, what its run cost, its generations.
 
@@ -253,7 +252,7 @@ def describe(
     from common.evaluation.intervals import preference_accuracy
 
     scores = table.scores.get(reading)  # (N, 2); none without pairs
-    cost = score.run_cost(*score.run_of(path))
+    cost = runs.run_cost(*runs.folder_of_run(path))
     system: dict[str, Any] = {
         "name": scorer.short[path],
         "kind": "reward_model" if path in scorer.reward_models else "policy",
@@ -263,7 +262,7 @@ def describe(
         "minutes": cost.get("elapsed_minutes"),
         "peak_memory_gb": cost.get("peak_memory_gb"),
     }
-    system |= completions.summary(answers, system["name"]) or {}
+    system |= summary.summarise(answers, system["name"]) or {}
     if rewards := system.get("rewards"):
         model = next(iter(scorer.reward_models), "")
         for key, judge in (("gold_reward", "gold"), ("reward", model)):

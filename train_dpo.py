@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
-from common.evaluation import score
+from common.evaluation import split
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
@@ -69,7 +69,7 @@ def main(config: DPOConfig) -> None:
     train_set, eval_set = load_pairs(config, vocabulary, configs[0], mesh, is_resumed=is_resumed)
     self_checks.stop_token_is_trained(train_set, vocabulary, config)
     order = data.BatchOrder.of_training(config, data.num_tokens(train_set))
-    shared_lengths = score.shorter_lengths(train_set)  # (rows,)
+    shared_lengths = split.shorter_lengths(train_set)  # (rows,)
     shown = data.one_of_each_prompt(eval_set or train_set, config.num_sample_prompts)  # in tables
 
     # Frozen reference, which scores pairs ahead of training and can then be freed
@@ -97,13 +97,13 @@ def main(config: DPOConfig) -> None:
     # Self-checks, resume
     self_checks.only_tokens_matter(policy, config)
     if config.self_check and reference.first is not None and paths[0] == paths[1]:
-        pair_logps = score.score_examples(policy, train_set[:1], config, vocabulary, "reference")
+        pair_logps = split.score_examples(policy, train_set[:1], config, vocabulary, "reference")
         self_checks.dpo_starts_at_ln_2(pair_logps, reference.first)  # (1, 2) each
     run = Run(policy, order, config, resume_from, vocabulary)
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, _ = score.preferences(
+            accuracy, _ = split.preferences(
                 policy, eval_set, config, vocabulary, config.implicit_reward, reference.held_out
             )
             run.logger.log(step, accuracy.metrics)
@@ -133,7 +133,7 @@ def main(config: DPOConfig) -> None:
             run.metrics.add("chosen_logp", (sums[:, 0] * real).sum(), real.sum())
             run.metrics.add("rejected_logp", (sums[:, 1] * real).sum(), real.sum())
             rewards = config.implicit_reward(logps, ref_logps, lengths)  # (N, 2)
-            score.add_pair_metrics(run.metrics, rewards, real)
+            split.add_pair_metrics(run.metrics, rewards, real)
         run.update()
         run.end_step(evaluate, show_samples)
 

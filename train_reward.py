@@ -35,7 +35,7 @@ from typing import Any
 
 from common import data, distributed, launch, self_checks
 from common.data import Example
-from common.evaluation import score
+from common.evaluation import split
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.pairs.margins import length_balance, margins
@@ -76,9 +76,9 @@ def main(config: RewardConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            accuracy, scores = score.preferences(model, eval_set, config, vocabulary)
+            accuracy, scores = split.preferences(model, eval_set, config, vocabulary)
             run.logger.log(step, accuracy.metrics)
-            run.logger.samples(step, score.pair_table(eval_set, scores, vocabulary, config))
+            run.logger.samples(step, split.pair_table(eval_set, scores, vocabulary, config))
 
     # Loop
     for step in run.steps():
@@ -94,7 +94,7 @@ def main(config: RewardConfig) -> None:
             loss = (losses * real).sum() / num_pairs
             loss.backward()
             run.metrics.add("loss", loss * num_pairs, real.sum())
-            score.add_pair_metrics(run.metrics, rewards, real)
+            split.add_pair_metrics(run.metrics, rewards, real)
             longer = wins(*batch.completion_mask.sum(-1).view(-1, 2).unbind(-1))  # (N,)
             run.metrics.add("chosen_longer", (longer * real).sum(), real.sum())
         run.update()
@@ -104,7 +104,7 @@ def main(config: RewardConfig) -> None:
         if not sft_set:
             return 0.0
         with fsdp.in_float32(model):  # as the exported model computes them
-            rewards = score.score_examples(model, sft_set, config, vocabulary, "scoring references")
+            rewards = split.score_examples(model, sft_set, config, vocabulary, "scoring references")
         run.logger.log(run.total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 
@@ -132,11 +132,11 @@ def load_data(
 
 def print_balance(train_set: Sequence[Example], eval_set: Sequence[Example]) -> None:
     """Say how far the length of the completions alone tells which one is preferred."""
-    for split, examples in (("training", train_set), ("held-out", eval_set)):
+    for rows, examples in (("training", train_set), ("held-out", eval_set)):
         if examples:
             share = f"{length_balance(examples):.1%}"
             distributed.print_rank0(
-                f"the chosen completion is the longer one in {share} of {split} pairs"
+                f"the chosen completion is the longer one in {share} of {rows} pairs"
             )
 
 

@@ -30,7 +30,7 @@ from common.scoring import Policy
 
 def main(config: SFTConfig) -> None:
     """Train, export, evaluate."""
-    from common.evaluation import score
+    from common.evaluation import split
     from common.sampling.sampler import Sampler  # for the table of samples
 
     distributed.seed_everything(config.seed)
@@ -57,7 +57,7 @@ def main(config: SFTConfig) -> None:
 
     def evaluate(step: int) -> None:
         if eval_set:
-            eval_loss = score.mean_sft_loss(policy, eval_set, config, vocabulary)
+            eval_loss = split.mean_sft_loss(policy, eval_set, config, vocabulary)
             run.logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:

@@ -28,7 +28,7 @@ from common.data import (
     num_tokens,
     pack_micro_batches,
 )
-from common.evaluation.score import distinct
+from common.evaluation.split import distinct
 
 LAYOUTS = ("shared_prefix", "padded")
 CONFIGS = st.builds(

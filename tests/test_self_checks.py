@@ -19,7 +19,7 @@ from common import distributed, padding, self_checks
 from common.config import TrainConfig
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import score
+from common.evaluation import split
 from common.model import fsdp, load
 from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
@@ -314,7 +314,7 @@ def test_a_head_that_differs_between_ranks_is_refused(monkeypatch):
 
 def pair_logps(policy: nn.Module) -> Tensor:
     """Log-probabilities (1, 2) of the first pair, as the stage computes them."""
-    return score.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
+    return split.score_examples(policy, PAIRS[:1], CONFIG, tiny.vocabulary(), "reference")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

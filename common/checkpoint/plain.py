@@ -27,7 +27,7 @@ from common.checkpoint import card, files
 from common.checkpoint.state import once_each
 from common.config import CommonConfig
 from common.errors import UserError, gist, values_of
-from common.evaluation.score import run_of
+from common.evaluation.runs import folder_of_run
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
 from common.text.example import Vocabulary
@@ -173,7 +173,7 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
                 f"its base: {error} Give that as --model_name_or_path."
             ) from None
 
-    run, about = run_of(str(checkpoint.resolve() / "model"))[0], manifest["config"]
+    run, about = folder_of_run(str(checkpoint.resolve() / "model"))[0], manifest["config"]
     try:
         write_folders(lm, state, settings, output_dir / "model", below)
     finally:  # also of an adapter without its base

@@ -1,5 +1,6 @@
-"""What systems are worth: on pairs, and by what they generate.
+"""Evaluation: preference accuracy and generation quality.
 
-Face: score, pair_scores, comparison, completions, win_rates and judges; intervals for what may be
-concluded.
+Data flows one way. `measure`, with the models, makes `records` (`split` scores a whole split,
+`judges` compares completions); `summary`, `win_rates` and `pass_rates` make results of records
+alone, with `intervals` for what may be concluded. `runs` reads the run that wrote a model.
 """

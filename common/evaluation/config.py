@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from common.config import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import UserError
-from common.evaluation import pair_scores
+from common.evaluation import records, runs
 from common.sampling.vllm.config import EngineConfig
 
 
@@ -34,7 +34,7 @@ class EvaluateConfig(EngineConfig):
         ["implicit_reward"],
         "how policies are read, the first in the main table: implicit_reward (beta log pi / ref), "
         "logp_per_token",
-        pair_scores.POLICY_SCORES,
+        records.POLICY_SCORES,
         required=True,
     )
     score_stop_token: bool = flag(
@@ -72,7 +72,7 @@ class EvaluateConfig(EngineConfig):
         first = (self.policies or self.reward_models)[0]
         self.model_name_or_path = self.model_name_or_path or first
         if len(self.policies) == 1 and not self.ref_model_name_or_path:
-            self.ref_model_name_or_path = pair_scores.reference_of_run(first)
+            self.ref_model_name_or_path = runs.reference_of_run(first)
         self.ref_model_name_or_path = self.ref_model_name_or_path or first
         self.prompts_dataset_name = self.prompts_dataset_name or self.dataset_name
 

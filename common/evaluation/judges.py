@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import distributed
 from common.errors import UserError
-from common.evaluation.completions import Answers, Verdict, system_names
+from common.evaluation.records import PromptRecord, Verdict, system_names
 from common.noise import derive_seed, uniform
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ Judge = Callable[..., Any]
 
 
 def with_verdicts(
-    answers: Sequence[Answers],
+    answers: Sequence[PromptRecord],
     judges: Mapping[str, Judge],
     examples: Sequence["Example"],
     seed: int,
-) -> list[Answers]:
+) -> list[PromptRecord]:
     """The answers with what every judge, by name, says of every two systems. Collective.
 
     Rank 0 asks; a judge that calls somebody else's model is not asked by every rank. Judges get the
@@ -48,7 +48,7 @@ def with_verdicts(
 
 
 def ask(
-    answers: Sequence[Answers],
+    answers: Sequence[PromptRecord],
     a: str,
     b: str,
     name: str,
@@ -85,7 +85,7 @@ def ask(
     return verdicts
 
 
-def text_of(row: Answers, system: str) -> str:
+def text_of(row: PromptRecord, system: str) -> str:
     """The completion of a system that answered."""
     own = row.of(system)
     assert own is not None, system

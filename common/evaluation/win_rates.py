@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from common.evaluation.completions import Answers, system_names
 from common.evaluation.intervals import (
     MIN_PROMPTS,
     Floats,
@@ -32,6 +31,7 @@ from common.evaluation.intervals import (
     resamples,
     share_over_prompts,
 )
+from common.evaluation.records import PromptRecord, system_names
 from common.losses import wins as wins_of
 
 # Of phi^2 / 2: a normal prior with standard deviation 10. Where lengths tell all verdicts apart phi
@@ -43,7 +43,7 @@ TOLERANCE = 1e-9
 NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 
 
-def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
+def all_win_rates(answers: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """Every system against every earlier one and against the rows' own completions, by every judge.
 
     Returns:
@@ -59,7 +59,7 @@ def all_win_rates(answers: Sequence[Answers]) -> list[dict[str, Any]]:
     return [rate for rate in rates if rate]
 
 
-def win_rate(answers: Sequence[Answers], a: str, b: str, judge: str) -> dict[str, Any] | None:
+def win_rate(answers: Sequence[PromptRecord], a: str, b: str, judge: str) -> dict[str, Any] | None:
     """How often one completion of N prompts wins against another by a judge; None if it says none.
 
     Returns:
@@ -91,7 +91,7 @@ def win_rate(answers: Sequence[Answers], a: str, b: str, judge: str) -> dict[str
     }
 
 
-def verdict(row: Answers, a: str, b: str, judge: str) -> float | None:
+def verdict(row: PromptRecord, a: str, b: str, judge: str) -> float | None:
     """The probability that a wins, as a judge gave it; by a reward 1, 0 or in a tie 0.5.
 
     The same completion twice is a tie: a reward model's scores are rounded by what stands beside a
@@ -109,7 +109,7 @@ def verdict(row: Answers, a: str, b: str, judge: str) -> float | None:
     return 0.5 if is_same else float(wins_of(*rewards))
 
 
-def reward_judges(answers: Sequence[Answers]) -> list[str]:
+def reward_judges(answers: Sequence[PromptRecord]) -> list[str]:
     """The names of the rewards, in order."""
     systems = [own for row in answers for own in row.systems.values()]
     return list(dict.fromkeys(name for own in systems for name in own.rewards))

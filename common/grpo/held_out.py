@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from common import distributed
 from common.data import Example
 from common.errors import EngineError
-from common.evaluation import intervals, score
+from common.evaluation import intervals, split
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
 from common.model import fsdp
@@ -48,7 +48,7 @@ class HeldOut:
         """
         self.ref_logps: Tensor | None = None  # (pairs, 2)
         if self.pairs and self.reference is not None:
-            self.ref_logps = score.score_examples(
+            self.ref_logps = split.score_examples(
                 self.reference, self.pairs, self.config, self.sampler.vocabulary, "reference"
             )
 
@@ -70,8 +70,8 @@ class HeldOut:
             distributed.print_rank0(f"warning: held-out prompts are not evaluated: {error}")
         if self.pairs:
             policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
-            implicit = score.ImplicitReward()
-            accuracy, _ = score.preferences(
+            implicit = split.ImplicitReward()
+            accuracy, _ = split.preferences(
                 policy, self.pairs, self.config, vocabulary, implicit, self.ref_logps
             )
             metrics |= accuracy.metrics
@@ -137,7 +137,7 @@ class HeldOut:
             return torch.sum(logps - ref_logps, -1)  # over (B, C)
 
         policy, vocabulary = self.sampler.policy, self.sampler.vocabulary
-        log_ratios = score.score_examples(
+        log_ratios = split.score_examples(
             policy, sampled, self.config, vocabulary, "evaluating", score=log_ratio
         )
         fsdp.reshard(reference)

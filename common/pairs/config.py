@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from common.config import TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE, UserError
-from common.evaluation.score import ImplicitReward
+from common.evaluation.split import ImplicitReward
 from common.losses import (
     PER_TOKEN_LOSSES,
     PREFERENCE_LOSSES,

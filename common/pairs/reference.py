@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
 from common.data import Example
-from common.evaluation import score
+from common.evaluation import split
 from common.model import fsdp, load
 from common.padding import AnyBatch
 from common.scoring import Policy
@@ -81,11 +81,11 @@ def load_reference(
     self_checks.only_tokens_matter(reference, config)
 
     scores = ReferenceScores()
-    scores.first = score.score_examples(reference, train_set[:1], config, vocabulary, "reference")
+    scores.first = split.score_examples(reference, train_set[:1], config, vocabulary, "reference")
     scores.shown = token_records.token_logps(reference, shown, config, vocabulary)
     if eval_set:
         held_out = partial(
-            score.pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
+            split.pair_logps, reference, eval_set, config, vocabulary, "reference", config.ld_alpha
         )
         key = scores_key(eval_set, config, scores.first)
         rows: Sequence[int] = range(len(eval_set))
@@ -120,11 +120,11 @@ def training_logps(
         for batch in data.micro_batches(train_set, order.rows(step), config, vocabulary)
     )
     score_batch = partial(
-        score.tail_weighted_logps,
-        shared_lengths=score.shorter_lengths(train_set),
+        split.tail_weighted_logps,
+        shared_lengths=split.shorter_lengths(train_set),
         ld_alpha=config.ld_alpha,
     )
-    logps = score.score_batches(reference, batches, 2 * len(train_set), score_batch).view(-1, 2)
+    logps = split.score_batches(reference, batches, 2 * len(train_set), score_batch).view(-1, 2)
     is_seen = torch.zeros(len(train_set), 1, dtype=torch.bool)
     is_seen[order.rows_until(len(steps))] = True
     return logps.where(is_seen, torch.nan)

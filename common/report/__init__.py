@@ -1,4 +1,4 @@
 """Tables, pictures and pages of what was recorded. Nothing here computes a result.
 
-Face: blocks and page, chain and tables (of an evaluation), plots.
+Face: blocks and page, evaluation_report and tables, plots.
 """

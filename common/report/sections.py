@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.evaluation import completions
-from common.evaluation.completions import Generation
+from common.evaluation import records
+from common.evaluation.records import Generation
 from common.losses import kl_estimate
 from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
@@ -27,7 +27,7 @@ KL, ADVANTAGE = "KL by k3", "advantage"
 def completions_section(output_dir: Path) -> list[Section]:
     """Every system's completion of the first held-out prompts, with what it was worth."""
     samples = []
-    for row in completions.read(output_dir)[:MOST_PROMPTS]:
+    for row in records.read_completions(output_dir)[:MOST_PROMPTS]:
         answers = {"reference": row.reference, **row.systems}
         shown = [measured(name, own) for name, own in answers.items() if own]
         samples.append(Sample(row.prompt, {"": shown}))

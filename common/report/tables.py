@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.evaluation.completions import REFERENCE
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
-from common.evaluation.pair_scores import BASELINES
+from common.evaluation.records import BASELINES, REFERENCE
 from common.report.blocks import Section, Table
 
-Comparison = Mapping[str, Any]  # what `comparison.compare` returns
+Comparison = Mapping[str, Any]  # what `summary.compare` returns
 SMALLEST_P = 1e-4
 MOST_COMPARED = 6  # systems of which every two are a row of the table: 15 rows
 
@@ -135,7 +134,7 @@ WIN_RATE_NOTES = [
 
 
 def generation_tables(results: Mapping[str, Any]) -> list[Table]:
-    """What completions are like (`completions.summary`), what judges give them, and who wins.
+    """What completions are like (`summary.summarise`), what judges give them, and who wins.
 
     A table without a row is left out.
     """

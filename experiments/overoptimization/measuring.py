@@ -18,7 +18,7 @@ from common.checkpoint import plain
 from common.checkpoint.files import MANIFEST
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import score
+from common.evaluation import split
 from common.model import fsdp
 from common.model import load as models
 from common.rewards.score import RewardFunctions
@@ -105,7 +105,7 @@ class Measurer:
         del policy
         gc.collect()  # FSDP's units refer to one another: it would stay beside the next one
         sampled = rollouts.completed(examples)
-        ref_logps = score.score_examples(
+        ref_logps = split.score_examples(
             self.reference, sampled, self.config, self.vocabulary, "reference"
         )  # (P, K)
         logps = rollouts.token_logps.double().sum(1).view(ref_logps.shape)

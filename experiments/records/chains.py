@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from common.evaluation.completions import REFERENCE
+from common.evaluation.records import REFERENCE
 from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
-from common.report import chain, markdown
+from common.report import evaluation_report, markdown
 from common.report.figures import draw_accuracy, draw_reward, held_out, reward_functions
 from common.report.plots import save, style, system_colours, titled_figure
 from common.report.tables import accuracy_table, generation_tables, win_rate_table
@@ -55,7 +55,7 @@ def by_seed(part: str) -> str:
     """A line per seed and system."""
     rows, headers = [], ["seed"]
     for seed, results in evaluations(part).items():
-        table = chain.systems_table(results)
+        table = evaluation_report.systems_table(results)
         headers = ["seed", *table.headers]
         rows += [[seed, *row] for row in table.rows]
     return markdown.table(headers, rows)
@@ -204,7 +204,7 @@ def draw(part: str) -> Path:
 
 
 OF_SEED_0: dict[str, Callable[[Any], Any]] = {
-    "systems": chain.systems_table,
+    "systems": evaluation_report.systems_table,
     "wins": lambda results: win_rate_table(results["win_rates"]),
     "accuracy": lambda results: accuracy_table(results["comparison"]),
     "generations": lambda results: generation_tables(results)[0],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.evaluation.score import run_cost
+from common.evaluation.runs import run_cost
 from common.flags.parser import Parser
 from common.report.blocks import Block, Picture, Section, Table
 from experiments.outcomes import (

@@ -26,9 +26,9 @@ import evaluate
 from common import data, distributed
 from common.data import Example
 from common.errors import UserError
-from common.evaluation import comparison, pair_scores
-from common.evaluation.pair_scores import BASELINES, PairScores
-from common.evaluation.score import ImplicitReward
+from common.evaluation import measure, records, runs, summary
+from common.evaluation.records import BASELINES, PairScores
+from common.evaluation.split import ImplicitReward
 from common.report import tables
 from common.rewards.models import RewardModelFunction
 from common.text import synthetic
@@ -55,14 +55,14 @@ def pair(row: int, **facts: Any) -> dict[str, Any]:
 
 def test_readings_of_a_policy_by_hand():
     logps, lengths = torch.tensor([[-4.0, -6.0]]), torch.tensor([[2, 3]])
-    kinds = pair_scores.POLICY_SCORES
+    kinds = records.POLICY_SCORES
     implicit = torch.tensor([[0.5, -1.5]])
-    read = pair_scores.policy_scores("dpo", kinds, logps, lengths, implicit)
+    read = measure.policy_scores("dpo", kinds, logps, lengths, implicit)
     assert {name: scores.tolist() for name, scores in read.items()} == {
         "dpo implicit_reward": [[0.5, -1.5]],
         "dpo logp_per_token": [[-2.0, -2.0]],
     }
-    itself = pair_scores.policy_scores("sft", kinds, logps, lengths, None)
+    itself = measure.policy_scores("sft", kinds, logps, lengths, None)
     assert {name: scores.tolist() for name, scores in itself.items()} == {
         "sft logp": [[-4.0, -6.0]],
         "sft logp_per_token": [[-2.0, -2.0]],
@@ -83,28 +83,28 @@ def test_baselines_by_hand():
     prompt = "TITLE: cats\n\nPOST: the old cat sat down\n\nTL;DR:"
     examples = [Example(row, prompt, [5], [[1, 2, 3], [1, 2]], {}) for row in (0, 7)]
     texts = [[" the cat sat", " cats"], [" no", " a down TL;DR"]]
-    found = pair_scores.baselines(examples, texts, seed=1)
+    found = measure.baselines(examples, texts, seed=1)
     assert list(found) == list(BASELINES)
     longer, shorter, overlap, guess = found.values()
     assert longer.tolist() == [[3, 2], [3, 2]]
     assert shorter.tolist() == [[-3, -2], [-3, -2]]
     assert overlap == pytest.approx(np.array([[6 / 8, 0], [0, 2 / 9]]))  # the title is no post
     assert len(np.unique(guess)) == 4
-    others = pair_scores.baselines(examples[1:], texts[1:], seed=1)["random guess"]
+    others = measure.baselines(examples[1:], texts[1:], seed=1)["random guess"]
     assert others.tolist() == guess[1:].tolist()  # of seed and row
-    assert (pair_scores.baselines(examples, texts, seed=2)["random guess"] != guess).all()
+    assert (measure.baselines(examples, texts, seed=2)["random guess"] != guess).all()
 
 
 def test_a_random_guess_is_right_half_the_time():
     examples = [Example(row, "p", [5], [[1], [2]], {}) for row in range(4000)]
-    scores = pair_scores.baselines(examples, [["a", "b"]] * 4000, seed=0)["random guess"]
+    scores = measure.baselines(examples, [["a", "b"]] * 4000, seed=0)["random guess"]
     assert np.mean(scores[:, 0] > scores[:, 1]) == pytest.approx(0.5, abs=0.03)
 
 
 def test_odds_are_known_only_where_the_rows_say_so():
     columns = [{"label_probability": p} for p in (0.9, None)]
     pairs = [Example(i, "p", [1], [[2], [3]], columns[i]) for i in range(2)]
-    described = pair_scores.describe_pairs(pairs, "data", "validation")
+    described = records.describe_pairs(pairs, "data", "validation")
     assert [pair["label_probability"] for pair in described] == [0.9, None]
     assert evaluate.attainable(described) is None
     assert evaluate.attainable(described[:1]) == 0.9
@@ -117,7 +117,7 @@ def test_every_source_is_counted_by_itself_by_hand():
     table = table_of(a=[[1, 0], [1, 0], [0, 1], [0, 0]], b=[[0, 1], [1, 0], [1, 0], [1, 0]])
     for row, source in enumerate("xxyy"):
         table.pairs[row]["source"] = source
-    found = comparison.compare(table)
+    found = summary.compare(table)
     a, _ = found["systems"]
     assert (a["accuracy"]["accuracy"], a["accuracy"]["num_ties"]) == (2.5 / 4, 1)
     by_source = {part: value["accuracy"] for part, value in a["accuracy_by"]["source"].items()}
@@ -136,12 +136,12 @@ def test_pairs_of_a_prompt_are_drawn_together():
     together = table_of(a=right)
     for row, line in enumerate(together.pairs):
         line["prompt_sha256"] = str(row // 5)
-    narrow, wide = (comparison.compare(t)["systems"][0]["accuracy"] for t in (apart, together))
+    narrow, wide = (summary.compare(t)["systems"][0]["accuracy"] for t in (apart, together))
     assert (narrow["low"], narrow["high"]) == (wide["low"], wide["high"])  # Wilson's do not know
     assert wide["prompt_high"] - wide["prompt_low"] > 1.8 * (
         narrow["prompt_high"] - narrow["prompt_low"]
     )
-    assert comparison.compare(together)["num_prompts"] == 12
+    assert summary.compare(together)["num_prompts"] == 12
 
 
 def test_pairs_of_one_prompt_show_no_difference():
@@ -149,7 +149,7 @@ def test_pairs_of_one_prompt_show_no_difference():
     table = table_of(a=[[1.0, 0.0]] * 20, b=[[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 12)
     for line in table.pairs:
         line["prompt_sha256"] = "same"
-    found = comparison.compare(table)
+    found = summary.compare(table)
     accuracy = found["systems"][1]["accuracy"]
     assert (accuracy["accuracy"], accuracy["num_prompts"], accuracy["prompt_low"]) == (0.4, 1, None)
     (difference,) = found["differences"]
@@ -162,10 +162,10 @@ def test_pairs_of_one_prompt_show_no_difference():
 def test_differences_are_drawn_over_prompts_too():
     right = [[1.0, 0.0]] * 30 + [[0.0, 1.0]] * 30
     table = table_of(a=right, b=right[::-1])
-    (apart,) = comparison.compare(table)["differences"]
+    (apart,) = summary.compare(table)["differences"]
     for row, line in enumerate(table.pairs):
         line["prompt_sha256"] = str(row // 5)
-    (together,) = comparison.compare(table)["differences"]
+    (together,) = summary.compare(table)["differences"]
     assert together["high"] - together["low"] > 1.8 * (apart["high"] - apart["low"])
     assert together["p_value"] == apart["p_value"] == 1
 
@@ -185,16 +185,16 @@ def random_table(seed: int, num_pairs: int = 12) -> PairScores:
 
 def test_a_table_is_read_as_it_was_written_to_the_last_bit(tmp_path: Path):
     table = random_table(0)
-    pair_scores.write_scores(tmp_path / "scores.jsonl", table)
-    again = pair_scores.read_scores(tmp_path / "scores.jsonl")
+    records.write_scores(tmp_path / "scores.jsonl", table)
+    again = records.read_scores(tmp_path / "scores.jsonl")
     assert again.pairs == table.pairs
     for name, scores in table.scores.items():
         assert (again.scores[name] == scores).all()
-    assert comparison.compare(again) == comparison.compare(table)
+    assert summary.compare(again) == summary.compare(table)
 
 
 def test_tables_show_every_system_and_its_numbers():
-    found = comparison.compare(random_table(3))
+    found = summary.compare(random_table(3))
     by_title = {part.title: part.blocks[0] for part in tables.comparison_sections(found)}
     assert list(by_title) == [
         "Preference accuracy of every system",
@@ -216,7 +216,7 @@ def test_of_many_systems_each_is_compared_with_the_best_and_baselines_with_none(
     draws = np.random.default_rng(1).normal(size=(10, 12, 2))
     names = [*(f"rm{i}" for i in range(1, 7)), *BASELINES]
     table.scores |= dict(zip(names, draws, strict=True))
-    found = comparison.compare(table)
+    found = summary.compare(table)
     shown = tables.difference_table(found).rows
     best = max(found["systems"], key=lambda s: s["accuracy"]["accuracy"])["name"]
     assert len(shown) == 7
@@ -275,8 +275,8 @@ def evaluation(folders: Path) -> Path:
 
 def test_the_file_alone_gives_every_number_again(evaluation: Path):
     results = json.loads((evaluation / "results.json").read_text())
-    table = pair_scores.read_scores(evaluation / "scores.jsonl")
-    assert json.loads(json.dumps(comparison.compare(table))) == results["comparison"]
+    table = records.read_scores(evaluation / "scores.jsonl")
+    assert json.loads(json.dumps(summary.compare(table))) == results["comparison"]
     assert list(table.scores) == [
         "reward",
         "foreign",
@@ -301,7 +301,7 @@ def test_the_file_alone_gives_every_number_again(evaluation: Path):
 @torch.no_grad()
 def test_scores_are_those_of_transformers_on_single_texts(folders: Path, evaluation: Path):
     rows = synthetic.make_rows("preference", "validation", NUM_PAIRS)
-    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    table = records.read_scores(evaluation / "scores.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
     other = AutoTokenizer.from_pretrained(folders / "foreign" / "model")
     lms = {n: AutoModelForCausalLM.from_pretrained(folders / n / "model") for n in ("sft", "dpo")}
@@ -352,7 +352,7 @@ def test_the_stop_token_is_left_out_of_scores(folders: Path):
     )
     with tiny.process_group():
         evaluate.main(config)
-    table = pair_scores.read_scores(folders / "second" / "scores.jsonl")
+    table = records.read_scores(folders / "second" / "scores.jsonl")
     lm = AutoModelForCausalLM.from_pretrained(folders / "dpo" / "model")
     tokenizer = AutoTokenizer.from_pretrained(folders / "dpo" / "model")
     row = synthetic.make_rows("preference", "validation", 1)[0]
@@ -373,13 +373,13 @@ def foreign_rewards(root: str) -> list[list[float]]:
     )
     function = RewardModelFunction(f"{root}/foreign/model", tokenizer, config)
     function.load(distributed.mesh())
-    return pair_scores.reward_scores(function, pairs, vocabulary, config).tolist()
+    return measure.reward_scores(function, pairs, vocabulary, config).tolist()
 
 
 def test_two_ranks_share_the_pairs_of_a_model_of_another_vocabulary(
     folders: Path, evaluation: Path, tmp_path: Path
 ):
-    table = pair_scores.read_scores(evaluation / "scores.jsonl")
+    table = records.read_scores(evaluation / "scores.jsonl")
     expected = table.scores["foreign"][:5]
     for found in launch(foreign_rewards, 2, tmp_path, root=str(folders)):
         assert np.array(found) == pytest.approx(expected, abs=1e-5)
@@ -389,9 +389,9 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     tokenizer = AutoTokenizer.from_pretrained(folders / "sft" / "model")
     config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
     for name in ("sft", "dpo"):
-        pair_scores.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
+        runs.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
     with pytest.raises(UserError, match="another tokenizer .* in a run of its own"):
-        pair_scores.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
+        runs.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
 
 
 @pytest.mark.parametrize(
@@ -411,21 +411,21 @@ def test_a_policy_is_judged_by_the_reward_of_its_run(
 ):
     folder = tmp_path / "model"
     folder.mkdir()
-    assert pair_scores.reward_of_run(str(folder)) == ImplicitReward()
+    assert runs.reward_of_run(str(folder)) == ImplicitReward()
     (tmp_path / "config.yaml").write_text(text)
-    assert pair_scores.reward_of_run(str(folder)) == expected
+    assert runs.reward_of_run(str(folder)) == expected
 
 
 def test_the_reference_of_one_policy_is_where_its_run_started(tmp_path: Path):
     folder, start = tmp_path / "dpo" / "model", tmp_path / "sft"
     folder.mkdir(parents=True)
-    assert pair_scores.reference_of_run(str(folder)) == ""
+    assert runs.reference_of_run(str(folder)) == ""
     (tmp_path / "dpo" / "config.yaml").write_text(f"model_name_or_path: {start}")
-    assert pair_scores.reference_of_run(str(folder)) == ""  # it is not there any more
+    assert runs.reference_of_run(str(folder)) == ""  # it is not there any more
     start.mkdir()
-    assert pair_scores.reference_of_run(str(folder)) == str(start)
+    assert runs.reference_of_run(str(folder)) == str(start)
     (tmp_path / "dpo" / "config.yaml").write_text("model_name_or_path: owner/name")  # on the hub
-    assert pair_scores.reference_of_run(str(folder)) == "owner/name"
+    assert runs.reference_of_run(str(folder)) == "owner/name"
 
 
 def test_a_reading_without_the_stop_token_leaves_it_out():
@@ -433,6 +433,6 @@ def test_a_reading_without_the_stop_token_leaves_it_out():
         Example(0, "p", [5], [[3, 4, 0], [0]], {}),
         Example(1, "p", [5], [[3, 4], [2, 0]], {}),
     ]
-    kept = pair_scores.without_stop(examples, tiny.vocabulary([0]))
+    kept = measure.without_stop(examples, tiny.vocabulary([0]))
     assert [e.completions for e in kept] == [[[3, 4], [0]], [[3, 4], [2]]]
     assert examples[0].completions == [[3, 4, 0], [0]]

@@ -21,8 +21,8 @@ from common import distributed
 from common.checkpoint import export
 from common.data import Example, PromptGroup
 from common.errors import UserError
-from common.evaluation import score as evaluation
-from common.evaluation.score import ImplicitReward
+from common.evaluation import runs, split
+from common.evaluation.split import ImplicitReward
 from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
@@ -64,7 +64,7 @@ def plain_scores(model: Any, examples: list[Example]) -> Tensor:
 
 def score(model: Any, examples: list[Example], micro_batch_size: int = 4, **fields: Any) -> Tensor:
     config = tiny.train_config(micro_batch_size=micro_batch_size, **fields)
-    return evaluation.score_examples(model, examples, config, tiny.vocabulary(), "scoring")
+    return split.score_examples(model, examples, config, tiny.vocabulary(), "scoring")
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_completion_of_two_rows_is_scored_once(model):
     rest = (PAIRS, tiny.train_config(), tiny.vocabulary(), "scoring")
     own = torch.arange(2 * len(PAIRS)).view(-1, 2).double()
     own[6, 1] = 1  # the second completion of row 0
-    assert evaluation.score_examples(model, *rest, score=slots).equal(own)
+    assert split.score_examples(model, *rest, score=slots).equal(own)
 
 
 def test_scoring_leaves_a_policy_sharded():
@@ -146,7 +146,7 @@ def test_sft_loss_is_the_mean_over_tokens_not_over_rows():
     examples = [Example(e.row, "", e.prompt_ids, e.completions[:1], {}) for e in PAIRS]
     logps = plain_scores(policy, examples)[:, 0]
     lengths = torch.tensor([len(e.completions[0]) for e in examples])
-    loss = evaluation.mean_sft_loss(policy, examples, tiny.train_config(), tiny.vocabulary())
+    loss = split.mean_sft_loss(policy, examples, tiny.train_config(), tiny.vocabulary())
     assert loss == pytest.approx(float(-logps.sum() / lengths.sum()), abs=1e-5)
     assert abs(loss - float((-logps / lengths).mean())) > 1e-2
 
@@ -158,7 +158,7 @@ def test_preference_accuracy_is_a_count(model):
     """The last pair is of two equal completions: a tie, which counts one half."""
     tie = Example(7, "", [5, 6], [[8, 9, 0], [8, 9, 0]], {})
     pairs = [*PAIRS, tie]
-    accuracy, scores = evaluation.preferences(model, pairs, tiny.train_config(), tiny.vocabulary())
+    accuracy, scores = split.preferences(model, pairs, tiny.train_config(), tiny.vocabulary())
     plain = plain_scores(model, pairs)
     wins = sum(chosen > rejected for chosen, rejected in plain[:-1].tolist())
     assert 0 < wins < 7  # chosen and rejected are not told apart by a constant
@@ -167,7 +167,7 @@ def test_preference_accuracy_is_a_count(model):
     assert accuracy.low < accuracy.accuracy < accuracy.high
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-4)
     swapped = [Example(e.row, "", e.prompt_ids, e.completions[::-1], {}) for e in pairs]
-    other, _ = evaluation.preferences(model, swapped, tiny.train_config(), tiny.vocabulary())
+    other, _ = split.preferences(model, swapped, tiny.train_config(), tiny.vocabulary())
     assert other.accuracy == pytest.approx(1 - accuracy.accuracy)
 
 
@@ -175,14 +175,14 @@ def test_an_implicit_reward_is_the_gain_over_the_reference():
     policy, reference = (Policy(tiny.causal_lm("gpt2", seed=seed)) for seed in (0, 1))
     config = tiny.train_config()
     ref_scores = score(reference, PAIRS)
-    accuracy, gains = evaluation.preferences(
+    accuracy, gains = split.preferences(
         policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), ref_scores
     )
     expected = plain_scores(policy, PAIRS) - plain_scores(reference, PAIRS)
     torch.testing.assert_close(gains, expected, rtol=0, atol=1e-4)
     wins = int((expected[:, 0] > expected[:, 1]).sum())
     assert accuracy.accuracy == pytest.approx(wins / 7)
-    itself, _ = evaluation.preferences(
+    itself, _ = split.preferences(
         policy, PAIRS, config, tiny.vocabulary(), ImplicitReward(), score(policy, PAIRS)
     )
     assert (itself.accuracy, itself.num_ties) == (0.5, 7)
@@ -193,7 +193,7 @@ def test_pair_metrics_by_hand():
     rewards = torch.tensor([[3.0, 1.0], [2.0, 2.0], [0.0, 4.0], [1.0, -1.0], [99.0, -99.0]])
     real = torch.tensor([True, True, True, True, False])
     metrics = Accumulator(torch.device("cpu"))
-    evaluation.add_pair_metrics(metrics, rewards.requires_grad_(), real)
+    split.add_pair_metrics(metrics, rewards.requires_grad_(), real)
     assert metrics.reduce() == pytest.approx(
         {
             "chosen_reward": 6 / 4,
@@ -212,7 +212,7 @@ def test_the_pair_table_shows_both_texts_and_scores():
     pairs = [Example(i, f"prompt {i}", [5], [[*ids, 0] for ids in words], {}) for i in range(3)]
     scores = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     config = tiny.train_config(num_sample_prompts=2)
-    table = evaluation.pair_table(pairs, scores, tiny.vocabulary(), config)
+    table = split.pair_table(pairs, scores, tiny.vocabulary(), config)
     assert len(table) == 2
     assert table[1] == {
         "prompt": "prompt 1",
@@ -224,18 +224,18 @@ def test_the_pair_table_shows_both_texts_and_scores():
 
 
 def test_a_run_s_cost_is_read_from_its_metrics(tmp_path):
-    assert evaluation.run_cost(tmp_path) == {}
+    assert runs.run_cost(tmp_path) == {}
     records = [
         {"step": 1, "loss": 2.0, "elapsed_minutes": 0.5, "peak_memory_gb": 1.0},
         {"step": 2, "elapsed_minutes": 1.5, "peak_memory_gb": 2.0},
         {"step": 2, "eval_loss": 2.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    assert evaluation.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
-    assert evaluation.run_of("a/sft/model") == (Path("a/sft"), math.inf)
-    found = evaluation.run_of("a/sft/checkpoints/step_00000012/model")
+    assert runs.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
+    assert runs.folder_of_run("a/sft/model") == (Path("a/sft"), math.inf)
+    found = runs.folder_of_run("a/sft/checkpoints/step_00000012/model")
     assert found == (Path("a/sft"), 12)
-    assert evaluation.run_cost(tmp_path, 1) == {"elapsed_minutes": 0.5, "peak_memory_gb": 1.0}
+    assert runs.run_cost(tmp_path, 1) == {"elapsed_minutes": 0.5, "peak_memory_gb": 1.0}
 
 
 # ---- reward models as reward functions -----------------------------------------------------------

@@ -23,10 +23,9 @@ import evaluate
 from common import distributed
 from common.checkpoint import export
 from common.data import Example
-from common.evaluation import completions
-from common.evaluation.completions import REFERENCE
+from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
-from common.evaluation.pair_scores import BASELINES, read_scores
+from common.evaluation.records import BASELINES, REFERENCE, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.flags.parser import parse
 from common.model import fsdp, load
@@ -148,9 +147,9 @@ def test_kl_and_entropy_are_those_of_transformers_logits(folder):
         sampler = Sampler(policies[0], tiny.vocabulary([STOP]), config)
         rollouts = sampler.sample_shared(prompts, temperature=1.0, title="sampling")
         arguments = (judges, prompts, rollouts, config)
-        found = completions.measure(*policies, *arguments, 1.0)
-        itself = completions.measure(policies[0], policies[0], *arguments, 1.0)
-        colder = completions.measure(*policies, *arguments, 0.7)
+        found = measure.measure_completions(*policies, *arguments, 1.0)
+        itself = measure.measure_completions(policies[0], policies[0], *arguments, 1.0)
+        colder = measure.measure_completions(*policies, *arguments, 0.7)
     plain = [tiny.causal_lm("gpt2", seed=seed, vocab_size=300, is_plain=True) for seed in (3, 4)]
     for example, ids, own in zip(prompts, rollouts.completion_ids, found, strict=True):
         whole = torch.tensor([example.prompt_ids + ids], device=distributed.device())
@@ -176,7 +175,7 @@ def test_a_reference_that_is_too_long_is_cut_for_the_judges_only():
     examples = [
         replace(tiny.ragged_examples([(4,)])[0], columns={"completion": text}) for text in texts
     ]
-    found = completions.reference_completions(judges, examples, LONGEST)
+    found = measure.reference_completions(judges, examples, LONGEST)
     assert sorted(found) == [0, 1, 4]
     short, long, message = found.values()
     assert (short.completion, short.stopped) == (texts[0], True)
@@ -200,7 +199,7 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
         Example(0, "", [5, 6], [], {"completion": completion}, "other", [asked])
         for completion in ([answer], "the")
     ]
-    found = completions.reference_completions(judges, examples, LONGEST)
+    found = measure.reference_completions(judges, examples, LONGEST)
     assert len(found) == 2
     for own in found.values():
         num_tokens = len(tokenizer("the")["input_ids"]) + 1
@@ -212,15 +211,15 @@ def test_a_reference_in_a_conversation_ends_as_the_template_ends_it():
 
 
 def test_every_number_is_a_function_of_the_file(folder, results):
-    answers = completions.read(folder / "one")
+    answers = records.read_completions(folder / "one")
     assert len(answers) == len(ROWS)
     for system in results["systems"]:
         if system["kind"] == "policy":
-            summary = completions.summary(answers, system["name"])
-            assert {key: system[key] for key in summary} == summary
-    assert results["reference_completions"] == completions.summary(answers, REFERENCE)
+            means = summary.summarise(answers, system["name"])
+            assert {key: system[key] for key in means} == means
+    assert results["reference_completions"] == summary.summarise(answers, REFERENCE)
     assert results["win_rates"] == all_win_rates(answers)
-    completions.write(answers, folder)
+    records.write_completions(answers, folder)
     written = [(path / "completions.jsonl").read_bytes() for path in (folder, folder / "one")]
     assert written[0] == written[1]
 
@@ -286,9 +285,9 @@ def test_a_judge_that_fails_loses_nothing_that_was_measured_before_it(folder, re
     with tiny.process_group(), pytest.raises(OSError, match="away"):
         evaluate_here(argv)
     assert not any(path.exists() for path in of_before)
-    measured = completions.read(folder / "broken")
+    measured = records.read_completions(folder / "broken")
     assert [answer.systems for answer in measured] == [
-        answer.systems for answer in completions.read(folder / "one")
+        answer.systems for answer in records.read_completions(folder / "one")
     ]
     scores = read_scores(folder / "broken" / "scores.jsonl").scores
     whole = read_scores(folder / "one" / "scores.jsonl").scores
@@ -349,7 +348,7 @@ def test_several_samples_of_rows_without_pairs(folder, lines, monkeypatch):
     results = json.loads((folder / "several" / "results.json").read_text())
     assert (results["num_pairs"], results["comparison"]) == (0, None)
     assert "ccuracy" not in (folder / "several" / "report.md").read_text()
-    answers = completions.read(folder / "several")
+    answers = records.read_completions(folder / "several")
     for line, answer in zip(lines, answers, strict=True):
         for name in ("sft", "dpo"):
             own, *rest = answer.all_of(name)
@@ -420,6 +419,6 @@ def test_a_completion_of_no_words_shares_none():
     judges = RewardFunctions.find([], [], tiny.vocabulary(), config)
     example = tiny.ragged_examples([(4,)])[0]
     rollouts = Rollouts.of([[STOP]], [[0.0]], [True])
-    (own,) = completions.judged(judges, [example], rollouts, [""], ["a reference"])
+    (own,) = measure.judge_completions(judges, [example], rollouts, [""], ["a reference"])
     assert (own.completion, own.num_tokens, own.rewards) == ("", 1, {})
     assert (own.rouge_1, own.rouge_2, own.rouge_l) == (0, 0, 0)

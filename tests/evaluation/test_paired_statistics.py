@@ -11,8 +11,8 @@ from scipy.stats import binomtest
 from statsmodels.stats.contingency_tables import mcnemar
 
 from common.evaluation import intervals
-from common.evaluation.comparison import mcnemar_p_value, paired_differences
 from common.evaluation.intervals import bootstrap_means, percentile_interval
+from common.evaluation.summary import mcnemar_p_value, paired_differences
 
 
 @pytest.fixture

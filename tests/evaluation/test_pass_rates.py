@@ -7,9 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from common.evaluation.completions import Answers, Generation, checks
 from common.evaluation.intervals import share_over_prompts
 from common.evaluation.pass_rates import majority, pass_at, pass_rates
+from common.evaluation.records import Generation, PromptRecord
+from common.evaluation.summary import checks
 from common.rewards.functions import final_answers
 
 
@@ -57,12 +58,10 @@ def test_a_check_says_nothing_but_0_and_1_of_any_completion():
 
     first = one(check=1.0, score=0.0, none=None)
     second = one(check=None, score=1.0, none=None)
-    assert checks([Answers(0, "p", None, {"a": first}), Answers(1, "q", None, {"a": second})]) == [
-        "check",
-        "score",
-    ]
-    further = Answers(1, "q", None, {"a": second}, further={"a": [one(check=0.0, score=0.5)]})
-    assert checks([Answers(0, "p", None, {"a": first}), further]) == ["check"]
+    rows = [PromptRecord(0, "p", None, {"a": first}), PromptRecord(1, "q", None, {"a": second})]
+    assert checks(rows) == ["check", "score"]
+    further = PromptRecord(1, "q", None, {"a": second}, further={"a": [one(check=0.0, score=0.5)]})
+    assert checks([rows[0], further]) == ["check"]
 
 
 def test_equal_numbers_are_equal_answers_of_gsm8k():

@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 from statsmodels.stats.proportion import proportion_confint
 
-from common.evaluation.completions import REFERENCE, Answers, Generation, Verdict
 from common.evaluation.intervals import interval_cell, mean_over_prompts, share_over_prompts
+from common.evaluation.records import REFERENCE, Generation, PromptRecord, Verdict
 from common.evaluation.win_rates import all_win_rates, verdict
 
 
@@ -19,8 +19,10 @@ def generation(reward: float | None, text: str = "", tokens: int = 3, **rest: An
     return Generation(text or f"text {reward} {tokens}", tokens, True, {"rm": reward}, **rest)
 
 
-def row(number: int, reference: Generation | None, *, verdicts: Any = (), **own: Any) -> Answers:
-    return Answers(number, f"prompt {number}", reference, own, list(verdicts))
+def row(
+    number: int, reference: Generation | None, *, verdicts: Any = (), **own: Any
+) -> PromptRecord:
+    return PromptRecord(number, f"prompt {number}", reference, own, list(verdicts))
 
 
 ANSWERS = [
@@ -32,7 +34,7 @@ ANSWERS = [
 ]
 
 
-def by_reward(answers: list[Answers], a: str, b: str) -> list[float | None]:
+def by_reward(answers: list[PromptRecord], a: str, b: str) -> list[float | None]:
     return [verdict(own, a, b, "rm") for own in answers]
 
 

@@ -23,7 +23,7 @@ import train_sft
 from common import data, distributed
 from common.checkpoint import export
 from common.errors import UserError
-from common.evaluation import score
+from common.evaluation import split
 from common.flags.parser import parse
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
@@ -103,7 +103,7 @@ def test_a_policy_is_measured_by_what_plain_scoring_says(folder):
         place, example = (i // 3, i % 3), examples[i // 3]
         alone = [data.Example(0, "", example.prompt_ids, [ids], {})]
         pi, ref, reward = (
-            score.score_examples(model, alone, found.config, found.vocabulary, "")
+            split.score_examples(model, alone, found.config, found.vocabulary, "")
             for model in (found.load("other/model"), found.reference, judge)
         )
         assert measured.log_ratio[place] == pytest.approx(float(pi - ref), abs=1e-3)

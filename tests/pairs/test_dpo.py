@@ -22,13 +22,13 @@ import train_dpo
 from common import losses
 from common.data import BatchOrder, Example
 from common.errors import UserError
-from common.evaluation import score
+from common.evaluation import split
 from common.evaluation.config import EvaluateConfig
 from common.model import load
 from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
-from common.report import chain, plots
+from common.report import evaluation_report, plots
 from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
@@ -325,7 +325,7 @@ JUDGED |= {"sum": {"loss_type": ["simpo", "sigmoid"]}}
 @pytest.mark.parametrize("job", JUDGED)
 def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, monkeypatch):
     monkeypatch.setattr(plots, "plot_run", lambda folder: None)
-    monkeypatch.setattr(chain, "chain_report", lambda *_: [])
+    monkeypatch.setattr(evaluation_report, "write_report", lambda *_: [])
     rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
     flags = COMMON | rows | {"num_sample_prompts": 0, "output_dir": str(tmp_path / "dpo")}
     flags |= {"model_name_or_path": str(runs.folder / "start"), "learning_rate": 3e-3}
@@ -405,7 +405,7 @@ def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(from_rollouts, "pairs_from_rollouts", refuse)
-        patch.setattr(score, "tail_weighted_logps", refuse)
+        patch.setattr(split, "tail_weighted_logps", refuse)
         train_dpo.main(DPOConfig(**flags))
         assert weights.read_bytes() == whole
         assert untimed_lines(tmp_path / "run") == lines

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.evaluation.pair_scores import BASELINES
+from common.evaluation.records import BASELINES
 from experiments.records import make, tables
 
 PAGE = "# Page\n\nBefore.\n\n<!-- demo.mean -->\nold\n<!-- /demo.mean -->\n\nAfter.\n"

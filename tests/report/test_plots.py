@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.evaluation import completions
-from common.evaluation.completions import Answers, Generation
+from common.evaluation import records
+from common.evaluation.records import Generation, PromptRecord
 from common.flags.parser import parse
 from common.record.glossary import METRICS, PREFIXES
-from common.report import chain, figures, plots
-from common.report.chain import chain_report, systems_table
+from common.report import evaluation_report, figures, plots
+from common.report.evaluation_report import systems_table, write_report
 from common.report.plots import (
     PANELS,
     Line,
@@ -126,9 +126,9 @@ def test_other_ranks_draw_nothing(
 ) -> None:
     run_dir = record(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
-    monkeypatch.setattr(chain, "is_rank0", lambda: False)
+    monkeypatch.setattr(evaluation_report, "is_rank0", lambda: False)
     assert plot_run(run_dir) == []
-    assert chain_report(results, tmp_path / "eval") == []
+    assert write_report(results, tmp_path / "eval") == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["metrics.jsonl", "run"]
 
 
@@ -225,7 +225,7 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
     assert "'positive'" in axes.get_title("left") + axes.get_title()
     (dot,) = [line for line in axes.get_lines() if line.get_marker() == "o"]
     assert dot.get_ydata().tolist() == [0.891]
-    assert chain.system_numbers(results)["SFT/positive"] == 0.891
+    assert evaluation_report.system_numbers(results)["SFT/positive"] == 0.891
 
 
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(
@@ -239,10 +239,12 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     systems = {name: Generation(text, 9, True) for name, text in made.items()}
     own = Generation(" The facts.", 3, True)
     (tmp_path / "eval").mkdir()
-    completions.write([Answers(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval")
+    records.write_completions(
+        [PromptRecord(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval"
+    )
     results["systems"][0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
     results["systems"][1]["path"] = str(tmp_path / "none/model")
-    written = chain_report(results, tmp_path / "eval")
+    written = write_report(results, tmp_path / "eval")
     pictures = [f"plots/{name}.png" for name in ("accuracy", "reward", "reward_curves", "loss")]
     names = ["report.html", "report.md", *pictures]
     assert written == [tmp_path / "eval" / name for name in names]
@@ -268,7 +270,7 @@ def test_a_chain_without_gold_rewards_or_runs_is_reported(
     results["attainable_accuracy"] = None
     for each in results["systems"]:
         each["gold_reward"] = None
-    _, report_path, *pictures = chain_report(results, tmp_path)
+    _, report_path, *pictures = write_report(results, tmp_path)
     assert "Attainable is" not in report_path.read_text()
     assert all(ink(picture) > 0.005 for picture in pictures)
 
@@ -334,7 +336,7 @@ def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() 
 
 
 def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
-    numbers = chain.system_numbers(results)
+    numbers = evaluation_report.system_numbers(results)
     assert numbers["SFT/accuracy"] == 0.5
     assert numbers["SFT/gold_reward"] == 0.55
     assert numbers["Reward model/accuracy"] == 0.8125
@@ -353,13 +355,13 @@ def test_wandb_gets_the_table_and_the_numbers_if_asked(
     wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = parse(EvaluateConfig, ["--policies", "a", "--output_dir", str(tmp_path / "eval")])
-    chain.send(results, config)
+    evaluation_report.log_systems(results, config)
     assert not (tmp_path / "eval").exists()
-    chain.send(results, replace(config, report_to=["wandb"]))
+    evaluation_report.log_systems(results, replace(config, report_to=["wandb"]))
     shown, finished = run.logged
     assert finished == "finished"
-    systems = chain.systems_table(results)
+    systems = evaluation_report.systems_table(results)
     assert shown == {"systems": table(columns=systems.headers, data=systems.rows)}
-    assert run.summary == chain.system_numbers(results)
+    assert run.summary == evaluation_report.system_numbers(results)
     del wandb.Table  # it fails on the way: the evaluation goes on
-    chain.send(results, replace(config, report_to=["wandb"]))
+    evaluation_report.log_systems(results, replace(config, report_to=["wandb"]))

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 import train_reward
 from common import distributed
 from common.data import Example, load_examples
-from common.evaluation import pair_scores
+from common.evaluation import measure
 from common.record.jsonl import read_jsonl
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
@@ -219,7 +219,7 @@ def pair_scores_here(folder: Path) -> torch.Tensor:
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (function,) = scorer.reward_models.values()
     pairs = load_examples(config, str(file), "train", "preference", scorer.vocabulary)
-    return pair_scores.reward_scores(function, pairs, scorer.vocabulary, config).float()
+    return measure.reward_scores(function, pairs, scorer.vocabulary, config).float()
 
 
 def test_a_reward_model_that_trl_trained_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):

@@ -25,7 +25,7 @@ from common.checkpoint import files
 from common.config import CommonConfig
 from common.flags.parser import parse
 from common.model import optim
-from common.report import chain
+from common.report import evaluation_report
 
 LONG = 64  # tokens, of which the rows of a bad step have more
 STEPS, SAVED = 4, 2
@@ -43,7 +43,7 @@ def run_all(jobs: Sequence[dict[str, Any]], *, simulated: bool) -> list[str]:
                 arguments = [
                     text for key, value in job["flags"].items() for text in flag(key, value)
                 ]
-                with mock.patch.object(chain, "chain_report"):  # pictures
+                with mock.patch.object(evaluation_report, "write_report"):  # pictures
                     evaluate.main(parse(evaluate.EvaluateConfig, arguments))
             elif job.get("is_spoilt"):
                 said.append(sentence_of(job))

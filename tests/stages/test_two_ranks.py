@@ -15,7 +15,7 @@ from ranks import launch, local
 from transformers import AutoModelForCausalLM
 
 from common import distributed, self_checks
-from common.evaluation import score
+from common.evaluation import split
 from common.model import fsdp, optim
 from common.sampling.sampler import Rollouts, Sampler
 from common.scoring import Policy
@@ -65,7 +65,7 @@ def measure() -> dict[str, Any]:
     result["second"] = as_lists(sampler.sample(PROMPTS[: 2 * rank]))
     result["shared"] = as_lists(sampler.sample_shared(PROMPTS, temperature=1.0, title="sampling"))
     config = tiny.train_config(micro_batch_size=2)
-    result["scores"] = score.score_examples(
+    result["scores"] = split.score_examples(
         policy, PAIRS, config, tiny.vocabulary(), "scoring"
     ).tolist()
 

@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from common import data
 from common.data import PromptGroup, collate, load_examples
 from common.errors import UserError
-from common.evaluation.completions import judged
+from common.evaluation.measure import judge_completions
 from common.rewards.models import RewardModelFunction
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
@@ -169,7 +169,7 @@ def test_reward_functions_see_the_messages_and_a_judge_reads_them_by_its_own_tem
     rollouts = Rollouts.of(ids, [[0.0] * len(row) for row in ids], [True, False])
     scorer.check_rows([example])
     assert scorer.score([example], rollouts).total.tolist() == [[4.0, 2.0]]
-    found = judged(scorer, [example], rollouts, rollouts.texts(chatml), [""])
+    found = judge_completions(scorer, [example], rollouts, rollouts.texts(chatml), [""])
     assert [own.answers for own in found] == [{"judge": "Yes."}, {"judge": "Oh"}]
 
     other = copy.deepcopy(chatml)  # which learns to write the end of the turn before its eos

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from common import data
 from common.errors import UserError
-from common.evaluation import pair_scores
+from common.evaluation import measure
 from common.rewards.models import RewardModelFunction
 from common.text import synthetic
 
@@ -387,7 +387,7 @@ def test_a_judge_with_another_template_is_told_of_the_tools(tmp_path, chatml, mo
     judge([[ASKED]], [[TWO]], [[3]], prompt_ids=[[1]], has_stop=[True], **columns)
     pair = {"prompt": [ASKED], "chosen": [ONE], "rejected": [TWO], **options}
     pairs = load(tmp_path, chatml, pair, kind="preference")
-    pair_scores.reward_scores(judge, pairs, tiny.vocabulary([chatml.eos_token_id], chatml), config)
+    measure.reward_scores(judge, pairs, tiny.vocabulary([chatml.eos_token_id], chatml), config)
     prompts = [chatml.decode(group.prompt_ids) for group in read]
     assert prompts == [prompts[0]] * 2
     assert prompts[0].startswith("Hm. <tools>add\n<|im_start|>user\nWhy?")

@@ -1,14 +1,14 @@
-"""Every system compared on the same pairs: accuracy, by source too, and differences.
+"""Results from records: accuracies and differences on pairs, means and pass rates of completions.
 
-All from a `PairScores` alone, so that `scores.jsonl` gives every number again:
+No model is needed: the two files of an evaluation give every number again,
 
-    comparison.compare(pair_scores.read_scores(Path("output/eval/scores.jsonl")))
+    summary.compare(records.read_scores(Path("output/eval/scores.jsonl")))
 
 Two systems meet the same easy and hard pairs, so their difference is known better than either
 accuracy: two intervals that overlap say little, the interval of the difference says it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
 from typing import Any
@@ -16,8 +16,19 @@ from typing import Any
 import numpy as np
 
 from common.evaluation import intervals
-from common.evaluation.intervals import MIN_PROMPTS, Floats, Numbers
-from common.evaluation.pair_scores import PairScores
+from common.evaluation.intervals import (
+    MIN_PROMPTS,
+    Floats,
+    Numbers,
+    mean_over_prompts,
+    share_over_prompts,
+)
+from common.evaluation.records import REFERENCE, PairScores, PromptRecord
+
+MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")
+
+
+# ---- pairs ---------------------------------------------------------------------------------------
 
 
 def compare(table: PairScores) -> dict[str, Any]:
@@ -121,3 +132,71 @@ def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
 
     total = num_first_better + num_second_better
     return float(binomtest(num_first_better, total).pvalue) if total else 1.0
+
+
+# ---- completions ---------------------------------------------------------------------------------
+
+
+def summarise(answers: Sequence[PromptRecord], name: str) -> dict[str, Any] | None:
+    """Means over the completions of a system, or REFERENCE; None without any.
+
+    Returns:
+        `length` (tokens) and `stop_rate` as numbers, and with intervals as `length_interval` and
+        `stop_rate_interval`; `rewards` by judge if there is any, `entropy` (nats per token, mean
+        over tokens) and the MEANS as intervals, None where nothing was measured;
+        `distinct_completions`, a share; `pass_rates` by judge that only says 0 or 1, if there is
+        any, as `pass_rates.pass_rates`.
+    """
+    from common.text.overlap import distinct_share
+
+    rows = [row for row in answers if row.of(name)]
+    if not rows:
+        return None
+    prompts = [row.prompt for row in rows for _ in row.all_of(name)]
+    generations = [own for row in rows for own in row.all_of(name)]
+    passed = {judge: check_rates(rows, name, judge) for judge in checks(answers)}
+    lengths = [own.num_tokens for own in generations]
+    length = mean_over_prompts(lengths, prompts)
+    stop_rate = share_over_prompts([float(own.stopped) for own in generations], prompts)
+    assert length
+    assert stop_rate
+    judges = dict.fromkeys(judge for own in generations for judge in own.rewards)
+    rewards = {}
+    for judge in judges:
+        over = share_over_prompts if judge in passed else mean_over_prompts  # as its pass@1
+        rewards[judge] = over([own.rewards.get(judge) for own in generations], prompts)
+    return {
+        "length": length["mean"],
+        "length_interval": length,
+        "stop_rate": stop_rate["mean"],
+        "stop_rate_interval": stop_rate,
+        "entropy": mean_over_prompts([own.entropy for own in generations], prompts, lengths),
+        "distinct_completions": distinct_share([own.completion for own in generations]),
+        **({"rewards": rewards} if rewards else {}),
+        **({"pass_rates": passed} if passed else {}),
+        **{
+            key: mean_over_prompts([getattr(own, key) for own in generations], prompts)
+            for key in MEANS
+        },
+    }
+
+
+def checks(answers: Sequence[PromptRecord]) -> list[str]:
+    """The judges that gave nothing but 0 and 1 to any completion."""
+    values: dict[str, set[float]] = {}
+    for row in answers:
+        for own in (row.all_of(name) for name in (*row.systems, REFERENCE)):
+            for judge, reward in ((j, r) for one in own for j, r in one.rewards.items()):
+                values.setdefault(judge, set()).update(() if reward is None else (reward,))
+    return [judge for judge, found in values.items() if found and found <= {0, 1}]
+
+
+def check_rates(rows: Sequence[PromptRecord], name: str, judge: str) -> dict[str, Any]:
+    """How often a system's completions pass a check."""
+    from common.evaluation.pass_rates import pass_rates
+
+    samples = [row.all_of(name) for row in rows]
+    votes = [[one.answers.get(judge) for one in own] for own in samples]
+    has_votes = any(judge in one.answers for own in samples for one in own)
+    rewards = [[one.rewards.get(judge) for one in own] for own in samples]
+    return pass_rates(rewards, votes if has_votes else None, [row.prompt for row in rows])

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
-from common.evaluation.score import run_of
+from common.evaluation.runs import folder_of_run
 from common.record.folder import METRICS, read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
@@ -87,7 +87,7 @@ def system_numbers(results: Results) -> dict[str, float]:
     return numbers
 
 
-def send(results: Results, config: Any) -> None:
+def log_systems(results: Results, config: Any) -> None:
     """Give the systems to what `report_to` names: the table, and what it holds as numbers.
 
     The names in wandb's summary are `<system>/<what>`: `dpo/accuracy`, `dpo/kl`.
@@ -98,7 +98,7 @@ def send(results: Results, config: Any) -> None:
         tracker.tell("finish", system_numbers(results))
 
 
-def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
+def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     """Write `report.html`, `report.md` and their pictures in `plots` of a chain that was evaluated.
 
     Args:
@@ -111,7 +111,7 @@ def chain_report(results: Results, output_dir: str | Path) -> list[Path]:
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    folders = {system["name"]: run_of(system["path"])[0] for system in results["systems"]}
+    folders = {system["name"]: folder_of_run(system["path"])[0] for system in results["systems"]}
     first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
     runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
     records = {name: read_metrics(run) for name, run in runs.items()}

@@ -1,10 +1,8 @@
 """Evaluation on a whole split in fixed order, split over ranks, the same numbers on every rank."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -253,24 +251,3 @@ def pair_table(
         )
         table.append(dict(zip(names, (example.prompt, *texts, *own), strict=True)))
     return table
-
-
-def run_of(path: str) -> tuple[Path, float]:
-    """The folder of the run that wrote a model, and the last step in it."""
-    folder = Path(path).parent
-    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
-    if not is_checkpoint:
-        return folder, math.inf
-    return folder.parent.parent, int(folder.name.removeprefix("step_"))
-
-
-def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
-    """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
-    from common.record.folder import read_metrics
-
-    cost: dict[str, float] = {}
-    for record in read_metrics(run_dir):
-        if record["step"] > last_step:
-            break
-        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
-    return cost

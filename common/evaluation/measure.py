@@ -1,0 +1,294 @@
+"""Measure systems with their models: scores of pairs, completions with rewards, KL, ROUGE."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from common.evaluation.intervals import Floats
+from common.evaluation.records import BASELINES, Generation
+
+if TYPE_CHECKING:
+    from common.config import CommonConfig
+    from common.data import Example
+    from common.evaluation.config import EvaluateConfig
+    from common.padding import AnyBatch
+    from common.rewards.models import RewardModelFunction
+    from common.rewards.score import RewardFunctions
+    from common.sampling.sampler import Rollouts
+    from common.scoring import Policy
+    from common.text.example import Vocabulary
+
+
+# ---- pairs ---------------------------------------------------------------------------------------
+
+
+def policy_scores(
+    policy: str,
+    kinds: Sequence[str],
+    logps: Tensor,
+    lengths: Tensor,
+    implicit_rewards: Tensor | None,
+) -> dict[str, Floats]:
+    """Scores (N, 2) of a policy by each of some `POLICY_SCORES`, under `<policy> <kind>`.
+
+    Args:
+        policy: Its name.
+        kinds: `logp_per_token` is the log-probability divided by the completion's length.
+        logps: (N, 2) log-probabilities of the completions, nats.
+        lengths: (N, 2) tokens of the completions.
+        implicit_rewards: (N, 2) by which its loss judges (`score.ImplicitReward`); None where they
+            need a reference and there is none, as for the reference itself, whose ratios are 0
+            everywhere: the log-probabilities, as `logp`, take their place.
+    """
+    scores: dict[str, Floats] = {}
+    for kind in kinds:
+        if kind == "logp_per_token":
+            scores[f"{policy} {kind}"] = (logps / lengths).numpy()
+        elif implicit_rewards is None:
+            scores[f"{policy} logp"] = logps.numpy()
+        else:
+            scores[f"{policy} {kind}"] = implicit_rewards.numpy()
+    return scores
+
+
+def baselines(
+    examples: Sequence["Example"], texts: Sequence[Sequence[str]], seed: int
+) -> dict[str, Floats]:
+    """Scores (N, 2) that need no model, of N pairs and the texts of their completions.
+
+    Tokens of the completion, and minus them; ROUGE-L F1 of the completion against the post (the
+    prompt without TL;DR's header and cue); random numbers, a function of seed and row.
+    """
+    from common import data, noise
+    from common.text import overlap
+    from common.text.truncate import split_prompt
+
+    lengths = data.lengths(examples)[:, 1:].double().numpy()
+    posts = [split_prompt(example.prompt)[1] for example in examples]
+    overlaps = [
+        [overlap.rouge_l(text, post) for text in pair]
+        for post, pair in zip(posts, texts, strict=True)
+    ]
+    rows = torch.tensor([[example.row] for example in examples])  # (N, 1)
+    seed = noise.derive_seed(seed, "random baseline")
+    guess = noise.uniform(seed, rows, torch.arange(2)).numpy()
+    scores = (lengths, -lengths, np.array(overlaps), guess)
+    return dict(zip(BASELINES, scores, strict=True))
+
+
+def reward_scores(
+    function: "RewardModelFunction",
+    pairs: Sequence["Example"],
+    vocabulary: "Vocabulary",
+    config: "CommonConfig",
+) -> Tensor:
+    """Rewards of both completions of every pair. Collective.
+
+    A reward model with the tokenizer of the run reads the ids as they are; another one reads the
+    texts in its own tokens. Conversations are read to the end of their turn.
+
+    Returns:
+        (N, 2) float64 on the host, the same on every rank.
+    """
+    from common import distributed
+    from common.evaluation.split import score_examples
+    from common.text.chat import TEMPLATE_COLUMNS, as_answers
+
+    is_chat = any(example.messages for example in pairs)
+    if function.same_ids and not is_chat:
+        assert function.model is not None, "load() comes first"
+        return score_examples(function.model, pairs, config, vocabulary, "scoring pairs")
+    rows = range(distributed.rank(), len(pairs), distributed.world_size())
+    sides = [(pairs[row], ids) for row in rows for ids in pairs[row].completions]
+    own = [pairs[row] for row in rows]
+    texts = [text for both in completion_texts(own, vocabulary) for text in both]
+    prompts: list[Any] = [example.messages or example.prompt for example, _ in sides]
+    rewards = function(
+        prompts,
+        as_answers(texts, [example.messages for example, _ in sides], vocabulary.tokenizer),
+        completion_ids=[ids for _, ids in sides],
+        prompt_ids=[example.prompt_ids for example, _ in sides],
+        has_stop=[ids[-1] in vocabulary.stop_ids for _, ids in sides],
+        **{name: [pair.columns.get(name) for pair, _ in sides] for name in TEMPLATE_COLUMNS},
+    )
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64)
+    scores[list(rows)] = torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
+    return distributed.all_reduce_sum(scores.to(distributed.device())).cpu()
+
+
+def completion_texts(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list[list[str]]:
+    """The completions of every pair as text, without the stop token."""
+    decode, stop_ids = vocabulary.tokenizer.decode, vocabulary.stop_ids
+    return [
+        [decode(ids[:-1] if ids[-1] in stop_ids else ids) for ids in pair.completions]
+        for pair in pairs
+    ]
+
+
+def without_stop(pairs: Sequence["Example"], vocabulary: "Vocabulary") -> list["Example"]:
+    """The pairs without the stop token that ends a completion, unless there is nothing else."""
+
+    def cut(ids: list[int]) -> list[int]:
+        return ids[:-1] if len(ids) > 1 and ids[-1] in vocabulary.stop_ids else ids
+
+    return [replace(pair, completions=list(map(cut, pair.completions))) for pair in pairs]
+
+
+# ---- completions ---------------------------------------------------------------------------------
+
+
+def sample_completions(
+    policy: "Policy",
+    prompts: Sequence["Example"],
+    vocabulary: "Vocabulary",
+    config: "EvaluateConfig",
+    title: str,
+) -> "Rollouts":
+    """`num_generations` completions of each prompt, prompt-major. Collective."""
+    from common.sampling.vllm.sampler import new_sampler
+
+    max_new_tokens = config.max_new_tokens or config.max_completion_length
+    of_sampler = replace(config, max_completion_length=max_new_tokens)
+    sampler = new_sampler(policy, vocabulary, of_sampler)
+    return sampler.sample_shared(
+        prompts, title=title, num_samples=config.num_generations, temperature=config.temperature
+    )
+
+
+def measure_completions(
+    policy: "Policy",
+    reference: "Policy | None",
+    judges: "RewardFunctions",
+    prompts: Sequence["Example"],
+    rollouts: "Rollouts",
+    config: "CommonConfig",
+    temperature: float,
+) -> list[Generation]:
+    """A policy's own completions, N*K of N prompts, with all that is measured of them. Collective.
+
+    The KL is log pi - log ref of completions drawn from pi, whose mean is unbiased at temperature 1
+    and not measured at any other, nor without a reference. The entropy is that of pi at temperature
+    1 along them.
+    """
+    from common.evaluation.split import score_examples
+
+    examples, vocabulary = rollouts.completed(prompts), judges.vocabulary
+    own = score_examples(
+        policy, examples, config, vocabulary, "scoring", score=logp_and_entropy
+    ).flatten(0, 1)  # (N*K, 2)
+    kl: list[float | None] = [None] * len(own)
+    if temperature == 1 and reference is not None:
+        ref_logps = own[:, 0]
+        if reference is not policy:
+            ref_logps = score_examples(
+                reference, examples, config, vocabulary, "scoring"
+            ).flatten()  # (N*K,)
+        kl = (own[:, 0] - ref_logps).tolist()
+    entropy = (own[:, 1] / rollouts.lengths).tolist()
+    texts, references = rollouts.texts(vocabulary.tokenizer), list(map(reference_text, prompts))
+    generations = judge_completions(judges, prompts, rollouts, texts, references)
+    rows = zip(generations, kl, entropy, strict=True)
+    return [replace(generation, kl=k, entropy=h) for generation, k, h in rows]
+
+
+def logp_and_entropy(policy: nn.Module, batch: "AnyBatch") -> Tensor:
+    """(B, 2): log-probability of each completion, and the sum of its tokens' entropies, nats."""
+    scores = policy(batch, with_entropy=True)
+    return torch.stack([scores.token_logps.sum(-1), scores.entropy.sum(-1)], dim=-1)
+
+
+def reference_completions(
+    judges: "RewardFunctions",
+    prompts: Sequence["Example"],
+    max_completion_length: int,
+) -> dict[int, Generation]:
+    """The rows' own completions, judged like a policy's. Collective if a reward model takes part.
+
+    They are tokenised as for training: what is longer than `max_completion_length` is cut there for
+    the judges of single completions, and then has not stopped; the text stays whole.
+
+    Returns:
+        By place; without the rows that have no column `completion`, or nothing in it.
+    """
+    from common.sampling.sampler import Rollouts
+    from common.text.chat import render
+    from common.text.tokenise import tokenize_completions
+
+    texts = {i: text for i, e in enumerate(prompts) if (text := reference_text(e)).strip()}
+    if not texts:
+        return {}
+    examples = [prompts[i] for i in texts]
+    written = []  # as the policy would write it: in a conversation, by the chat template
+    for example, text in zip(examples, texts.values(), strict=True):
+        answer: Any = [{"role": "assistant", "content": text}] if example.messages else text
+        asked = example.messages or example.prompt
+        row = {**example.columns, "prompt": asked, "completion": answer}
+        written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
+    cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
+    rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
+    no_rouge = [""] * len(texts)  # with itself says nothing
+    own = judge_completions(judges, examples, rollouts, list(texts.values()), no_rouge)
+    return dict(zip(texts, own, strict=True))
+
+
+def reference_text(example: "Example") -> str:
+    """A row's own completion, of messages the last one; empty if it has none."""
+    from common.text.chat import is_messages
+
+    value: Any = example.columns.get("completion")
+    if is_messages(value):
+        return str(value[-1].get("content") or "")
+    return value if isinstance(value, str) else ""
+
+
+def judge_completions(
+    judges: "RewardFunctions",
+    prompts: Sequence["Example"],
+    rollouts: "Rollouts",
+    texts: Sequence[str],
+    references: Sequence[str],
+) -> list[Generation]:
+    """Completions with their rewards and ROUGE.
+
+    Collective if a reward model takes part. The N*K texts are what is kept of the completions;
+    ROUGE is with the N references, none with an empty one.
+    """
+    from common.text.chat import as_answers
+
+    by_judge: dict[str, Tensor] = {}
+    if judges.functions:
+        by_judge = judges.score(prompts, rollouts).by_function  # (N, K) each
+    k = len(texts) // max(1, len(prompts))
+    messages = [example.messages for example in prompts for _ in range(k)]
+    tokenizer = judges.vocabulary.tokenizer
+    given = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
+    found = judges.extracted_answers(given)  # what the rewards are of
+    rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
+    return [
+        Generation(
+            completion=text,
+            num_tokens=len(rollouts.completion_ids[i]),
+            stopped=bool(rollouts.has_stop[i]),
+            completion_ids=rollouts.completion_ids[i],
+            # nan: the judge does not apply to the row
+            rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
+            answers={judge: own[i] for judge, own in found.items()},
+            **rouge(text, references[i // k]),
+        )
+        for i, text in enumerate(texts)
+    ]
+
+
+def rouge(text: str, reference: str) -> dict[str, float]:
+    """ROUGE-1, -2 and -L of a text; none with an empty reference."""
+    from common.text.overlap import rouge_l, rouge_n
+
+    if not reference.strip():
+        return {}
+    by_n = {f"rouge_{n}": rouge_n(text, reference, n) for n in (1, 2)}
+    return by_n | {"rouge_l": rouge_l(text, reference)}

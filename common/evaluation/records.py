@@ -1,0 +1,190 @@
+"""Records of an evaluation, `scores.jsonl` (of pairs) and `completions.jsonl` (of prompts).
+
+Both files are complete: every number of `results.json` on pairs and on generations is a function
+of them (`common/evaluation/summary.py`).
+
+A line of `scores.jsonl` is one pair: dataset, split, row, prompt_sha256 (equal for equal prompts),
+source, label_probability (null where the row has none), chosen_tokens, rejected_tokens, and
+`scores`, from a system's name to its [chosen, rejected] scores.
+
+A line of `completions.jsonl` is one prompt: `id` (its row among the prompts), `prompt`, `reference`
+(the row's completion, null where it has none), `systems` (by name), `verdicts` (of judges that
+compare two completions), `prompt_ids`, as the policies read it, and `further`, by system the
+samples after the first, which is the one that is compared and shown.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.evaluation.intervals import Floats, finite_vector
+
+if TYPE_CHECKING:
+    from common.data import Example
+
+SCORES = "scores.jsonl"
+COMPLETIONS = "completions.jsonl"
+POLICY_SCORES = ("implicit_reward", "logp_per_token")
+BASELINES = ("longer wins", "shorter wins", "ROUGE-L wins", "random guess")
+REFERENCE = "reference completion"  # the name under which a row's own completion is compared
+
+
+@dataclass
+class PairScores:
+    """N pairs with the scores (N, 2), chosen first, of every system."""
+
+    pairs: list[dict[str, Any]]  # a line each, without the scores
+    scores: dict[str, Floats] = field(default_factory=dict)
+
+    def add(self, scores: Mapping[str, Floats]) -> None:
+        """Add systems by name; a RuntimeError if a score is not finite."""
+        for values in scores.values():
+            finite_vector(values.ravel())
+        self.scores |= scores
+
+
+def describe_pairs(examples: Sequence["Example"], dataset: str, split: str) -> list[dict[str, Any]]:
+    """The lines of `scores.jsonl`, without the scores."""
+    return [
+        {
+            "dataset": dataset,
+            "split": split,
+            "row": example.row,
+            "prompt_sha256": hashlib.sha256(example.prompt.encode()).hexdigest(),
+            "source": example.source,
+            "label_probability": example.columns.get("label_probability"),
+            "chosen_tokens": len(example.completions[0]),
+            "rejected_tokens": len(example.completions[1]),
+        }
+        for example in examples
+    ]
+
+
+def write_scores(path: Path, table: PairScores) -> None:
+    """Write `scores.jsonl`, atomically; numbers are exact."""
+    from common.record.jsonl import json_line, write_atomically
+
+    lines = (
+        pair | {"scores": {name: own[i].tolist() for name, own in table.scores.items()}}
+        for i, pair in enumerate(table.pairs)
+    )
+    write_atomically(path, map(json_line, lines))
+
+
+def read_scores(path: Path) -> PairScores:
+    """What `write_scores` wrote."""
+    from common.record.jsonl import read_jsonl
+
+    pairs = read_jsonl(path)
+    lines = [pair.pop("scores") for pair in pairs]
+    return PairScores(
+        pairs, {name: np.array([own[name] for own in lines], float) for name in lines[0]}
+    )
+
+
+# ---- completions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A completion and what was measured of it; None where it was not, or means nothing."""
+
+    completion: str  # without the stop token
+    num_tokens: int  # of the policies' tokenizer, stop token included
+    stopped: bool  # False = ended by the length limit
+    rewards: dict[str, float | None] = field(default_factory=dict)  # by judge
+    kl: float | None = None  # log pi - log ref, nats: unbiased for KL(pi || ref) at temperature 1
+    entropy: float | None = None  # of the policy at temperature 1, mean over tokens, nats
+    rouge_1: float | None = None  # F1 with the row's own completion (Lin 2004)
+    rouge_2: float | None = None
+    rouge_l: float | None = None
+    completion_ids: list[int] = field(default_factory=list)  # stop token included: what KL is of
+    answers: dict[str, str | None] = field(default_factory=dict)  # by a judge that finds one in it
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge of two completions says of a prompt."""
+
+    a: str  # name of a system, or REFERENCE
+    b: str
+    judge: str
+    a_wins: float  # probability, or 1, 0.5 (a tie) or 0
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A line of the file."""
+
+    id: int
+    prompt: str
+    reference: Generation | None
+    systems: dict[str, Generation]
+    verdicts: list[Verdict] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    further: dict[str, list[Generation]] = field(default_factory=dict)
+
+    def of(self, name: str) -> Generation | None:
+        """The first completion of a system, or the row's own; None if there is none."""
+        return self.reference if name == REFERENCE else self.systems.get(name)
+
+    def all_of(self, name: str) -> list[Generation]:
+        """All completions of a system, or the row's own."""
+        first = self.of(name)
+        return [first, *self.further.get(name, [])] if first else []
+
+    def pair(self, a: str, b: str) -> tuple[Generation, Generation] | None:
+        """The completions of both; None unless both are there."""
+        own, other = self.of(a), self.of(b)
+        return (own, other) if own and other else None
+
+
+def system_names(answers: Sequence[PromptRecord]) -> list[str]:
+    """The systems that answered, in order, with REFERENCE last if a row has a completion."""
+    names = list(answers[0].systems) if answers else []
+    return [*names, REFERENCE] if any(row.reference for row in answers) else names
+
+
+def collect(
+    prompts: Sequence["Example"],
+    by_system: dict[str, list[Generation]],
+    references: Mapping[int, Generation] | None = None,
+) -> list[PromptRecord]:
+    """The lines of the file, of N*K completions by system; references by the place of a prompt."""
+    answers = []
+    for i, example in enumerate(prompts):
+        own = {}
+        for name, generations in by_system.items():
+            k = len(generations) // len(prompts)
+            own[name] = generations[i * k : (i + 1) * k]
+        systems = {name: first for name, (first, *_) in own.items()}
+        line = (example.row, example.prompt, (references or {}).get(i), systems)
+        further = {name: rest for name, (_, *rest) in own.items() if rest}
+        answers.append(PromptRecord(*line, prompt_ids=example.prompt_ids, further=further))
+    return answers
+
+
+def write_completions(answers: Sequence[PromptRecord], output_dir: Path) -> None:
+    """Write the file, atomically. Rank 0 only."""
+    from common.record.jsonl import json_line, write_atomically
+
+    write_atomically(output_dir / COMPLETIONS, (json_line(asdict(row)) for row in answers))
+
+
+def read_completions(output_dir: Path) -> list[PromptRecord]:
+    """What `write_completions` wrote; [] without the file."""
+    from common.record.jsonl import read_jsonl
+
+    answers = []
+    for line in read_jsonl(output_dir / COMPLETIONS):
+        line["reference"] = line["reference"] and Generation(**line["reference"])
+        line["systems"] = {name: Generation(**own) for name, own in line["systems"].items()}
+        line["verdicts"] = [Verdict(**verdict) for verdict in line["verdicts"]]
+        further = line["further"].items()
+        line["further"] = {name: [Generation(**one) for one in own] for name, own in further}
+        answers.append(PromptRecord(**line))
+    return answers

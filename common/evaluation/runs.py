@@ -1,0 +1,77 @@
+"""The run that wrote a model: its folder, its cost, its reward and its reference."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from common.config import CommonConfig
+    from common.evaluation.split import ImplicitReward
+
+
+def folder_of_run(path: str) -> tuple[Path, float]:
+    """The folder of the run that wrote a model, and the last step in it."""
+    folder = Path(path).parent
+    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
+    if not is_checkpoint:
+        return folder, math.inf
+    return folder.parent.parent, int(folder.name.removeprefix("step_"))
+
+
+def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
+    """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
+    from common.record.folder import read_metrics
+
+    cost: dict[str, float] = {}
+    for record in read_metrics(run_dir):
+        if record["step"] > last_step:
+            break
+        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
+    return cost
+
+
+def config_of_run(path: str) -> dict[str, Any]:
+    """The config.yaml of the run that wrote a model, empty where there is none."""
+    from common.record.folder import read_config
+
+    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
+
+
+def reward_of_run(path: str) -> "ImplicitReward":
+    """The reward by which the run that wrote a policy judges pairs; of no run log(pi / ref)."""
+    from common.evaluation.split import ImplicitReward
+
+    settings = config_of_run(path)
+    names = ("loss_type", "reference_free", "ld_alpha")
+    is_dpo = all(name in settings for name in names)
+    options = {name: settings[name] for name in names} if is_dpo else {}
+    return ImplicitReward(beta=settings.get("beta") or 1.0, **options)
+
+
+def reference_of_run(path: str) -> str:
+    """The reference, or else the start, of the run that wrote a policy; "" where none is there."""
+    from common.text.sources import is_id
+
+    settings = config_of_run(path)
+    paths = (settings.get(name) for name in ("ref_model_name_or_path", "model_name_or_path"))
+    reference = next((p for p in paths if p and p != path), "")
+    return reference if reference and (Path(reference).is_dir() or is_id(reference)) else ""
+
+
+def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:
+    """Raise a UserError for a policy to which the ids of the run's tokenizer are other text."""
+    from common.model.load import load_tokenizer
+
+    has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
+    if path == config.tokenizer_path or path.endswith(".json") or has_none:
+        return
+    own = load_tokenizer(path, config, needs_eos=False).get_vocab()
+    added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
+    expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
+    if any(own.get(token) != i for token, i in expected.items()):
+        raise UserError(
+            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a run "
+            "of its own."
+        )
