@@ -27,7 +27,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -35,118 +35,130 @@ from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import judges, measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, settle, split_of
-from common.evaluation.records import REFERENCE, Generation, PairScores, PromptRecord, collect
+from common.evaluation.records import Generation, PairScores, PromptRecord, Results, collect
 from common.evaluation.split import ImplicitReward
 from common.model import fsdp, load
 from common.record.folder import save_run_files
 from common.scoring import Policy
 from common.text.example import Vocabulary
 
+if TYPE_CHECKING:
+    from common.rewards.score import RewardFunctions
+
 WRITTEN = ("results.json", "report.html", "report.md", records.SCORES, records.COMPLETIONS)
 
 
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
-    from common.evaluation.summary import compare
-    from common.evaluation.win_rates import all_win_rates
-    from common.rewards.functions import load_from_file
-    from common.rewards.score import RewardFunctions
-
     distributed.seed_everything(config.seed)
-    output_dir = Path(config.output_dir)
     settle(config)
 
-    # Data; every folder is checked before the first model is loaded
+    # Load: every folder is checked before the first model is loaded
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
     vocabulary = load.load_vocabulary(config, policies)  # the same for all of them
-    policy_configs = {
-        path: load.read_model_config(path, "policy", vocabulary.tokenizer, config)
-        for path in policies
-    }
-    comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
-    for path in policies:
-        runs.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
-    rewards_of = {path: runs.reward_of_run(path) for path in policies}
-    if policies:
-        distributed.print_rank0(reference_note(policies))
-    judging = [*config.reward_models, *config.reward_funcs]
-    scorer = RewardFunctions.find(judging, [], vocabulary, config, [*policies, *comparing])
-    pairs, prompts = load_data(config, vocabulary)
-    scorer.check_messages(pairs)
-    scorer.check_rows(prompts)
+    policy_configs = read_policy_configs(policies, vocabulary, config)
+    run_rewards = {path: runs.reward_of_run(path) for path in policies}
+    rewards, comparing = find_judges(policies, vocabulary, config)
+    names = rewards.short
+    pairs, prompts = load_data(config, vocabulary, rewards)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
     split = config.dataset_test_split = split_of(dataset, config)
     table = PairScores(records.describe_pairs(pairs, dataset, split))
     start_folder(config)
-
-    # Reward models: accuracy on the pairs
     mesh = distributed.mesh(config.num_replicas)
-    scorer.load(mesh)
-    names = scorer.short
+    rewards.load(mesh)
+
+    # Score pairs with the reward models
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
-    evaluated = dict.fromkeys([*first, *scorer.reward_models, *config.policies])
+    evaluated = dict.fromkeys([*first, *rewards.reward_models, *config.policies])
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
-    for path, function in scorer.reward_models.items() if pairs else ():
+    for path, function in rewards.reward_models.items() if pairs else ():
         scores = measure.reward_scores(function, pairs, vocabulary, config)
         table.add({names[path]: scores.numpy()})
-        write_parts(table, [], output_dir)
+        write_records(table, [], config)
 
-    # Policies, the reference first: accuracy on the pairs, then what they generate
+    # Score pairs with the policies, the reference first, and generate
     reference, ref_logps = None, None
     scored = pairs if config.score_stop_token else measure.without_stop(pairs, vocabulary)
     generations: dict[str, list[Generation]] = {}
     for path, policy_config in policy_configs.items():
-        lm = load.load_policy(path, policy_config, config)
-        policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
-        self_checks.only_tokens_matter(policy, config)
+        policy = load_policy(path, policy_config, config, mesh)
         if pairs:
-            logps, rewards = score_pairs(
-                policy, reference, ref_logps, scored, rewards_of[path], config, vocabulary
+            logps, implicit = score_pairs(
+                policy, reference, ref_logps, scored, run_rewards[path], config, vocabulary
             )
             ref_logps = logps if ref_logps is None else ref_logps
             if path in config.policies:
                 kinds, lengths = config.policy_scores, data.lengths(scored)[:, 1:]  # (N, 2)
-                read = measure.policy_scores(names[path], kinds, logps, lengths, rewards)
-                table.add(read)
-                readings[path] = next(iter(read))
+                by_kind = measure.policy_scores(names[path], kinds, logps, lengths, implicit)
+                table.add(by_kind)
+                readings[path] = next(iter(by_kind))
         if reference is None and len(policy_configs) > 1:  # of one alone nothing is known
             reference = policy
-        write_parts(table, collect(prompts, generations), output_dir)
+        write_records(table, collect(prompts, generations), config)
         if prompts:
             title = f"sampling from {names[path]}"
             rollouts = measure.sample_completions(policy, prompts, vocabulary, config, title)
             generations[names[path]] = measure.measure_completions(
-                policy, reference, scorer, prompts, rollouts, config, config.temperature
+                policy, reference, rewards, prompts, rollouts, config, config.temperature
             )
+    write_records(table, collect(prompts, generations), config)
 
-    # Generations: compared with each other and with the rows' own completions
-    write_parts(table, collect(prompts, generations), output_dir)
-    own = measure.reference_completions(scorer, prompts, config.max_completion_length)
-    answers = collect(prompts, generations, own)
-    write_parts(table, answers, output_dir)
-    functions = {names[path]: judge for path, judge in comparing.items()}
-    answers = judges.with_verdicts(answers, functions, prompts, config.seed)
-
-    # Results
+    # Judge: completions are compared with each other and with the rows' own
+    references = measure.reference_completions(rewards, prompts, config.max_completion_length)
+    prompt_records = collect(prompts, generations, references)
+    write_records(table, prompt_records, config)
+    prompt_records = judges.with_verdicts(prompt_records, comparing, prompts, config.seed)
     if pairs:
         texts = measure.completion_texts(pairs, vocabulary)
         table.add(measure.baselines(pairs, texts, config.seed))
-    write_parts(table, answers, output_dir)
-    results = {
-        "dataset": dataset,
-        "split": split,
-        "num_pairs": len(pairs),
-        "num_prompts": len(prompts),
-        "num_generations": config.num_generations,
-        "attainable_accuracy": attainable(table.pairs),
-        "systems": [
-            describe(path, name, scorer, table, answers) for path, name in readings.items()
-        ],
-        "comparison": compare(table) if pairs else None,
-        "reference_completions": summary.summarise(answers, REFERENCE),
-        "win_rates": all_win_rates(answers),
-    }
+    write_records(table, prompt_records, config)
+
+    # Summarise, write, show
+    systems = [
+        summary.describe_system(
+            path, reading, names, list(rewards.reward_models), table, prompt_records
+        )
+        for path, reading in readings.items()
+    ]
+    results = summary.summarise_all(table, prompt_records, systems, dataset, split, config)
     show(results, config)
+
+
+def read_policy_configs(
+    policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
+) -> dict[str, Any]:
+    """The model config of each policy; a UserError if one does not fit the tokenizer."""
+    policy_configs = {
+        path: load.read_model_config(path, "policy", vocabulary.tokenizer, config)
+        for path in policies
+    }
+    for path in policies:
+        runs.refuse_other_tokenizer(path, vocabulary.tokenizer, config)
+    if policies:
+        distributed.print_rank0(reference_note(policies))
+    return policy_configs
+
+
+def find_judges(
+    policies: Sequence[str], vocabulary: Vocabulary, config: EvaluateConfig
+) -> tuple["RewardFunctions", dict[str, Any]]:
+    """The rewards, still without models, and by name the functions that compare completions."""
+    from common.rewards.functions import load_from_file
+    from common.rewards.score import RewardFunctions
+
+    comparing = {path: load_from_file(path, "--judge_funcs") for path in config.judge_funcs}
+    judging = [*config.reward_models, *config.reward_funcs]
+    rewards = RewardFunctions.find(judging, [], vocabulary, config, [*policies, *comparing])
+    return rewards, {rewards.short[path]: judge for path, judge in comparing.items()}
+
+
+def load_policy(path: str, policy_config: Any, config: EvaluateConfig, mesh: Any) -> Policy:
+    """A frozen policy, sharded and checked. Collective."""
+    lm = load.load_policy(path, policy_config, config)
+    policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
+    self_checks.only_tokens_matter(policy, config)
+    return policy
 
 
 def reference_note(policies: Sequence[str]) -> str:
@@ -188,18 +200,18 @@ def score_pairs(
     return logps, reward(weighted(policy), ref_weighted, lengths)
 
 
-def show(results: dict[str, Any], config: EvaluateConfig) -> None:
+def show(results: Results, config: EvaluateConfig) -> None:
     """Write `results.json`, the pictures and the report, and print the tables."""
     from common.report import evaluation_report, tables
 
     output_dir = Path(config.output_dir)
     if distributed.is_rank0():
-        (output_dir / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        (output_dir / "results.json").write_text(json.dumps(asdict(results), indent=2) + "\n")
     evaluation_report.write_report(results, output_dir)
     evaluation_report.log_systems(results, config)
     distributed.print_rank0(f"\n{evaluation_report.systems_table(results)}\n")
-    if results["comparison"]:
-        distributed.print_rank0(f"{tables.summary(results['comparison'])}\n")
+    if results.comparison:
+        distributed.print_rank0(f"{tables.summary(results.comparison)}\n")
     for table in tables.generation_tables(results):
         distributed.print_rank0(f"{table}\n")
     distributed.print_rank0(f"report: {output_dir / 'report.html'}")
@@ -215,7 +227,7 @@ def start_folder(config: EvaluateConfig) -> None:
 
 
 def load_data(
-    config: EvaluateConfig, vocabulary: Vocabulary
+    config: EvaluateConfig, vocabulary: Vocabulary, rewards: "RewardFunctions"
 ) -> tuple[Sequence[Example], Sequence[Example]]:
     """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
 
@@ -229,54 +241,21 @@ def load_data(
         pairs = load_rows(config.dataset_name, "preference", config.num_eval_rows)
     if config.generates:
         prompts = load_rows(config.prompts_dataset_name, "prompts", config.num_prompts)
+    rewards.check_messages(pairs)
+    rewards.check_rows(prompts)
     return pairs, prompts
 
 
-def write_parts(table: PairScores, answers: list[PromptRecord], output_dir: Path) -> None:
+def write_records(
+    table: PairScores, prompt_records: list[PromptRecord], config: EvaluateConfig
+) -> None:
     """Write what is known so far, so that a judge that fails later loses nothing of it."""
+    output_dir = Path(config.output_dir)
     if distributed.is_rank0():
         if table.pairs:
             records.write_scores(output_dir / records.SCORES, table)
-        if answers:
-            records.write_completions(answers, output_dir)
-
-
-def describe(
-    path: str, reading: str, scorer: Any, table: PairScores, answers: Sequence[PromptRecord]
-) -> dict[str, Any]:
-    """A system's row: accuracy on all pairs, what its run cost, its generations.
-
-    `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
-    reward model.
-    """
-    from common.evaluation.intervals import preference_accuracy
-
-    scores = table.scores.get(reading)  # (N, 2); none without pairs
-    cost = runs.run_cost(*runs.folder_of_run(path))
-    system: dict[str, Any] = {
-        "name": scorer.short[path],
-        "kind": "reward_model" if path in scorer.reward_models else "policy",
-        "path": path,
-        "scored_by": reading.removeprefix(scorer.short[path]).replace("_", " ").strip() or "reward",
-        "accuracy": None if scores is None else asdict(preference_accuracy(*scores.T)),
-        "minutes": cost.get("elapsed_minutes"),
-        "peak_memory_gb": cost.get("peak_memory_gb"),
-    }
-    system |= summary.summarise(answers, system["name"]) or {}
-    if rewards := system.get("rewards"):
-        model = next(iter(scorer.reward_models), "")
-        for key, judge in (("gold_reward", "gold"), ("reward", model)):
-            system[key] = rewards.get(scorer.short.get(judge))
-    return system
-
-
-def attainable(described: list[dict[str, Any]]) -> float | None:
-    """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
-    from common.text import synthetic
-
-    chances = [pair["label_probability"] for pair in described]
-    known = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
-    return synthetic.attainable_accuracy(described) if known else None
+        if prompt_records:
+            records.write_completions(prompt_records, output_dir)
 
 
 if __name__ == "__main__":

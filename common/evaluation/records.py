@@ -188,3 +188,30 @@ def read_completions(output_dir: Path) -> list[PromptRecord]:
         line["further"] = {name: [Generation(**one) for one in own] for name, own in further}
         answers.append(PromptRecord(**line))
     return answers
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Results:
+    """All that an evaluation found: `results.json`, and what a report reads.
+
+    Attributes:
+        attainable_accuracy: Best accuracy that the labels allow; None where it is not known.
+        systems: As `summary.describe_system`.
+        comparison: As `summary.compare`; None without pairs.
+        reference_completions: As `summary.summarise`, of the rows' own completions; None without.
+        win_rates: As `win_rates.win_rate`.
+    """
+
+    dataset: str = ""
+    split: str = ""
+    num_pairs: int = 0
+    num_prompts: int = 0
+    num_generations: int = 1
+    attainable_accuracy: float | None = None
+    systems: list[dict[str, Any]] = field(default_factory=list)
+    comparison: dict[str, Any] | None = None
+    reference_completions: dict[str, Any] | None = None
+    win_rates: list[dict[str, Any]] = field(default_factory=list)

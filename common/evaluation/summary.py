@@ -11,11 +11,11 @@ accuracy: two intervals that overlap say little, the interval of the difference 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.evaluation import intervals
+from common.evaluation import intervals, runs
 from common.evaluation.intervals import (
     MIN_PROMPTS,
     Floats,
@@ -23,7 +23,10 @@ from common.evaluation.intervals import (
     mean_over_prompts,
     share_over_prompts,
 )
-from common.evaluation.records import REFERENCE, PairScores, PromptRecord
+from common.evaluation.records import REFERENCE, PairScores, PromptRecord, Results
+
+if TYPE_CHECKING:
+    from common.evaluation.config import EvaluateConfig
 
 MEANS = ("kl", "rouge_1", "rouge_2", "rouge_l")
 
@@ -200,3 +203,81 @@ def check_rates(rows: Sequence[PromptRecord], name: str, judge: str) -> dict[str
     has_votes = any(judge in one.answers for own in samples for one in own)
     rewards = [[one.rewards.get(judge) for one in own] for own in samples]
     return pass_rates(rewards, votes if has_votes else None, [row.prompt for row in rows])
+
+
+# ---- all results ---------------------------------------------------------------------------------
+
+
+def summarise_all(
+    table: PairScores,
+    prompt_records: Sequence[PromptRecord],
+    systems: list[dict[str, Any]],
+    dataset: str,
+    split: str,
+    config: "EvaluateConfig",
+) -> Results:
+    """Everything that `results.json` holds; `systems` as `describe_system`."""
+    from common.evaluation.win_rates import all_win_rates
+
+    return Results(
+        dataset=dataset,
+        split=split,
+        num_pairs=len(table.pairs),
+        num_prompts=len(prompt_records),
+        num_generations=config.num_generations,
+        attainable_accuracy=attainable_accuracy(table.pairs),
+        systems=systems,
+        comparison=compare(table) if table.pairs else None,
+        reference_completions=summarise(prompt_records, REFERENCE),
+        win_rates=all_win_rates(prompt_records),
+    )
+
+
+def describe_system(
+    path: str,
+    reading: str,
+    names: Mapping[str, str],
+    reward_models: Sequence[str],
+    table: PairScores,
+    prompt_records: Sequence[PromptRecord],
+) -> dict[str, Any]:
+    """A system's row: accuracy on all pairs, the cost of its run, its generations.
+
+    `gold_reward` and `reward` are two of the `rewards`: of the function `gold`, and of the first
+    reward model.
+
+    Args:
+        path: Of its model.
+        reading: The key of its scores in `table`.
+        names: Names of systems and judges by path.
+        reward_models: Paths.
+        table: Scores of the pairs, if any.
+        prompt_records: Completions, if any.
+    """
+    scores = table.scores.get(reading)  # (N, 2); none without pairs
+    cost = runs.run_cost(*runs.folder_of_run(path))
+    name = names[path]
+    system: dict[str, Any] = {
+        "name": name,
+        "kind": "reward_model" if path in reward_models else "policy",
+        "path": path,
+        "scored_by": reading.removeprefix(name).replace("_", " ").strip() or "reward",
+        "accuracy": None if scores is None else asdict(intervals.preference_accuracy(*scores.T)),
+        "minutes": cost.get("elapsed_minutes"),
+        "peak_memory_gb": cost.get("peak_memory_gb"),
+    }
+    system |= summarise(prompt_records, name) or {}
+    if rewards := system.get("rewards"):
+        first_model = next(iter(reward_models), "")
+        for key, judge in (("gold_reward", "gold"), ("reward", first_model)):
+            system[key] = rewards.get(names.get(judge))
+    return system
+
+
+def attainable_accuracy(pairs: list[dict[str, Any]]) -> float | None:
+    """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
+    from common.text import synthetic
+
+    chances = [pair["label_probability"] for pair in pairs]
+    known = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
+    return synthetic.attainable_accuracy(pairs) if known else None

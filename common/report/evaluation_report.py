@@ -11,6 +11,7 @@ from typing import Any
 
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
+from common.evaluation.records import Results
 from common.evaluation.runs import folder_of_run
 from common.record.folder import METRICS, read_metrics
 from common.record.terminal import NOT_MEASURED
@@ -26,7 +27,6 @@ from common.report.figures import (
 from common.report.page import write_page
 from common.report.plots import system_colours
 
-Results = Mapping[str, Any]
 MEASURED = (
     *("accuracy", "gold_reward", "reward", "kl", "length", "stop_rate", "minutes"),
     "peak_memory_gb",
@@ -39,10 +39,10 @@ def systems_table(results: Results) -> Table:
     Intervals are 95%; an en dash stands where nothing was measured, and a column of nothing else is
     left out.
     """
-    functions = reward_functions(results["systems"])
+    functions = reward_functions(results.systems)
     rows = []
-    for system in results["systems"]:
-        if system.get("kind") == "reward_model" and not results["num_pairs"]:
+    for system in results.systems:
+        if system.get("kind") == "reward_model" and not results.num_pairs:
             continue  # it judged, and was not judged
         rewards = system.get("rewards") or {}
         accuracy = system.get("accuracy")
@@ -50,7 +50,7 @@ def systems_table(results: Results) -> Table:
             "stage": system["name"],
             "accuracy % [95% CI]": interval_cell(accuracy, 100, 1, "accuracy"),
             "accuracy by": (accuracy and system.get("scored_by")) or NOT_MEASURED,
-            "attainable": number_cell(results.get("attainable_accuracy"), 1, scale=100),
+            "attainable": number_cell(results.attainable_accuracy, 1, scale=100),
             "gold reward [95% CI]": interval_cell(system.get("gold_reward"), 1, 3),
             **{f"{name} [95% CI]": interval_cell(rewards.get(name), 1, 3) for name in functions},
             "RM score [95% CI]": interval_cell(system.get("reward"), 1, 2),
@@ -73,8 +73,8 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
 def system_numbers(results: Results) -> dict[str, float]:
     """What was measured of the systems, without intervals: value by `<system>/<what>`."""
     numbers = {}
-    wanted = (*MEASURED, *reward_functions(results["systems"]))
-    for system in results["systems"]:
+    wanted = (*MEASURED, *reward_functions(results.systems))
+    for system in results.systems:
         for name, value in {**(system.get("rewards") or {}), **system}.items():
             if isinstance(value, Mapping):
                 value = value.get("mean", value.get("accuracy"))
@@ -111,7 +111,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
     if not is_rank0():
         return []
     output_dir = Path(output_dir)
-    folders = {system["name"]: folder_of_run(system["path"])[0] for system in results["systems"]}
+    folders = {system["name"]: folder_of_run(system["path"])[0] for system in results.systems}
     first = {folder: name for name, folder in reversed(folders.items())}  # of its checkpoints one
     runs = {first[run]: run for run in folders.values() if (run / METRICS).is_file()}
     records = {name: read_metrics(run) for name, run in runs.items()}
@@ -123,20 +123,20 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         *map(Picture, pictures),
     ]
     blocks = [Section("How to read this", [reading_notes(results)]), Section("Systems", systems)]
-    if comparison := results.get("comparison"):
+    if comparison := results.comparison:
         blocks.append(Section("Preference accuracy", tables.comparison_sections(comparison)))
     if found := tables.generation_tables(results):
         notes = [*tables.QUALITY_NOTES, *tables.PASS_NOTES, *tables.WIN_RATE_NOTES]
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs)
-    title = f"Results on {dataset_title(results['dataset'])}"
+    title = f"Results on {dataset_title(results.dataset)}"
     return [*write_page(output_dir, title, blocks), *pictures]
 
 
 def reading_notes(results: Results) -> str:
     """A list of what must be known to read the table of the systems."""
-    found = {system["name"]: system.get("accuracy") for system in results["systems"]}
+    found = {system["name"]: system.get("accuracy") for system in results.systems}
     ties = [f"{name} {accuracy['num_ties']}" for name, accuracy in found.items() if accuracy]
     of_pairs = [
         "Accuracy is the share of held-out pairs in which a system scores the chosen completion "
@@ -157,7 +157,7 @@ def reading_notes(results: Results) -> str:
         "time and the peak memory of training.",
         f"{NOT_MEASURED} means that it was not measured.",
     ]
-    attainable = results.get("attainable_accuracy")
+    attainable = results.attainable_accuracy
     if attainable is not None:
         told = "the labels were drawn with known probabilities, and no system can be right more"
         notes.insert(1, f"Attainable is {100 * attainable:.1f}%: {told} often in expectation.")

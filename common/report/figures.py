@@ -6,6 +6,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from common.evaluation.records import Results
 from common.record.glossary import FUNCTION_PREFIX, recorded
 from common.report.plots import (
     GREY,
@@ -22,7 +23,7 @@ from common.report.plots import (
 
 
 def summary_figures(
-    results: Mapping[str, Any],
+    results: Results,
     records: Mapping[str, Records],
     colours: Mapping[str, str],
     folder: Path,
@@ -37,7 +38,7 @@ def summary_figures(
         "reward_curves": lambda axes: draw_reward_curves(axes, records, colours),
         "loss": lambda axes: draw_loss_curves(axes, records, colours),
     }
-    if not results["num_pairs"]:
+    if not results.num_pairs:
         del panels["accuracy"]
     pictures = []
     with style():
@@ -48,11 +49,11 @@ def summary_figures(
     return pictures
 
 
-def held_out(results: Mapping[str, Any]) -> str:
+def held_out(results: Results) -> str:
     """What the systems are judged on."""
-    k = results.get("num_generations", 1)
+    k = results.num_generations
     prompts = "prompts" if k == 1 else f"prompts with {k} samples each"
-    numbers = {"preference pairs": results["num_pairs"], prompts: results.get("num_prompts")}
+    numbers = {"preference pairs": results.num_pairs, prompts: results.num_prompts}
     return f"held-out, {' and '.join(f'{n:,} {what}' for what, n in numbers.items() if n)}"
 
 
@@ -68,14 +69,14 @@ def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
     return [judge for judge in judges if judge not in others]
 
 
-def draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+def draw_accuracy(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """Each system's accuracy, between chance and what is attainable."""
-    found = {system["name"]: system.get("accuracy") for system in results["systems"]}
+    found = {system["name"]: system.get("accuracy") for system in results.systems}
     axes.set(title="Preference accuracy, 95% interval", ylabel="% of pairs, a tie counts one half")
     ends = draw_intervals(axes, found, "accuracy", colours, "{:.1f}", scale=100)
     levels = {"chance\n50": 50.0}
-    if results.get("attainable_accuracy") is not None:
-        attainable = 100 * results["attainable_accuracy"]
+    if results.attainable_accuracy is not None:
+        attainable = 100 * results.attainable_accuracy
         levels[f"attainable\n{attainable:.1f}"] = attainable
     beside = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": GREY}
     for label, level in levels.items():
@@ -87,9 +88,9 @@ def draw_accuracy(axes: Any, results: Mapping[str, Any], colours: Mapping[str, s
     axes.set_ylim(min(ends) - margin, max(ends) + margin)
 
 
-def draw_reward(axes: Any, results: Mapping[str, Any], colours: Mapping[str, str]) -> None:
+def draw_reward(axes: Any, results: Results, colours: Mapping[str, str]) -> None:
     """The mean of the gold reward, else of the first reward function, else reward model."""
-    systems = results["systems"]
+    systems = results.systems
     choices = {"Gold reward of completions": [s.get("gold_reward") for s in systems]}
     for judge in reward_functions(systems):
         choices[f"Reward {judge!r}"] = [(s.get("rewards") or {}).get(judge) for s in systems]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.evaluation.intervals import MIN_PROMPTS, interval_cell
-from common.evaluation.records import BASELINES, REFERENCE
+from common.evaluation.records import BASELINES, REFERENCE, Results
 from common.report.blocks import Section, Table
 
 Comparison = Mapping[str, Any]  # what `summary.compare` returns
@@ -133,13 +133,13 @@ WIN_RATE_NOTES = [
 ]
 
 
-def generation_tables(results: Mapping[str, Any]) -> list[Table]:
+def generation_tables(results: Results) -> list[Table]:
     """What completions are like (`summary.summarise`), what judges give them, and who wins.
 
     A table without a row is left out.
     """
-    own = results.get("reference_completions")
-    systems = [*results["systems"], *([{**own, "name": REFERENCE}] if own else [])]
+    own = results.reference_completions
+    systems = [*results.systems, *([{**own, "name": REFERENCE}] if own else [])]
     quality = [
         [
             system["name"],
@@ -159,7 +159,7 @@ def generation_tables(results: Mapping[str, Any]) -> list[Table]:
         Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
         Table(["system", *judges], rewards),
         pass_rate_table(systems),
-        win_rate_table(results.get("win_rates") or []),
+        win_rate_table(results.win_rates or []),
     ]
     return [table for table in found if table.rows]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from common.evaluation.records import REFERENCE
+from common.evaluation.records import REFERENCE, Results
 from common.record.jsonl import read_jsonl
 from common.record.terminal import NOT_MEASURED
 from common.report import evaluation_report, markdown
@@ -43,11 +43,12 @@ SCORES = (
 )  # the score of a system's accuracy: the first found
 
 
-def evaluations(part: str) -> dict[str, Any]:
+def evaluations(part: str) -> dict[str, Results]:
     """The results of evaluation, by seed."""
     files = sorted((make.RECORDS / part).glob("seed_*/evaluation/results.json"))
     return {
-        file.parents[1].name.removeprefix("seed_"): json.loads(file.read_text()) for file in files
+        file.parents[1].name.removeprefix("seed_"): Results(**json.loads(file.read_text()))
+        for file in files
     }
 
 
@@ -61,13 +62,13 @@ def by_seed(part: str) -> str:
     return markdown.table(headers, rows)
 
 
-def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def measured(results: Results) -> dict[str, dict[str, Any]]:
     """The values of reference completions, every system, and baselines that need no model."""
-    systems = sorted(results["systems"], key=lambda s: s.get("minutes") is not None)
+    systems = sorted(results.systems, key=lambda s: s.get("minutes") is not None)
     models = reward_models(systems)
     functions = ["gold", *reward_functions(systems)]
-    references = results.get("reference_completions")
-    compared = (results.get("comparison") or {}).get("systems", [])
+    references = results.reference_completions
+    compared = (results.comparison or {}).get("systems", [])
     lines = {}
     for system in [
         *([{**references, "name": REFERENCE}] if references else []),
@@ -77,7 +78,7 @@ def measured(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         rewards = system.get("rewards") or {}
         wins = [
             rate["length_controlled"]
-            for rate in results.get("win_rates") or []
+            for rate in results.win_rates or []
             if (rate["a"], rate["b"]) == (system["name"], REFERENCE) and rate["judge"] in models
         ]
         lines[system["name"]] = {
@@ -116,8 +117,8 @@ def beside(part: str, base: str, names: Sequence[str]) -> str:
         for name, reward in as_trained(part, seed).items():
             lines[name]["trained"] = reward
         seeds.append(lines)
-        models = reward_models(results["systems"])
-        rates.append([rate for rate in results["win_rates"] if rate["judge"] in models])
+        models = reward_models(results.systems)
+        rates.append([rate for rate in results.win_rates if rate["judge"] in models])
     rows = []
     for name in names:
         cells = []
@@ -189,12 +190,13 @@ def text_of(completion: Mapping[str, Any]) -> str:
 def draw(part: str) -> Path:
     """Draw accuracy, with intervals over prompts, and reward of seed 0."""
     results = evaluations(part)["0"]
-    compared = {own["name"]: own["accuracy"] for own in results["comparison"]["systems"]}
-    for system in results["systems"]:
+    assert results.comparison, "an evaluation on pairs"
+    compared = {own["name"]: own["accuracy"] for own in results.comparison["systems"]}
+    for system in results.systems:
         names = [score.format(system["name"]) for score in SCORES]
         over_prompts = next(compared[name] for name in names if name in compared)
         system["accuracy"] |= {end: over_prompts[f"prompt_{end}"] for end in ("low", "high")}
-    colours = system_colours(system["name"] for system in results["systems"])
+    colours = system_colours(system["name"] for system in results.systems)
     with style():
         figure = titled_figure(held_out(results).capitalize(), 5, 6.6)
         above, below = figure.subplots(2, 1)
@@ -205,8 +207,8 @@ def draw(part: str) -> Path:
 
 OF_SEED_0: dict[str, Callable[[Any], Any]] = {
     "systems": evaluation_report.systems_table,
-    "wins": lambda results: win_rate_table(results["win_rates"]),
-    "accuracy": lambda results: accuracy_table(results["comparison"]),
+    "wins": lambda results: win_rate_table(results.win_rates),
+    "accuracy": lambda results: accuracy_table(results.comparison),
     "generations": lambda results: generation_tables(results)[0],
 }
 TABLES: dict[str, Callable[[], str]] = {

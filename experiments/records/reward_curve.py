@@ -63,7 +63,7 @@ def read() -> Record:
     for at in zip(*([line for line in log if "eval_reward" in line] for log in logs), strict=True):
         rewards, kls = (tuple(line[name] for line in at) for name in ("eval_reward", "eval_kl"))
         run[at[0]["step"]] = Point(f"GRPO, step {at[0]['step']}", rewards, kls)
-    systems = [own for results in found.values() for own in results["systems"]]
+    systems = [own for results in found.values() for own in results.systems]
     rates: dict[str, dict[str, list[float]]] = {"grpo": {}, "chat": {}}  # values by seed
     for system in systems:
         of_model = rates["grpo" if system["name"] == "grpo" else "chat"]
@@ -74,7 +74,8 @@ def read() -> Record:
         n = int(name.removeprefix("pass@"))
         policy = f"best of {n}" if n > 1 else "the chat model"
         best[n] = Point(policy, tuple(passes), (best_of_n_kl(n),) * len(passes), n)
-    passed = (own["reference_completions"]["rewards"][CHECK] for own in found.values())
+    references = [results.reference_completions or {} for results in found.values()]
+    passed = (completions["rewards"][CHECK] for completions in references)
     trained = f"GRPO, trained, {max(best)} samples"
     return Record(
         run,

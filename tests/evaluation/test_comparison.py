@@ -106,8 +106,8 @@ def test_odds_are_known_only_where_the_rows_say_so():
     pairs = [Example(i, "p", [1], [[2], [3]], columns[i]) for i in range(2)]
     described = records.describe_pairs(pairs, "data", "validation")
     assert [pair["label_probability"] for pair in described] == [0.9, None]
-    assert evaluate.attainable(described) is None
-    assert evaluate.attainable(described[:1]) == 0.9
+    assert summary.attainable_accuracy(described) is None
+    assert summary.attainable_accuracy(described[:1]) == 0.9
 
 
 # ---- compared ------------------------------------------------------------------------------------

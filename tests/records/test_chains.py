@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from common.evaluation.records import Results
 from experiments.records import chains, make
 
 
@@ -79,9 +80,13 @@ def test_accuracy_is_drawn_with_its_interval_over_prompts(
         {"name": f"dpo {score}", "accuracy": {**own, "accuracy": accuracy, **ends}}
         for score, accuracy in (("logp", 0.4), ("implicit_reward", 0.6), ("mean_logp", 0.5))
     ]
-    results = {"systems": [{"name": "dpo", "accuracy": own}], "num_pairs": 1_226, "num_prompts": 96}
-    results["comparison"] = {"systems": compared}
+    results = Results(
+        num_pairs=1_226,
+        num_prompts=96,
+        systems=[{"name": "dpo", "accuracy": own}],
+        comparison={"systems": compared},
+    )
     monkeypatch.setattr(chains, "evaluations", lambda part: {"0": results})
     assert chains.draw("demo") == tmp_path / "assets" / "demo.png"
-    accuracy = drawn[0]["systems"][0]["accuracy"]
+    accuracy = drawn[0].systems[0]["accuracy"]
     assert (accuracy["low"], accuracy["accuracy"], accuracy["high"]) == (0.5, 0.6, 0.7)

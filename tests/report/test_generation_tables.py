@@ -1,5 +1,6 @@
 """Claim: tables of generations show what results.json holds, a dash where it holds nothing."""
 
+from common.evaluation.records import Results
 from common.report.tables import generation_tables
 
 INTERVAL = {"mean": 0.5, "low": 0.25, "high": 0.75, "count": 4}
@@ -23,8 +24,9 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
     system = {"name": "dpo", "length": 7.0, "length_interval": INTERVAL, "kl": None}
     system |= {"distinct_completions": 0.75, "rouge_l": INTERVAL}
     system |= {"rewards": {"gold": INTERVAL, "rm": None}}
-    results = {"systems": [{"name": "rm"}, system], "win_rates": [RATE]}
-    results["reference_completions"] = {**system, "rewards": {"gold": INTERVAL}}
+    references = {**system, "rewards": {"gold": INTERVAL}}
+    systems = [{"name": "rm"}, system]
+    results = Results(systems=systems, reference_completions=references, win_rates=[RATE])
     quality, rewards, rates = generation_tables(results)
     shown = dict(zip(quality.headers, quality.rows[0], strict=True))
     assert (shown["ROUGE-L"], shown["length"]) == ("50.0 [25.0, 75.0]", "0.5 [0.2, 0.8]")
@@ -37,5 +39,5 @@ def test_what_was_measured_is_shown_and_what_was_not_is_a_dash():
 
 
 def test_an_evaluation_without_generations_has_no_such_table():
-    assert generation_tables({"systems": [{"name": "rm"}], "win_rates": []}) == []
-    assert generation_tables({"systems": []}) == []
+    assert generation_tables(Results(systems=[{"name": "rm"}])) == []
+    assert generation_tables(Results()) == []

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from common.evaluation import records
-from common.evaluation.records import Generation, PromptRecord
+from common.evaluation.records import Generation, PromptRecord, Results
 from common.flags.parser import parse
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
@@ -71,17 +71,17 @@ def system(name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def results() -> dict[str, Any]:
+def results() -> Results:
     nothing = dict.fromkeys(("gold_reward", "reward", "kl", "length", "stop_rate"))
-    return {
-        "dataset": "synthetic",
-        "num_pairs": 200,
-        "attainable_accuracy": 0.842,
-        "systems": [
+    return Results(
+        dataset="synthetic",
+        num_pairs=200,
+        attainable_accuracy=0.842,
+        systems=[
             system("SFT", kl=None),
             system("Reward model", **nothing, accuracy=accuracy(0.8125, 0.75, 0.86, num_ties=3)),
         ],
-    }
+    )
 
 
 # --- curves ---
@@ -122,7 +122,7 @@ def test_nothing_recorded_is_no_picture(tmp_path: Path) -> None:
 
 
 def test_other_ranks_draw_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: Results
 ) -> None:
     run_dir = record(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     monkeypatch.setattr(plots, "is_rank0", lambda: False)
@@ -189,7 +189,7 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path: Path) -> None:
 # --- table and report ---
 
 
-def test_the_table_by_hand(results: dict[str, Any]) -> None:
+def test_the_table_by_hand(results: Results) -> None:
     lines = str(systems_table(results)).splitlines()
     assert len({len(line) for line in lines}) == 1  # aligned
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -199,17 +199,17 @@ def test_the_table_by_hand(results: dict[str, Any]) -> None:
     assert cells[3] == reward
     assert len(cells[0]) == len(reward)
     assert not {"RM score [95% CI]", "KL"} & set(cells[0])  # columns of nothing
-    results["attainable_accuracy"] = None
+    results.attainable_accuracy = None
     assert "84.2" not in str(systems_table(results))
     assert "attainable" not in str(systems_table(results))
 
 
 def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
-    results: dict[str, Any],
+    results: Results,
 ) -> None:
     from matplotlib.figure import Figure
 
-    sft, judge = results["systems"]
+    sft, judge = results.systems
     judge["kind"] = "reward_model"
     sft["gold_reward"] = None
     sft["rewards"] = {
@@ -229,12 +229,12 @@ def test_what_a_reward_function_gave_is_in_table_figure_and_numbers(
 
 
 def test_the_report_holds_table_picture_curves_samples_and_the_ties(
-    tmp_path: Path, results: dict[str, Any]
+    tmp_path: Path, results: Results
 ) -> None:
     lines = [{"step": s, "loss": 1 / s} for s in range(1, 100)]
     run_dir = record(tmp_path / "the run", lines)
     plot_run(run_dir)
-    results["dataset"] = "/home/someone/data/pairs"
+    results.dataset = "/home/someone/data/pairs"
     made = {"SFT": " One <|endoftext|>\nline", "GRPO": ""}
     systems = {name: Generation(text, 9, True) for name, text in made.items()}
     own = Generation(" The facts.", 3, True)
@@ -242,8 +242,8 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     records.write_completions(
         [PromptRecord(0, "A post.\n\nTL;DR:", own, systems)], tmp_path / "eval"
     )
-    results["systems"][0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
-    results["systems"][1]["path"] = str(tmp_path / "none/model")
+    results.systems[0]["path"] = str(run_dir / "checkpoints" / "step_00000050" / "model")
+    results.systems[1]["path"] = str(tmp_path / "none/model")
     written = write_report(results, tmp_path / "eval")
     pictures = [f"plots/{name}.png" for name in ("accuracy", "reward", "reward_curves", "loss")]
     names = ["report.html", "report.md", *pictures]
@@ -264,18 +264,16 @@ def test_the_report_holds_table_picture_curves_samples_and_the_ties(
     assert all(ink(picture) > 0.01 for picture in written[2:])
 
 
-def test_a_chain_without_gold_rewards_or_runs_is_reported(
-    tmp_path: Path, results: dict[str, Any]
-) -> None:
-    results["attainable_accuracy"] = None
-    for each in results["systems"]:
+def test_a_chain_without_gold_rewards_or_runs_is_reported(tmp_path: Path, results: Results) -> None:
+    results.attainable_accuracy = None
+    for each in results.systems:
         each["gold_reward"] = None
     _, report_path, *pictures = write_report(results, tmp_path)
     assert "Attainable is" not in report_path.read_text()
     assert all(ink(picture) > 0.005 for picture in pictures)
 
 
-def test_the_summary_draws_each_system_at_its_accuracy(results: dict[str, Any]) -> None:
+def test_the_summary_draws_each_system_at_its_accuracy(results: Results) -> None:
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
@@ -335,7 +333,7 @@ def test_a_curve_is_not_hidden_by_its_like_a_legend_or_a_label_of_half_a_step() 
 # --- wandb ---
 
 
-def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
+def test_the_numbers_of_the_systems_by_name(results: Results) -> None:
     numbers = evaluation_report.system_numbers(results)
     assert numbers["SFT/accuracy"] == 0.5
     assert numbers["SFT/gold_reward"] == 0.55
@@ -347,7 +345,7 @@ def test_the_numbers_of_the_systems_by_name(results: dict[str, Any]) -> None:
 
 
 def test_wandb_gets_the_table_and_the_numbers_if_asked(
-    tmp_path: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = SimpleNamespace(summary={}, logged=[], finish=lambda: run.logged.append("finished"))
     run.log, run.define_metric = run.logged.append, lambda *_, **__: None
