@@ -53,13 +53,13 @@ def main(config: EvaluateConfig) -> None:
     distributed.seed_everything(config.seed)
     settle(config)
 
-    # Load: every folder is checked before the first model is loaded
+    # Load; every folder is checked before the first model is loaded
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
     vocabulary = load.load_vocabulary(config, policies)  # the same for all of them
     policy_configs = read_policy_configs(policies, vocabulary, config)
     run_rewards = {path: runs.reward_of_run(path) for path in policies}
     rewards, comparing = find_judges(policies, vocabulary, config)
-    names = rewards.short
+    names, models = rewards.short, list(rewards.reward_models)
     pairs, prompts = load_data(config, vocabulary, rewards)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
     split = config.dataset_test_split = split_of(dataset, config)
@@ -70,7 +70,7 @@ def main(config: EvaluateConfig) -> None:
 
     # Score pairs with the reward models
     first = [path for path in policies[:1] if path in config.policies]  # in the order of a chain
-    evaluated = dict.fromkeys([*first, *rewards.reward_models, *config.policies])
+    evaluated = dict.fromkeys([*first, *models, *config.policies])
     readings = {path: names[path] for path in evaluated}  # their scores in the main table
     for path, function in rewards.reward_models.items() if pairs else ():
         scores = measure.reward_scores(function, pairs, vocabulary, config)
@@ -97,11 +97,8 @@ def main(config: EvaluateConfig) -> None:
             reference = policy
         write_records(table, collect(prompts, generations), config)
         if prompts:
-            title = f"sampling from {names[path]}"
-            rollouts = measure.sample_completions(policy, prompts, vocabulary, config, title)
-            generations[names[path]] = measure.measure_completions(
-                policy, reference, rewards, prompts, rollouts, config, config.temperature
-            )
+            name = names[path]
+            generations[name] = generate(name, policy, reference, rewards, prompts, config)
     write_records(table, collect(prompts, generations), config)
 
     # Judge: completions are compared with each other and with the rows' own
@@ -159,6 +156,22 @@ def load_policy(path: str, policy_config: Any, config: EvaluateConfig, mesh: Any
     policy = fsdp.shard(Policy(lm).requires_grad_(False), config, mesh)
     self_checks.only_tokens_matter(policy, config)
     return policy
+
+
+def generate(
+    name: str,
+    policy: Policy,
+    reference: Policy | None,
+    rewards: "RewardFunctions",
+    prompts: Sequence[Example],
+    config: EvaluateConfig,
+) -> list[Generation]:
+    """A policy's completions of N prompts, N*K with all that is measured of them. Collective."""
+    title = f"sampling from {name}"
+    rollouts = measure.sample_completions(policy, prompts, rewards.vocabulary, config, title)
+    return measure.measure_completions(
+        policy, reference, rewards, prompts, rollouts, config, config.temperature
+    )
 
 
 def reference_note(policies: Sequence[str]) -> str:
