@@ -28,7 +28,7 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """How often a system scores the chosen completion above the rejected one."""
+    """Share of pairs whose chosen completion a system scores above the rejected one."""
 
     accuracy: float  # (wins + ties / 2) / pairs, in [0, 1]
     low: float  # of the 95% Wilson interval
@@ -38,7 +38,7 @@ class PreferenceAccuracy:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What a run logs of it."""
+        """The accuracy and its interval as logged metrics."""
         return with_interval("eval_accuracy", self.accuracy, self.low, self.high)
 
 
@@ -86,7 +86,7 @@ def accuracy_of(counts: Floats) -> PreferenceAccuracy:
 
 
 def outcomes(chosen_scores: Tensor | ArrayLike, rejected_scores: Tensor | ArrayLike) -> Floats:
-    """What each pair counts in the accuracy, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
+    """Outcome of each pair, (N,): 1 if chosen scores higher, 0.5 in a tie, else 0.
 
     Raises:
         RuntimeError: a score is not finite.
@@ -117,13 +117,13 @@ def finite_vector(values: Tensor | ArrayLike) -> Floats:
 
 
 def cluster_numbers(keys: Sequence[Hashable]) -> Numbers:
-    """Which cluster each observation is in, (N,), numbered by first appearance of its key."""
+    """Cluster number of each observation, (N,), in the order of first appearance of the keys."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def resamples(num_clusters: int) -> Iterator[Numbers]:
-    """How often each cluster is drawn, (G,), in each of NUM_RESAMPLES draws of G clusters.
+    """Counts of each cluster, (G,), in each of NUM_RESAMPLES draws of G clusters.
 
     One at a time: 2000 x G draws may not fit in memory. The same in every process.
     """
@@ -256,7 +256,7 @@ def _measured(
 
 
 def interval_cell(
-    found: Mapping[str, Any] | None,
+    interval: Mapping[str, Any] | None,
     scale: float,
     digits: int,
     key: str | None = "mean",
@@ -264,19 +264,21 @@ def interval_cell(
     prefix: str = "",
     sign: str = "",
 ) -> str:
-    """`value [low, high]`, as every table has it, at a scale; of what there is not an en dash.
+    """`value [low, high]` for a table, times the scale; an en dash without an interval.
 
-    `found` has the value by its key, of which None shows the interval alone, and the ends by
-    `low` and `high` behind a prefix, None where there is none. The sign "+" is that of format().
+    `interval` has the value under the key (with None the ends are shown alone) and the ends under
+    `low` and `high` after a prefix, None without ends. The sign "+" is that of format().
     """
     from common.record.terminal import NOT_MEASURED
 
-    if not found:
+    if not interval:
         return NOT_MEASURED
     low, high = f"{prefix}low", f"{prefix}high"
-    ends = (low, high) if found[low] is not None else ()
+    ends = (low, high) if interval[low] is not None else ()
     names = [key, *ends] if key else ends
-    cells = {name: f"{scale * found[name] or 0.0:{sign}.{digits}f}" for name in names}  # not -0.0
+    cells = {
+        name: f"{scale * interval[name] or 0.0:{sign}.{digits}f}" for name in names
+    }  # not -0.0
     value = [cells[key]] if key else []
-    interval = [f"[{cells[low]}, {cells[high]}]"] if ends else []
-    return " ".join(value + interval) or NOT_MEASURED
+    bounds = [f"[{cells[low]}, {cells[high]}]"] if ends else []
+    return " ".join(value + bounds) or NOT_MEASURED

@@ -1,13 +1,13 @@
-"""Python functions that compare two completions: found by name, called, checked.
+"""Judges: Python functions that compare two completions.
 
 A judge is `path/to/file.py:function`, which is run as code, with the signature
 
     judge(prompts, completions_a, completions_b, **columns) -> list of verdicts
 
 All are lists of N: texts, and for each column of the rows its values. A verdict is the probability
-that a wins, or 1, 0.5 (a tie) and 0; None where the judge does not apply. Which of two completions
-is given as a is drawn for every prompt anew, so that a judge that prefers the first one gains no
-system anything. A function without `**columns` gets what it names, and it may be a coroutine.
+that a wins, or 1, 0.5 (a tie) and 0; None where the judge does not apply. The order of the two
+completions is drawn for every prompt, so a judge that prefers the first one favours no system. A
+function without `**columns` gets the columns that it names. It may be a coroutine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,28 +27,28 @@ Judge = Callable[..., Any]
 
 
 def with_verdicts(
-    answers: Sequence[PromptRecord],
+    records: Sequence[PromptRecord],
     judges: Mapping[str, Judge],
     examples: Sequence["Example"],
     seed: int,
 ) -> list[PromptRecord]:
-    """The answers with what every judge, by name, says of every two systems. Collective.
+    """The records with the verdicts of every judge, by name, on every two systems. Collective.
 
-    Rank 0 asks; a judge that calls somebody else's model is not asked by every rank. Judges get the
-    columns of the examples; the seed is that of the order in which completions are given.
+    Only rank 0 calls the judges, which may be paid services. They get the columns of the examples.
+    The seed decides the order of the two completions.
     """
-    found: list[list[Verdict]] = [row.verdicts for row in answers]
+    verdicts: list[list[Verdict]] = [record.verdicts for record in records]
     if distributed.is_rank0():
         for name, judge in judges.items():
-            for b, a in combinations(system_names(answers), 2):
-                rows = ask(answers, a, b, name, judge, examples, seed)
-                found = [own + new for own, new in zip(found, rows, strict=True)]
-    found = distributed.from_rank0(found)
-    return [replace(row, verdicts=own) for row, own in zip(answers, found, strict=True)]
+            for b, a in combinations(system_names(records), 2):
+                new = ask(records, a, b, name, judge, examples, seed)
+                verdicts = [first + second for first, second in zip(verdicts, new, strict=True)]
+    verdicts = distributed.from_rank0(verdicts)
+    return [replace(r, verdicts=verdict) for r, verdict in zip(records, verdicts, strict=True)]
 
 
 def ask(
-    answers: Sequence[PromptRecord],
+    records: Sequence[PromptRecord],
     a: str,
     b: str,
     name: str,
@@ -59,39 +59,39 @@ def ask(
     """The verdicts of one judge on two systems, N lists of one or none.
 
     Raises:
-        UserError: the judge returned what are no N verdicts.
+        UserError: the judge did not return N verdicts.
     """
     from common.rewards.functions import as_number, call_once
 
-    swapped = [is_swapped(seed, a, b, row.id) for row in answers]
+    swapped = [is_swapped(seed, a, b, record.id) for record in records]
     orders = [(b, a) if swap else (a, b) for swap in swapped]
-    rows = [i for i, row in enumerate(answers) if row.pair(a, b)]
-    given = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
-    given["prompts"] = [answers[i].prompt for i in rows]
+    rows = [i for i, record in enumerate(records) if record.pair(a, b)]
+    inputs = {key: [examples[i].columns[key] for i in rows] for key in examples[0].columns}
+    inputs["prompts"] = [records[i].prompt for i in rows]
     for side, key in enumerate(("completions_a", "completions_b")):
-        given[key] = [text_of(answers[i], orders[i][side]) for i in rows]
-    values = call_once(judge, given, len(rows), f"judge function {name!r}", "verdicts")
-    verdicts: list[list[Verdict]] = [[] for _ in answers]
+        inputs[key] = [text_of(records[i], orders[i][side]) for i in rows]
+    values = call_once(judge, inputs, len(rows), f"judge function {name!r}", "verdicts")
+    verdicts: list[list[Verdict]] = [[] for _ in records]
     for i, value in zip(rows, values, strict=True):
         if value is None:
             continue
         number = as_number(value)
         if number is None or not 0 <= number <= 1:
             raise UserError(
-                f"judge function {name!r} returned {value!r} for prompt {answers[i].id}; a verdict "
+                f"judge function {name!r} returned {value!r} for prompt {records[i].id}; a verdict "
                 "must be None or a number from 0 to 1."
             )
         verdicts[i] = [Verdict(a, b, name, 1 - number if swapped[i] else number)]
     return verdicts
 
 
-def text_of(row: PromptRecord, system: str) -> str:
-    """The completion of a system that answered."""
-    own = row.of(system)
-    assert own is not None, system
-    return own.completion
+def text_of(record: PromptRecord, system: str) -> str:
+    """The text of a system's first completion, which exists."""
+    generation = record.of(system)
+    assert generation is not None, system
+    return generation.completion
 
 
 def is_swapped(seed: int, a: str, b: str, row: int) -> bool:
-    """Whether b's completion of a row is given first: a fair draw for every row and pair."""
+    """Whether b's completion of a row comes first: a fair draw for every row and pair."""
     return float(uniform(derive_seed(seed, "order", a, b), row)) < 0.5

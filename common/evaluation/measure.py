@@ -105,8 +105,8 @@ def reward_scores(
         return score_examples(function.model, pairs, config, vocabulary, "scoring pairs")
     rows = range(distributed.rank(), len(pairs), distributed.world_size())
     sides = [(pairs[row], ids) for row in rows for ids in pairs[row].completions]
-    own = [pairs[row] for row in rows]
-    texts = [text for both in completion_texts(own, vocabulary) for text in both]
+    pairs_of_rank = [pairs[row] for row in rows]
+    texts = [text for both in completion_texts(pairs_of_rank, vocabulary) for text in both]
     prompts: list[Any] = [example.messages or example.prompt for example, _ in sides]
     rewards = function(
         prompts,
@@ -169,27 +169,29 @@ def measure_completions(
     config: "CommonConfig",
     temperature: float,
 ) -> list[Generation]:
-    """A policy's own completions, N*K of N prompts, with all that is measured of them. Collective.
+    """Measurements of a policy's N*K completions of N prompts. Collective.
 
-    The KL is log pi - log ref of completions drawn from pi, whose mean is unbiased at temperature 1
-    and not measured at any other, nor without a reference. The entropy is that of pi at temperature
-    1 along them.
+    The KL is log pi - log ref of completions drawn from pi. Its mean is unbiased at temperature 1;
+    at another one, or without a reference, it is not measured. The entropy is that of pi at
+    temperature 1 along the completions.
     """
     from common.evaluation.split import score_examples
 
     examples, vocabulary = rollouts.completed(prompts), judges.vocabulary
-    own = score_examples(
-        policy, examples, config, vocabulary, "scoring", score=logp_and_entropy
-    ).flatten(0, 1)  # (N*K, 2)
-    kl: list[float | None] = [None] * len(own)
+    logps, entropies = (
+        score_examples(policy, examples, config, vocabulary, "scoring", score=logp_and_entropy)
+        .flatten(0, 1)
+        .unbind(-1)
+    )  # (N*K,) each
+    kl: list[float | None] = [None] * len(logps)
     if temperature == 1 and reference is not None:
-        ref_logps = own[:, 0]
+        ref_logps = logps
         if reference is not policy:
             ref_logps = score_examples(
                 reference, examples, config, vocabulary, "scoring"
             ).flatten()  # (N*K,)
-        kl = (own[:, 0] - ref_logps).tolist()
-    entropy = (own[:, 1] / rollouts.lengths).tolist()
+        kl = (logps - ref_logps).tolist()
+    entropy = (entropies / rollouts.lengths).tolist()
     texts, references = rollouts.texts(vocabulary.tokenizer), list(map(reference_text, prompts))
     generations = judge_completions(judges, prompts, rollouts, texts, references)
     rows = zip(generations, kl, entropy, strict=True)
@@ -207,13 +209,13 @@ def reference_completions(
     prompts: Sequence["Example"],
     max_completion_length: int,
 ) -> dict[int, Generation]:
-    """The rows' own completions, judged like a policy's. Collective if a reward model takes part.
+    """The rows' reference completions, judged like a policy's. Collective with a reward model.
 
-    They are tokenised as for training: what is longer than `max_completion_length` is cut there for
-    the judges of single completions, and then has not stopped; the text stays whole.
+    They are tokenised as for training: one longer than `max_completion_length` is cut for judges of
+    single completions, and counts as not stopped; its text stays whole.
 
     Returns:
-        By place; without the rows that have no column `completion`, or nothing in it.
+        By index of the prompt; rows with an empty or no column `completion` are left out.
     """
     from common.sampling.sampler import Rollouts
     from common.text.chat import render
@@ -231,13 +233,13 @@ def reference_completions(
         written += [one.completions[0] for one in render(row, "sft", judges.vocabulary.tokenizer)]
     cut = tokenize_completions(written, judges.vocabulary, max_completion_length)
     rollouts = Rollouts.of([one.ids for one in cut], [], [not one.is_truncated for one in cut])
-    no_rouge = [""] * len(texts)  # with itself says nothing
-    own = judge_completions(judges, examples, rollouts, list(texts.values()), no_rouge)
-    return dict(zip(texts, own, strict=True))
+    no_rouge = [""] * len(texts)  # ROUGE of a reference with itself is 1
+    judged = judge_completions(judges, examples, rollouts, list(texts.values()), no_rouge)
+    return dict(zip(texts, judged, strict=True))
 
 
 def reference_text(example: "Example") -> str:
-    """A row's own completion, of messages the last one; empty if it has none."""
+    """A row's reference completion, of messages the last one; empty if it has none."""
     from common.text.chat import is_messages
 
     value: Any = example.columns.get("completion")
@@ -255,8 +257,8 @@ def judge_completions(
 ) -> list[Generation]:
     """Completions with their rewards and ROUGE.
 
-    Collective if a reward model takes part. The N*K texts are what is kept of the completions;
-    ROUGE is with the N references, none with an empty one.
+    Collective with a reward model. The N*K texts are recorded; ROUGE compares them with the N
+    references, except empty ones.
     """
     from common.text.chat import as_answers
 
@@ -266,8 +268,8 @@ def judge_completions(
     k = len(texts) // max(1, len(prompts))
     messages = [example.messages for example in prompts for _ in range(k)]
     tokenizer = judges.vocabulary.tokenizer
-    given = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
-    found = judges.extracted_answers(given)  # what the rewards are of
+    judged_texts = as_answers(rollouts.texts(tokenizer), messages, tokenizer)
+    extracted = judges.extracted_answers(judged_texts)  # the answers that rewards compare
     rewards = {judge: values.flatten().tolist() for judge, values in by_judge.items()}
     return [
         Generation(
@@ -276,8 +278,8 @@ def judge_completions(
             stopped=bool(rollouts.has_stop[i]),
             completion_ids=rollouts.completion_ids[i],
             # nan: the judge does not apply to the row
-            rewards={j: None if math.isnan(own[i]) else own[i] for j, own in rewards.items()},
-            answers={judge: own[i] for judge, own in found.items()},
+            rewards={j: None if math.isnan(r[i]) else r[i] for j, r in rewards.items()},
+            answers={judge: answers[i] for judge, answers in extracted.items()},
             **rouge(text, references[i // k]),
         )
         for i, text in enumerate(texts)

@@ -1,6 +1,6 @@
-"""How often a completion passes a check, of k samples of a prompt: pass@k and maj@k.
+"""Pass rates of k samples of a prompt by a check: pass@k and maj@k.
 
-A check is a judge that gives nothing but 0 and 1, such as `gsm8k`.
+A check is a judge whose rewards are all 0 or 1, such as `gsm8k`.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ def pass_rates(
 
     Args:
         rewards: (N, K) 0 or 1; None: the check does not apply, and the prompt is left out.
-        answers: (N, K) what each sample gives as its answer, None for nothing; None: no vote.
+        answers: (N, K) the answer extracted from each sample, None for none; None: no vote.
         prompts: N keys, equal for rows of the same prompt.
 
     Returns:
@@ -30,17 +30,17 @@ def pass_rates(
     most = len(rewards[0])
     rates = {}
     for k in sorted({most, *(2**i for i in range(most.bit_length()))}):
-        passed = [None if None in own else pass_at(k, most, own.count(1)) for own in rewards]
+        passed = [None if None in row else pass_at(k, most, row.count(1)) for row in rewards]
         rates[f"pass@{k}"] = share_over_prompts(passed, prompts)
     if answers is not None and most > 1:
         rows = zip(rewards, answers, strict=True)
-        votes = [None if None in own else majority(own, given) for own, given in rows]
+        votes = [None if None in row else majority(row, texts) for row, texts in rows]
         rates[f"maj@{most}"] = share_over_prompts(votes, prompts)
     return rates
 
 
 def pass_at(k: int, num_samples: int, num_passed: int) -> float:
-    """The chance that of k samples one passes, unbiased (Chen et al. 2021, eq. 1)."""
+    """Probability that at least one of k samples passes, unbiased (Chen et al. 2021, eq. 1)."""
     draws = comb(num_samples, k)
     return (draws - comb(num_samples - num_passed, k)) / draws
 
@@ -48,8 +48,8 @@ def pass_at(k: int, num_samples: int, num_passed: int) -> float:
 def majority(rewards: Sequence[float | None], answers: Sequence[str | None]) -> float:
     """Whether the answer that most samples give is right (Wang et al. 2023, self-consistency).
 
-    It is if a sample with it passed. Of a tie it is the share of the answers that are; a sample
-    without an answer has no vote, and without any vote it is 0.
+    An answer is right if a sample with it passed. In a tie it is the share of right ones among the
+    tied answers. A sample without an answer has no vote; without any vote it is 0.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     first = [answer for answer, number in votes.items() if number == max(votes.values())]

@@ -69,20 +69,20 @@ def write_scores(path: Path, table: PairScores) -> None:
     from common.record.jsonl import json_line, write_atomically
 
     lines = (
-        pair | {"scores": {name: own[i].tolist() for name, own in table.scores.items()}}
+        pair | {"scores": {name: scores[i].tolist() for name, scores in table.scores.items()}}
         for i, pair in enumerate(table.pairs)
     )
     write_atomically(path, map(json_line, lines))
 
 
 def read_scores(path: Path) -> PairScores:
-    """What `write_scores` wrote."""
+    """Read the file of `write_scores`."""
     from common.record.jsonl import read_jsonl
 
     pairs = read_jsonl(path)
     lines = [pair.pop("scores") for pair in pairs]
     return PairScores(
-        pairs, {name: np.array([own[name] for own in lines], float) for name in lines[0]}
+        pairs, {name: np.array([line[name] for line in lines], float) for name in lines[0]}
     )
 
 
@@ -91,7 +91,7 @@ def read_scores(path: Path) -> PairScores:
 
 @dataclass(frozen=True)
 class Generation:
-    """A completion and what was measured of it; None where it was not, or means nothing."""
+    """A completion with its measurements; None where one was not made, or has no meaning."""
 
     completion: str  # without the stop token
     num_tokens: int  # of the policies' tokenizer, stop token included
@@ -102,13 +102,13 @@ class Generation:
     rouge_1: float | None = None  # F1 with the row's own completion (Lin 2004)
     rouge_2: float | None = None
     rouge_l: float | None = None
-    completion_ids: list[int] = field(default_factory=list)  # stop token included: what KL is of
-    answers: dict[str, str | None] = field(default_factory=dict)  # by a judge that finds one in it
+    completion_ids: list[int] = field(default_factory=list)  # stop token included, as in the KL
+    answers: dict[str, str | None] = field(default_factory=dict)  # by judges that extract one
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge of two completions says of a prompt."""
+    """The verdict of a judge on two completions of a prompt."""
 
     a: str  # name of a system, or REFERENCE
     b: str
@@ -118,7 +118,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """A line of the file."""
+    """A prompt with all its completions: a line of `completions.jsonl`."""
 
     id: int
     prompt: str
@@ -138,15 +138,15 @@ class PromptRecord:
         return [first, *self.further.get(name, [])] if first else []
 
     def pair(self, a: str, b: str) -> tuple[Generation, Generation] | None:
-        """The completions of both; None unless both are there."""
-        own, other = self.of(a), self.of(b)
-        return (own, other) if own and other else None
+        """The first completions of both; None unless both exist."""
+        first, second = self.of(a), self.of(b)
+        return (first, second) if first and second else None
 
 
-def system_names(answers: Sequence[PromptRecord]) -> list[str]:
-    """The systems that answered, in order, with REFERENCE last if a row has a completion."""
-    names = list(answers[0].systems) if answers else []
-    return [*names, REFERENCE] if any(row.reference for row in answers) else names
+def system_names(records: Sequence[PromptRecord]) -> list[str]:
+    """The systems in order, with REFERENCE last if a row has a completion."""
+    names = list(records[0].systems) if records else []
+    return [*names, REFERENCE] if any(record.reference for record in records) else names
 
 
 def collect(
@@ -154,40 +154,48 @@ def collect(
     by_system: dict[str, list[Generation]],
     references: Mapping[int, Generation] | None = None,
 ) -> list[PromptRecord]:
-    """The lines of the file, of N*K completions by system; references by the place of a prompt."""
-    answers = []
+    """Records of N prompts from N*K completions of each system, and references by prompt index."""
+    records = []
     for i, example in enumerate(prompts):
-        own = {}
+        samples = {}
         for name, generations in by_system.items():
             k = len(generations) // len(prompts)
-            own[name] = generations[i * k : (i + 1) * k]
-        systems = {name: first for name, (first, *_) in own.items()}
-        line = (example.row, example.prompt, (references or {}).get(i), systems)
-        further = {name: rest for name, (_, *rest) in own.items() if rest}
-        answers.append(PromptRecord(*line, prompt_ids=example.prompt_ids, further=further))
-    return answers
+            samples[name] = generations[i * k : (i + 1) * k]
+        records.append(
+            PromptRecord(
+                id=example.row,
+                prompt=example.prompt,
+                reference=(references or {}).get(i),
+                systems={name: generations[0] for name, generations in samples.items()},
+                prompt_ids=example.prompt_ids,
+                further={name: gens[1:] for name, gens in samples.items() if gens[1:]},
+            )
+        )
+    return records
 
 
-def write_completions(answers: Sequence[PromptRecord], output_dir: Path) -> None:
-    """Write the file, atomically. Rank 0 only."""
+def write_completions(records: Sequence[PromptRecord], output_dir: Path) -> None:
+    """Write `completions.jsonl`, atomically. Rank 0 only."""
     from common.record.jsonl import json_line, write_atomically
 
-    write_atomically(output_dir / COMPLETIONS, (json_line(asdict(row)) for row in answers))
+    write_atomically(output_dir / COMPLETIONS, map(json_line, map(asdict, records)))
 
 
 def read_completions(output_dir: Path) -> list[PromptRecord]:
-    """What `write_completions` wrote; [] without the file."""
+    """Read the file of `write_completions`; [] without it."""
     from common.record.jsonl import read_jsonl
 
-    answers = []
+    records = []
     for line in read_jsonl(output_dir / COMPLETIONS):
         line["reference"] = line["reference"] and Generation(**line["reference"])
-        line["systems"] = {name: Generation(**own) for name, own in line["systems"].items()}
+        line["systems"] = {name: Generation(**values) for name, values in line["systems"].items()}
         line["verdicts"] = [Verdict(**verdict) for verdict in line["verdicts"]]
-        further = line["further"].items()
-        line["further"] = {name: [Generation(**one) for one in own] for name, own in further}
-        answers.append(PromptRecord(**line))
-    return answers
+        line["further"] = {
+            name: [Generation(**values) for values in samples]
+            for name, samples in line["further"].items()
+        }
+        records.append(PromptRecord(**line))
+    return records
 
 
 # ---- results -------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ def read_completions(output_dir: Path) -> list[PromptRecord]:
 
 @dataclass
 class Results:
-    """All that an evaluation found: `results.json`, and what a report reads.
+    """Results of an evaluation: the content of `results.json`, which a report reads.
 
     Attributes:
         attainable_accuracy: Best accuracy that the labels allow; None where it is not known.

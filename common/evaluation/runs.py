@@ -61,17 +61,17 @@ def reference_of_run(path: str) -> str:
 
 
 def refuse_other_tokenizer(path: str, tokenizer: Any, config: "CommonConfig") -> None:
-    """Raise a UserError for a policy to which the ids of the run's tokenizer are other text."""
+    """Raise a UserError for a policy whose tokenizer gives the ids other tokens than the run's."""
     from common.model.load import load_tokenizer
 
     has_none = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))
     if path == config.tokenizer_path or path.endswith(".json") or has_none:
         return
-    own = load_tokenizer(path, config, needs_eos=False).get_vocab()
+    vocabulary = load_tokenizer(path, config, needs_eos=False).get_vocab()
     added = tokenizer.get_added_vocab()  # as a pad token: another run may do without
     expected = {token: i for token, i in tokenizer.get_vocab().items() if token not in added}
-    if any(own.get(token) != i for token, i in expected.items()):
+    if any(vocabulary.get(token) != i for token, i in expected.items()):
         raise UserError(
-            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a run "
-            "of its own."
+            f"{path!r} has another tokenizer than {config.tokenizer_path!r}; evaluate it in a "
+            "separate run."
         )

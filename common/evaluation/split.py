@@ -90,7 +90,7 @@ def score_batches(
 def distinct(
     examples: Sequence[Example], config: CommonConfig
 ) -> tuple[list[PromptGroup], list[int]]:
-    """Every completion of a prompt once, however many rows have it, the longest first.
+    """Every different completion of a prompt once, the longest first.
 
     Returns:
         The groups, in which completion k of row n has the slot n * K + k, n the first row with it;
@@ -99,9 +99,9 @@ def distinct(
     num_completions = len(examples[0].completions)
     first = list(range(len(examples) * num_completions))
     by_prompt: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}  # slots by completion
-    for row, own in enumerate(examples):
-        slots = by_prompt.setdefault(tuple(own.prompt_ids), {})
-        for slot, ids in enumerate(own.completions, row * num_completions):
+    for row, example in enumerate(examples):
+        slots = by_prompt.setdefault(tuple(example.prompt_ids), {})
+        for slot, ids in enumerate(example.completions, row * num_completions):
             first[slot] = slots.setdefault(tuple(ids), slot)
     groups = []
     for prompt_ids, slots in by_prompt.items():
@@ -118,10 +118,10 @@ def mean_sft_loss(
     def sums(model: nn.Module, batch: AnyBatch) -> Tensor:
         return torch.stack([sequence_scores(model, batch), batch.completion_mask.sum(-1)], -1)
 
-    found = score_examples(
+    totals = score_examples(
         model, examples, config, vocabulary, "evaluating", score=sums
     )  # (N, 1, 2)
-    logp, num_tokens = found.sum((0, 1)).tolist()
+    logp, num_tokens = totals.sum((0, 1)).tolist()
     return float(-logp / num_tokens)
 
 
@@ -201,7 +201,7 @@ def preferences(
     reward: ImplicitReward | None = None,
     ref_logps: Tensor | None = None,
 ) -> tuple["PreferenceAccuracy", Tensor]:
-    """How often a reward model, or a policy, scores the chosen completion higher. Collective.
+    """Preference accuracy of a reward model or a policy, and its scores. Collective.
 
     A policy is judged by its implicit `reward`, with the reference's `pair_logps` (N, 2) if that
     needs them.
@@ -220,7 +220,7 @@ def preferences(
 
 
 def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> None:
-    """Add what pairs are judged by.
+    """Add the metrics of pairs.
 
     Args:
         metrics: gets chosen_reward, rejected_reward, reward_margin and accuracy (a tie is a half).
@@ -244,10 +244,10 @@ def pair_table(
     """Rows to print: prompt end, both completions and their scores (N, 2)."""
     table = []
     names = ("prompt", "chosen", "rejected", "chosen score", "rejected score")
-    for example, own in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
+    for example, score in zip(examples[: config.num_sample_prompts], scores.tolist(), strict=False):
         texts = (
             vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
             for ids in example.completions
         )
-        table.append(dict(zip(names, (example.prompt, *texts, *own), strict=True)))
+        table.append(dict(zip(names, (example.prompt, *texts, *score), strict=True)))
     return table

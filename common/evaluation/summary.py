@@ -4,8 +4,8 @@ No model is needed: the two files of an evaluation give every number again,
 
     summary.compare(records.read_scores(Path("output/eval/scores.jsonl")))
 
-Two systems meet the same easy and hard pairs, so their difference is known better than either
-accuracy: two intervals that overlap say little, the interval of the difference says it.
+Systems are compared on the same pairs, so the interval of their difference is narrower than those
+of their accuracies: two systems with overlapping intervals may differ significantly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,29 +69,29 @@ def accuracies(wins: Mapping[str, Floats], clusters: Numbers) -> dict[str, dict[
     """Accuracy by system, with both intervals; wins and clusters as in `paired_differences`."""
     num_prompts = int(clusters.max()) + 1
     means = intervals.bootstrap_means(np.stack(list(wins.values()), axis=1), clusters)  # (R, S)
-    found = {}
+    by_system = {}
     for (name, counts), column in zip(wins.items(), means.T, strict=True):
         accuracy = asdict(intervals.accuracy_of(counts))
         low, high = prompt_interval(column, accuracy["accuracy"], num_prompts)
         over_prompts = {"num_prompts": num_prompts, "prompt_low": low, "prompt_high": high}
-        found[name] = accuracy | over_prompts
-    return found
+        by_system[name] = accuracy | over_prompts
+    return by_system
 
 
 def prompt_interval(
     means: Floats, estimate: float, num_prompts: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """The interval of bootstrap means (R,) over prompts, none where they are too few."""
+    """The interval of bootstrap means (R,) over prompts, None with too few prompts."""
     if num_prompts < MIN_PROMPTS:
         return None, None
     return intervals.percentile_interval(means, estimate)
 
 
 def paired_differences(wins: Mapping[str, Floats], clusters: Numbers) -> list[dict[str, Any]]:
-    """Every two systems compared, those named first with those behind them.
+    """Differences between every two systems, earlier minus later ones.
 
-    A pair is discordant if it counts more for one system: with a tie of one of them the other's win
-    or loss decides, by one half. p-values are not corrected for the number of comparisons.
+    A pair is discordant if it counts more for one system (a tie counts one half). p-values are not
+    corrected for the number of comparisons.
 
     Args:
         wins: (N,) outcomes of each system on the same pairs.
@@ -140,7 +140,7 @@ def mcnemar_p_value(num_first_better: int, num_second_better: int) -> float:
 # ---- completions ---------------------------------------------------------------------------------
 
 
-def summarise(answers: Sequence[PromptRecord], name: str) -> dict[str, Any] | None:
+def summarise(records: Sequence[PromptRecord], name: str) -> dict[str, Any] | None:
     """Means over the completions of a system, or REFERENCE; None without any.
 
     Returns:
@@ -152,57 +152,61 @@ def summarise(answers: Sequence[PromptRecord], name: str) -> dict[str, Any] | No
     """
     from common.text.overlap import distinct_share
 
-    rows = [row for row in answers if row.of(name)]
-    if not rows:
+    check_judges = checks(records)
+    records = [record for record in records if record.of(name)]
+    if not records:
         return None
-    prompts = [row.prompt for row in rows for _ in row.all_of(name)]
-    generations = [own for row in rows for own in row.all_of(name)]
-    passed = {judge: check_rates(rows, name, judge) for judge in checks(answers)}
-    lengths = [own.num_tokens for own in generations]
+    prompts = [record.prompt for record in records for _ in record.all_of(name)]
+    generations = [generation for record in records for generation in record.all_of(name)]
+    passed = {judge: check_rates(records, name, judge) for judge in check_judges}
+    lengths = [generation.num_tokens for generation in generations]
     length = mean_over_prompts(lengths, prompts)
-    stop_rate = share_over_prompts([float(own.stopped) for own in generations], prompts)
+    stop_rate = share_over_prompts(
+        [float(generation.stopped) for generation in generations], prompts
+    )
     assert length
     assert stop_rate
-    judges = dict.fromkeys(judge for own in generations for judge in own.rewards)
+    judges = dict.fromkeys(judge for g in generations for judge in g.rewards)
     rewards = {}
     for judge in judges:
         over = share_over_prompts if judge in passed else mean_over_prompts  # as its pass@1
-        rewards[judge] = over([own.rewards.get(judge) for own in generations], prompts)
+        rewards[judge] = over([g.rewards.get(judge) for g in generations], prompts)
     return {
         "length": length["mean"],
         "length_interval": length,
         "stop_rate": stop_rate["mean"],
         "stop_rate_interval": stop_rate,
-        "entropy": mean_over_prompts([own.entropy for own in generations], prompts, lengths),
-        "distinct_completions": distinct_share([own.completion for own in generations]),
+        "entropy": mean_over_prompts([g.entropy for g in generations], prompts, lengths),
+        "distinct_completions": distinct_share([g.completion for g in generations]),
         **({"rewards": rewards} if rewards else {}),
         **({"pass_rates": passed} if passed else {}),
         **{
-            key: mean_over_prompts([getattr(own, key) for own in generations], prompts)
-            for key in MEANS
+            key: mean_over_prompts([getattr(g, key) for g in generations], prompts) for key in MEANS
         },
     }
 
 
-def checks(answers: Sequence[PromptRecord]) -> list[str]:
-    """The judges that gave nothing but 0 and 1 to any completion."""
-    values: dict[str, set[float]] = {}
-    for row in answers:
-        for own in (row.all_of(name) for name in (*row.systems, REFERENCE)):
-            for judge, reward in ((j, r) for one in own for j, r in one.rewards.items()):
-                values.setdefault(judge, set()).update(() if reward is None else (reward,))
-    return [judge for judge, found in values.items() if found and found <= {0, 1}]
+def checks(records: Sequence[PromptRecord]) -> list[str]:
+    """Judges whose rewards are all 0 or 1."""
+    rewards: dict[str, set[float]] = {}
+    for record in records:
+        for name in (*record.systems, REFERENCE):
+            for generation in record.all_of(name):
+                for judge, reward in generation.rewards.items():
+                    rewards.setdefault(judge, set()).update(() if reward is None else (reward,))
+    return [judge for judge, values in rewards.items() if values and values <= {0, 1}]
 
 
-def check_rates(rows: Sequence[PromptRecord], name: str, judge: str) -> dict[str, Any]:
-    """How often a system's completions pass a check."""
+def check_rates(records: Sequence[PromptRecord], name: str, judge: str) -> dict[str, Any]:
+    """Pass rates of a system's completions by a check."""
     from common.evaluation.pass_rates import pass_rates
 
-    samples = [row.all_of(name) for row in rows]
-    votes = [[one.answers.get(judge) for one in own] for own in samples]
-    has_votes = any(judge in one.answers for own in samples for one in own)
-    rewards = [[one.rewards.get(judge) for one in own] for own in samples]
-    return pass_rates(rewards, votes if has_votes else None, [row.prompt for row in rows])
+    samples = [record.all_of(name) for record in records]
+    votes = [[g.answers.get(judge) for g in generations] for generations in samples]
+    has_votes = any(judge in g.answers for generations in samples for g in generations)
+    rewards = [[g.rewards.get(judge) for g in generations] for generations in samples]
+    prompts = [record.prompt for record in records]
+    return pass_rates(rewards, votes if has_votes else None, prompts)
 
 
 # ---- all results ---------------------------------------------------------------------------------
@@ -216,7 +220,7 @@ def summarise_all(
     split: str,
     config: "EvaluateConfig",
 ) -> Results:
-    """Everything that `results.json` holds; `systems` as `describe_system`."""
+    """The content of `results.json`; `systems` as `describe_system`."""
     from common.evaluation.win_rates import all_win_rates
 
     return Results(
@@ -275,9 +279,9 @@ def describe_system(
 
 
 def attainable_accuracy(pairs: list[dict[str, Any]]) -> float | None:
-    """Best accuracy that labels drawn at random allow, where the rows say how they were drawn."""
+    """Best attainable accuracy, if the rows have the probability of their labels."""
     from common.text import synthetic
 
     chances = [pair["label_probability"] for pair in pairs]
-    known = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
-    return synthetic.attainable_accuracy(pairs) if known else None
+    has_chances = chances and all(type(x) in (int, float) and 0 <= x <= 1 for x in chances)
+    return synthetic.attainable_accuracy(pairs) if has_chances else None

@@ -43,35 +43,35 @@ TOLERANCE = 1e-9
 NUMBERS_AT_ONCE = 2**21  # resamples times prompts
 
 
-def all_win_rates(answers: Sequence[PromptRecord]) -> list[dict[str, Any]]:
+def all_win_rates(records: Sequence[PromptRecord]) -> list[dict[str, Any]]:
     """Every system against every earlier one and against the rows' own completions, by every judge.
 
     Returns:
         As `win_rate`; a judge that compared nothing of two systems is left out.
     """
     rates = []
-    comparing = [verdict.judge for row in answers for verdict in row.verdicts]
-    judges = dict.fromkeys([*reward_judges(answers), *comparing])
-    for first, second in combinations(system_names(answers), 2):
-        # The later of two systems is the one that is asked about, but a row's own completion.
-        a, b = (second, first) if second in answers[0].systems else (first, second)
-        rates += [win_rate(answers, a, b, judge) for judge in judges]
+    comparing = [verdict.judge for record in records for verdict in record.verdicts]
+    judges = dict.fromkeys([*reward_judges(records), *comparing])
+    for first, second in combinations(system_names(records), 2):
+        # a is the later of two systems, and never the reference completion.
+        a, b = (second, first) if second in records[0].systems else (first, second)
+        rates += [win_rate(records, a, b, judge) for judge in judges]
     return [rate for rate in rates if rate]
 
 
-def win_rate(answers: Sequence[PromptRecord], a: str, b: str, judge: str) -> dict[str, Any] | None:
-    """How often one completion of N prompts wins against another by a judge; None if it says none.
+def win_rate(records: Sequence[PromptRecord], a: str, b: str, judge: str) -> dict[str, Any] | None:
+    """Win rate of one system against another on N prompts by a judge; None without verdicts.
 
     Returns:
         `win_rate` is the mean verdict, with its 95% interval `low`, `high` (None of one prompt);
         `num_wins`, `num_ties` and `num_losses` count verdicts above, at and below one half;
-        `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as the
-        function of this name says.
+        `length_difference` is the mean of a's tokens minus b's; `length_controlled` is as in the
+        function of this name.
     """
     rows = [
-        (row.prompt, wins, pair[0].num_tokens - pair[1].num_tokens)
-        for row in answers
-        if (pair := row.pair(a, b)) and (wins := verdict(row, a, b, judge)) is not None
+        (record.prompt, wins, pair[0].num_tokens - pair[1].num_tokens)
+        for record in records
+        if (pair := record.pair(a, b)) and (wins := verdict(record, a, b, judge)) is not None
     ]
     prompts, verdicts, differences = zip(*rows, strict=True) if rows else ((), (), ())
     share = share_over_prompts(verdicts, prompts)
@@ -85,23 +85,22 @@ def win_rate(answers: Sequence[PromptRecord], a: str, b: str, judge: str) -> dic
         "num_wins": sum(wins > 0.5 for wins in verdicts),
         "num_ties": sum(wins == 0.5 for wins in verdicts),
         "num_losses": sum(wins < 0.5 for wins in verdicts),
-        "num_not_judged": len(answers) - len(rows),
+        "num_not_judged": len(records) - len(rows),
         "length_difference": sum(differences) / len(differences),
         "length_controlled": length_controlled(verdicts, differences, prompts),
     }
 
 
-def verdict(row: PromptRecord, a: str, b: str, judge: str) -> float | None:
-    """The probability that a wins, as a judge gave it; by a reward 1, 0 or in a tie 0.5.
+def verdict(record: PromptRecord, a: str, b: str, judge: str) -> float | None:
+    """The probability that a wins by a judge; by rewards 1, 0 or in a tie 0.5.
 
-    The same completion twice is a tie: a reward model's scores are rounded by what stands beside a
-    completion in the batch (5% of such pairs differed by that on the embedded task). None where
-    the judge says nothing of the two, or the row has not both.
+    Equal completions tie: their rewards may differ in rounding, which depends on the rest of the
+    batch (5% of such pairs did on the embedded task). None without both completions or a verdict.
     """
-    for given in row.verdicts:
-        if given.judge == judge and {given.a, given.b} == {a, b}:
-            return given.a_wins if given.a == a else 1 - given.a_wins
-    pair = row.pair(a, b)
+    for verdict in record.verdicts:
+        if verdict.judge == judge and {verdict.a, verdict.b} == {a, b}:
+            return verdict.a_wins if verdict.a == a else 1 - verdict.a_wins
+    pair = record.pair(a, b)
     rewards = [side.rewards.get(judge) for side in pair or ()]
     if not pair or None in rewards:
         return None
@@ -109,10 +108,10 @@ def verdict(row: PromptRecord, a: str, b: str, judge: str) -> float | None:
     return 0.5 if is_same else float(wins_of(*rewards))
 
 
-def reward_judges(answers: Sequence[PromptRecord]) -> list[str]:
+def reward_judges(records: Sequence[PromptRecord]) -> list[str]:
     """The names of the rewards, in order."""
-    systems = [own for row in answers for own in row.systems.values()]
-    return list(dict.fromkeys(name for own in systems for name in own.rewards))
+    generations = [generation for record in records for generation in record.systems.values()]
+    return list(dict.fromkeys(name for generation in generations for name in generation.rewards))
 
 
 # ---- at equal length -----------------------------------------------------------------------------
@@ -121,7 +120,7 @@ def reward_judges(answers: Sequence[PromptRecord]) -> list[str]:
 def length_controlled(
     verdicts: ArrayLike, length_differences: ArrayLike, clusters: Sequence[Hashable]
 ) -> dict[str, float] | None:
-    """The win rate at equal length, with a percentile bootstrap interval over clusters.
+    """Win rate at equal length, with a percentile bootstrap interval over clusters.
 
     Args:
         verdicts: (N,) probability that a wins, or 1, 0.5 (a tie) and 0.
@@ -130,10 +129,9 @@ def length_controlled(
 
     Returns:
         win_rate, its 95% interval low, high, and length_effect: phi, the log-odds of a clearly
-        longer completion, positive where longer wins. None where all differences are the same and
-        not 0: nothing then tells length from quality. None too where all verdicts are alike, or
-        there are fewer than `MIN_PROMPTS` clusters: every resample would say the same. The scale s
-        is that of all comparisons in every resample.
+        longer completion, positive where longer wins. None if all differences are equal and not 0:
+        then length and quality cannot be separated. None too if all verdicts are equal, or there
+        are fewer than `MIN_PROMPTS` clusters. Every resample has the scale s of all comparisons.
     """
     from scipy.special import expit
 
@@ -148,9 +146,9 @@ def length_controlled(
     fitted = fit_logistic(covariate, wins, np.ones((1, wins.size)))  # (1, 2)
     at_once = max(1, NUMBERS_AT_ONCE // wins.size)
     weights = resamples(num_clusters)  # (G,) each
-    parts = iter(lambda: list(islice(weights, at_once)), [])
+    chunks = iter(lambda: list(islice(weights, at_once)), [])
     thetas = np.concatenate(
-        [fit_logistic(covariate, wins, np.stack(p)[:, numbers], fitted)[:, 0] for p in parts]
+        [fit_logistic(covariate, wins, np.stack(c)[:, numbers], fitted)[:, 0] for c in chunks]
     )
     win_rate, length_effect = float(expit(fitted[0, 0])), float(fitted[0, 1])
     low, high = percentile_interval(expit(thetas), win_rate)

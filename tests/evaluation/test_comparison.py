@@ -390,7 +390,7 @@ def test_a_policy_with_another_tokenizer_is_refused(folders: Path):
     config = tiny.train_config(model_name_or_path=str(folders / "sft" / "model"))
     for name in ("sft", "dpo"):
         runs.refuse_other_tokenizer(str(folders / name / "model"), tokenizer, config)
-    with pytest.raises(UserError, match="another tokenizer .* in a run of its own"):
+    with pytest.raises(UserError, match="another tokenizer .* in a separate run"):
         runs.refuse_other_tokenizer(str(folders / "foreign" / "model"), tokenizer, config)
 
 
