@@ -1,21 +1,14 @@
-"""Processes and devices: the only module that reads the environment of a run.
+"""Ranks, devices, meshes and collectives.
 
 Without torchrun a run is a process group of one, so that every stage is written once.
 """
 
-import contextlib
-import ctypes
-import json
 import os
 import random
-import re
 import resource
-import signal
 import sys
-import time
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +20,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from common.errors import UserError
 
-DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
 _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 
 
@@ -59,20 +51,7 @@ def start(timeout: float = 1800.0) -> None:
         alone = dist.HashStore()  # type: ignore[attr-defined]  # is not re-exported
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=_limit)
         return
-    die_with_launcher()
-    refuse_stale_store()
     dist.init_process_group(backend, timeout=_limit)
-
-
-def refuse_stale_store() -> None:
-    """Raise a UserError where restarted ranks would find the addresses of those that have ended."""
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_kept and number_in("TORCHELASTIC_MAX_RESTARTS"):
-        raise UserError(
-            "torchrun with --max-restarts keeps the addresses of ended processes; set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, with --standalone or "
-            "--rdzv_backend c10d."
-        )
 
 
 def let_segments_grow() -> None:
@@ -83,45 +62,6 @@ def let_segments_grow() -> None:
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-
-
-def refuse_without_gpu() -> None:
-    """Raise a UserError where a GPU that is there cannot be used."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-    is_there = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
-    if not is_there or is_hidden or torch.cuda.is_available():
-        return
-    driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
-    what, remedy = "is built without CUDA", "install a torch for CUDA"
-    if torch.version.cuda:
-        what = f"is built for CUDA {torch.version.cuda}"
-        remedy = "update the driver, install a torch for an older CUDA"
-    raise UserError(
-        f"torch {what} and cannot use the GPU of this machine with the NVIDIA driver "
-        f"{driver.group() if driver else 'that it has'}; {remedy}, or train on the CPU, with "
-        "CUDA_VISIBLE_DEVICES= before the command."
-    )
-
-
-def die_with_launcher() -> None:
-    """Ask Linux to end this process when torchrun was killed: it would write beside the next."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
-        ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
-        # torchrun may have been killed before that, while this process imported: then its parent is
-        # the first process (or a session's), which in a container can be torchrun itself.
-        parent = os.getppid()
-        name = Path(f"/proc/{parent}/comm").read_text().strip()
-        if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def tell_torchrun(text: str) -> None:
-    """Have torchrun's summary show what ended this process, in the form of its `record`."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
-        with contextlib.suppress(OSError):  # of a full disk
-            Path(file).write_text(json.dumps({"message": message}))
 
 
 def quieten() -> None:

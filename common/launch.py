@@ -28,9 +28,9 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
     from common.checkpoint import best, plain, push
-    from common.exits import signals
     from common.flags.parser import parse
     from common.record import folder, terminal, tracking
+    from common.shutdown import processes, signals
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
     terminal.keep_printing()
@@ -39,8 +39,10 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         best.refuse_impossible(config)
         if isinstance(config, TrainConfig):
             signals.listen(speaks=distributed.is_rank0())
+        processes.die_with_launcher()
+        processes.refuse_stale_store()
         distributed.start(config.ddp_timeout)
-        distributed.refuse_without_gpu()
+        processes.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
             folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))
@@ -74,7 +76,7 @@ def fail(error: BaseException) -> NoReturn:
     once, and the others, who may have the same to say, only if they are still there after
     `PATIENCE`; so does a rank that lost its peers, of whom one is the cause.
     """
-    from common.exits import failures, signals
+    from common.shutdown import failures, processes, signals
 
     if isinstance(error, SystemExit) and not dist.is_initialized():
         raise error  # --help
@@ -89,7 +91,7 @@ def fail(error: BaseException) -> NoReturn:
     is_refusal = isinstance(error, UserError)
     text = f"error: {error}" if is_refusal else "".join(traceback.format_exception(error)).rstrip()
     print(f"{failures.place(distributed.rank())}{text}", file=sys.stderr, flush=True)
-    distributed.tell_torchrun(text)
+    processes.report_to_torchrun(text)
     close_and_exit(2 if is_refusal else 1)
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, T5Config
 
 from common import launch
-from common.exits import failures, signals
 from common.record import output_lock
+from common.shutdown import failures, signals
 from common.text import synthetic
 
 STAGES = {

@@ -9,8 +9,8 @@ from common import distributed
 from common.checkpoint import files
 from common.config import MODELS, TrainConfig
 from common.errors import UserError
-from common.exits import signals
 from common.record.folder import ENVIRONMENT, read_config
+from common.shutdown import signals
 
 
 def find(config: TrainConfig) -> Path | None:

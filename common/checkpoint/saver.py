@@ -34,11 +34,11 @@ from common.checkpoint.state import (
 )
 from common.config import TrainConfig
 from common.errors import UserError, gist
-from common.exits import signals
 from common.model import fsdp, lora
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
 from common.record.metrics import Accumulator
+from common.shutdown import signals
 
 
 class Checkpointer:

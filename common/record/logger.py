@@ -16,13 +16,13 @@ from tqdm import tqdm
 from common.config import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
-from common.exits.failures import note_step
 from common.record import folder, output_lock
 from common.record.glossary import CONSOLE, POSTFIX, check_names, recorded
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
 from common.record.tracking import Tracker
+from common.shutdown.failures import note_step
 
 
 class RunLogger:

@@ -30,12 +30,12 @@ from common.checkpoint import saver as checkpoint
 from common.checkpoint.saver import Checkpointer
 from common.distributed import mesh
 from common.errors import UserError
-from common.exits import signals
 from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.folder import save_run_files
 from common.record.jsonl import json_line, read_jsonl
 from common.scoring import Policy
+from common.shutdown import signals
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -598,7 +598,7 @@ def test_nothing_of_saving_is_left(tmp_path: Path, is_stopped: bool, asked: None
 def test_a_lost_connection_stops_a_run_unless_nohup_has_said_no() -> None:
     program = """
 import os, signal, time
-from common.exits import signals
+from common.shutdown import signals
 for handler, name in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
     signal.signal(signal.SIGHUP, handler)
     signals.listen(speaks=False)
@@ -618,7 +618,7 @@ def test_a_second_signal_has_its_default_effect() -> None:
     """Within a second it is the launcher passing on the first."""
     program = """
 import os, signal, sys, time
-from common.exits import signals
+from common.shutdown import signals
 signals.listen()
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGUSR1)

@@ -21,13 +21,13 @@ from common import distributed
 from common.checkpoint import export, plain, resume
 from common.checkpoint import files as checkpoint_files
 from common.errors import UserError
-from common.exits import signals
 from common.model import fsdp, load, optim
 from common.record import folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.report import plots
 from common.scoring import Policy
+from common.shutdown import signals
 from train_sft import SFTConfig
 
 STEPS, SAVED = 6, 3

@@ -27,9 +27,9 @@ from ranks import ROOT, environment, launch, run_stages
 import common.launch
 from common import distributed
 from common.errors import UserError
-from common.exits import failures, signals
 from common.launch import PATIENCE
 from common.record.jsonl import read_jsonl
+from common.shutdown import failures, processes, signals
 
 STEPS = 6
 REWARDS = """
@@ -352,10 +352,10 @@ def test_the_place_in_the_run(monkeypatch: Any) -> None:
 def test_restarts_need_a_new_store(monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    distributed.refuse_stale_store()
+    processes.refuse_stale_store()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(UserError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        distributed.refuse_stale_store()
+        processes.refuse_stale_store()
 
 
 ORPHAN = """
@@ -367,10 +367,10 @@ print(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).pid)
 '''
 WORKER = '''
 import os, time
-from common import distributed
+from common.shutdown import processes
 while open(f"/proc/{os.getppid()}/comm").read().strip() != os.environ["PARENT"]:
     time.sleep(0.05)
-distributed.die_with_launcher()
+processes.die_with_launcher()
 os._exit(7)
 '''
 prctl = ctypes.CDLL(None).prctl
@@ -402,20 +402,20 @@ def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
     )
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(distributed, "DRIVER", tmp_path / "version")
-    monkeypatch.setattr(distributed, "DEVICES", tmp_path)
+    monkeypatch.setattr(processes, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(processes, "DEVICES", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    distributed.refuse_without_gpu()
+    processes.refuse_without_gpu()
     (tmp_path / "nvidia0").touch()
     if visible == "":
-        distributed.refuse_without_gpu()
+        processes.refuse_without_gpu()
         return
     with pytest.raises(UserError, match=f"built {said}.* CUDA_VISIBLE_DEVICES="):
-        distributed.refuse_without_gpu()
+        processes.refuse_without_gpu()
 
 
 ALLOCATOR = """

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: the first makes it save and end, a second ends it at once.
+"""Signals that stop a run: after the first it saves and ends, after a second it ends at once.
 
-Slurm and spot instances announce themselves with SIGTERM or SIGUSR1, a person with Ctrl-C, a
-connection or a terminal that is lost with SIGHUP.
+Slurm and spot instances send SIGTERM or SIGUSR1, Ctrl-C sends SIGINT, a lost connection or terminal
+SIGHUP.
 """
 
 import os
@@ -9,20 +9,20 @@ import signal
 import time
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-# torchrun passes on what the whole process group was sent, so a worker gets the same signal twice.
+# A signal to the process group reaches a worker twice: torchrun passes it on.
 SAME_SIGNAL = 1.0  # seconds
 
-_first: tuple[int, float] | None = None  # which, and when by the monotonic clock
+_first: tuple[int, float] | None = None  # the signal, and its time by the monotonic clock
 
 
 class Stopped(Exception):  # noqa: N818 - it is no error
-    """The run ends before its last step, as it should; the text says why and how to go on."""
+    """The run ends before its last step on request; the text says why and how to go on."""
 
 
 def listen(*, speaks: bool = True) -> None:
-    """Note the first signal for `received`, and leave a second one its default: the process ends.
+    """Record the first signal for `received`; a second one ends the process, as by default.
 
-    SIGHUP stays ignored where `nohup` has set that. `speaks`: this process prints what it will do.
+    Under `nohup` SIGHUP stays ignored. `speaks`: this process prints that it is ending.
     """
     global _first
     _first = None

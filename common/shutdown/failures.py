@@ -1,4 +1,4 @@
-"""What ended a rank: where in the run it was, and whether another rank is the cause."""
+"""Messages about a failed rank: its step, and whether another rank is the cause."""
 
 import sys
 from pathlib import Path
@@ -9,13 +9,13 @@ _progress: tuple[int, int] | None = None  # finished steps, steps of the run
 
 
 def note_step(finished: int, total: int) -> None:
-    """Remember how many of the run's optimiser steps are finished, for a later message."""
+    """Remember the number of finished optimiser steps, for a later message."""
     global _progress
     _progress = (finished, total)
 
 
 def place(rank: int) -> str:
-    """Where in the run this process is, as a line to be put first; "" before the first step."""
+    """The first line of an error message: rank and step; "" before the first step."""
     if _progress is None:
         return ""
     finished, total = _progress
@@ -27,7 +27,7 @@ def place(rank: int) -> str:
 def lost_peers(error: BaseException | None) -> bool:
     """Whether a collective failed because a rank has ended, hangs or cannot be reached."""
     while error is not None:
-        # The errors of gloo are plain RuntimeErrors, which begin with the line of its source.
+        # gloo's errors are plain RuntimeErrors that begin with a line of its source.
         is_gloo = isinstance(error, RuntimeError) and "/gloo/" in str(error)
         if is_gloo or isinstance(error, dist.DistError):
             return True

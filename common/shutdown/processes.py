@@ -1,0 +1,68 @@
+"""A process under torchrun: it ends with torchrun, reports to it, and refuses some launches."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from common import distributed
+from common.errors import UserError
+
+DRIVER, DEVICES = Path("/proc/driver/nvidia/version"), Path("/dev")  # of NVIDIA, on Linux
+
+
+def die_with_launcher() -> None:
+    """Have Linux end this process if torchrun is killed: else it would disturb the next run."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        set_signal_of_parents_death = 1  # PR_SET_PDEATHSIG, see prctl(2)
+        ctypes.CDLL(None).prctl(set_signal_of_parents_death, signal.SIGKILL)
+        # torchrun may have been killed earlier, while this process imported. Then the parent is the
+        # first process (or a session's), which in a container can be torchrun itself.
+        parent = os.getppid()
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+        if name == "systemd" or (parent == 1 and not name.startswith(("pt_elastic", "python"))):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report_to_torchrun(text: str) -> None:
+    """Write what ended this process into torchrun's summary, in the form of its `record`."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+        with contextlib.suppress(OSError):  # of a full disk
+            Path(file).write_text(json.dumps({"message": message}))
+
+
+def refuse_stale_store() -> None:
+    """Raise a UserError where restarted ranks would read the addresses of ended processes."""
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_kept and distributed.number_in("TORCHELASTIC_MAX_RESTARTS"):
+        raise UserError(
+            "torchrun with --max-restarts keeps the addresses of ended processes; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, with --standalone or "
+            "--rdzv_backend c10d."
+        )
+
+
+def refuse_without_gpu() -> None:
+    """Raise a UserError if the machine has a GPU that torch cannot use."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    has_gpu = DRIVER.exists() and any(DEVICES.glob("nvidia[0-9]*"))
+    if not has_gpu or is_hidden or torch.cuda.is_available():
+        return
+    driver = re.search(r"\d+\.[\d.]+", DRIVER.read_text())
+    build, remedy = "is built without CUDA", "install a torch for CUDA"
+    if torch.version.cuda:
+        build = f"is built for CUDA {torch.version.cuda}"
+        remedy = "update the driver, install a torch for an older CUDA"
+    raise UserError(
+        f"torch {build} and cannot use the GPU of this machine with the NVIDIA driver "
+        f"{driver.group() if driver else 'that it has'}; {remedy}, or train on the CPU, with "
+        "CUDA_VISIBLE_DEVICES= before the command."
+    )
