@@ -36,6 +36,7 @@ from common.checkpoint import export
 from common.flags.parser import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
+from common.record.glossary import is_defined
 from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
 from common.report import plots
@@ -219,6 +220,8 @@ def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
         with mock.patch.object(plots, "plot_run"), watched() as record:
             module.main(config)
         records.append(record)
+        lines = read_jsonl(Path(config.output_dir) / "metrics.jsonl")
+        assert all(is_defined(name) for line in lines for name in line if name != "step")
     return records
 
 

@@ -1,7 +1,7 @@
 """Where a run's metrics and samples go: files, the bar, the terminal, wandb, tensorboard.
 
 `metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
-and evaluations are lines of their own. Every name is defined in `common/record/glossary.py`.
+and evaluations are separate lines. A name outside `common/record/glossary.py` gets a warning.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from common.config import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.record import folder, output_lock
-from common.record.glossary import CONSOLE, POSTFIX, check_names, recorded
+from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, progress_bar, show_status, wrapped_table
@@ -63,6 +63,7 @@ class RunLogger:
             for name in (folder.METRICS, folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
+        self._undefined: set[str] = set()  # metrics that a warning has named
         self._bar = progress_bar(self.stage, total_steps, start_step)
 
     def log_training(self, step: int, metrics: Accumulator) -> None:
@@ -84,9 +85,12 @@ class RunLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step in every place, and print a short line of them."""
-        check_names(metrics)
         if not self._active:
             return
+        for name in metrics:
+            if not is_defined(name) and name not in self._undefined:
+                self._undefined.add(name)
+                self._write(f"warning: metric {name!r} has no definition in docs/metrics.md.")
         values = {name: float(value) for name, value in metrics.items()}
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:

@@ -32,9 +32,6 @@ class Accumulator:
 
         What is added is detached, and does not wait for the device.
         """
-        from common.record.glossary import check_names
-
-        check_names([name])
         if name not in self._sums:
             self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums = self._sums[name]

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.distributed import is_rank0
 from common.record.folder import read_metrics
-from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, recorded
+from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, is_defined, recorded
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -150,7 +150,7 @@ def recorded_line(records: Records, name: str) -> Line:
 
 
 def curve_panels(records: Records) -> list[Panel]:
-    """The panels of `PANELS` of which the records have something."""
+    """The panels of `PANELS` with recorded metrics, and one per metric outside the glossary."""
     rewards = recorded(records, (FUNCTION_PREFIX,))
     functions = [name.removeprefix(FUNCTION_PREFIX) for name in rewards]
     panels = []
@@ -160,7 +160,9 @@ def curve_panels(records: Records) -> list[Panel]:
             lines = [recorded_line(records, name) for name in own]
             own_title = title.replace(FUNCTION, function[:LONGEST_NAME])
             panels += [Panel(own_title, unit, lines)] if lines else []
-    return panels
+    present = sorted({name for record in records for name in record} - {"step"})
+    undefined = [name for name in present if not is_defined(name)]
+    return panels + [Panel(name, "value", [recorded_line(records, name)]) for name in undefined]
 
 
 def smoothed(line: Line) -> list[float] | None:

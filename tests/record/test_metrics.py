@@ -11,19 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from ranks import launch
 
+import train_sft
 from common import distributed
 from common.config import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics, tracking
-from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES
+from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
 from common.record.metrics import Accumulator
 from common.record.terminal import format_number, markdown_table, wrapped_table
+from common.report import plots
+from common.run import Run
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -98,13 +102,47 @@ def test_ranks_with_different_names_and_counts_agree_on_the_global_mean(tmp_path
 
 
 @pytest.mark.parametrize("name", ["los", "reward/", "rewards/gold", "logged/", "Loss", ""])
-def test_a_name_without_definition_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no definition"):
-        Accumulator("cpu").add(name, 1.0)
-    run = logger(tmp_path)
-    with pytest.raises(AssertionError, match="no definition"):
-        run.log(1, {name: 1.0})
-    run.close()
+def test_a_name_outside_the_glossary_is_not_defined(name: str) -> None:
+    assert not is_defined(name)
+
+
+def test_a_stage_that_logs_a_metric_without_definition_goes_on_and_draws_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end_step, draw_panel, titles = Run.end_step, plots.draw_panel, []
+    monkeypatch.setattr(
+        Run, "end_step", lambda run, *hooks, **values: end_step(run, *hooks, **values, cosine=0.5)
+    )
+
+    def draw(axes: Any, panel: plots.Panel, *args: Any, **options: Any) -> None:
+        titles.append(panel.title)
+        draw_panel(axes, panel, *args, **options)
+
+    monkeypatch.setattr(plots, "draw_panel", draw)
+    tiny.causal_lm("gpt2", is_plain=True, vocab_size=300).save_pretrained(tmp_path / "start")
+    tiny.tokenizer().save_pretrained(tmp_path / "start")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    run_dir = tmp_path / "run"
+    train_sft.main(
+        SFTConfig(
+            output_dir=str(run_dir),
+            model_name_or_path=str(tmp_path / "start"),
+            dataset_name=str(rows),
+            dataset_test_split="",
+            max_prompt_length=64,
+            max_completion_length=16,
+            require_stop_token=False,
+            batch_size=2,
+            max_steps=2,
+            logging_steps=1,
+        )
+    )
+    assert capsys.readouterr().out.count("warning: metric 'cosine' has no definition") == 1
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    assert [line["cosine"] for line in lines if "cosine" in line] == [0.5, 0.5]
+    assert "cosine" in titles
+    assert (run_dir / "plots" / "curves.png").is_file()
 
 
 def test_what_is_shown_is_defined() -> None:

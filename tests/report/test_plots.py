@@ -93,6 +93,13 @@ def test_every_panel_shows_defined_metrics_and_each_only_once() -> None:
     assert set(shown) - set(PREFIXES) <= set(METRICS)
 
 
+def test_a_metric_outside_the_glossary_has_a_separate_panel() -> None:
+    lines = [{"step": s, "loss": 1.0, "cosine": 0.1 * s, "angle": 2.0} for s in (1, 2)]
+    panels = curve_panels(lines)
+    assert [panel.title for panel in panels] == ["Loss", "angle", "cosine"]
+    assert list(panels[2].lines[0].y) == [0.1, 0.2]
+
+
 def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     lines = [{"step": s, "loss": 1 / s, "reward/gold": 0.1 * s} for s in range(1, 10)]
     run_dir = record(tmp_path / "run", [*lines, {"step": 9, "eval_loss": 0.2}])
