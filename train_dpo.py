@@ -138,7 +138,7 @@ def main(config: DPOConfig) -> None:
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
-    run.finish(looks=[evaluate, show_samples])
+    run.finish(hooks=[evaluate, show_samples])
 
 
 def load_pairs(

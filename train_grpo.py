@@ -147,7 +147,7 @@ def main(config: GRPOConfig) -> None:
         run.end_step(evaluate, show_samples)
 
     # Export, final evaluation
-    run.finish(looks=[evaluate, show_samples])
+    run.finish(hooks=[evaluate, show_samples])
 
 
 def load_reference(
@@ -191,7 +191,7 @@ def sample_and_reward(
     """
     from common.record.glossary import LOGGED_PREFIX
 
-    run.saver.stop_if_asked(run.step, at_once=True)
+    run.checkpointer.stop_if_asked(run.step, at_once=True)
     with run.metrics.timed("sample_seconds"), run.kept_if_engine_fails():
         candidates = sampler.sample(
             examples,

@@ -105,11 +105,10 @@ def main(config: RewardConfig) -> None:
             return 0.0
         with fsdp.in_float32(model):  # as the exported model computes them
             rewards = split.score_examples(model, sft_set, config, vocabulary, "scoring references")
-        run.logger.log(run.total_steps, {"reward_shift": -float(rewards.mean())})
         return -float(rewards.mean())
 
     # Export, shifted to mean 0 over reference summaries; final evaluation
-    run.finish(looks=[evaluate], shift=shift)
+    run.finish(hooks=[evaluate], shift=shift)
 
 
 def load_data(

@@ -76,7 +76,7 @@ def main(config: SFTConfig) -> None:
         run.end_step(evaluate, show_samples, tokens=num_tokens)
 
     # Export, final evaluation
-    run.finish(looks=[evaluate, show_samples])
+    run.finish(hooks=[evaluate, show_samples])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every stage does before, between and after its steps.
+"""Plumbing shared by all stages: optimiser, metrics, checkpoints, logging, export.
 
 It is no Trainer: the loop, the loss and the counts of a stage are in its script.
 """
@@ -21,12 +21,12 @@ from common.record.metrics import Accumulator
 from common.text.example import Vocabulary
 
 Batch = TypeVar("Batch", bound=Any)  # with `to(device)`; or what holds one as its `batch`
-Look = Callable[[int], None]  # evaluates, or shows samples, after so many steps
+Hook = Callable[[int], None]  # evaluates, or shows samples, after so many steps
 MAX_NAMED = 8  # rows in a message
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that a run starts from, None at step 0; refuses a folder of another run."""
+    """The checkpoint to resume from, None to start at step 0; refuses a folder of another run."""
     from common.checkpoint import resume
 
     return resume.find(config)
@@ -44,10 +44,10 @@ class Run:
         vocabulary: Vocabulary,
         moving_reference: nn.Module | Any | None = None,
     ) -> None:
-        """Restore the state that `find_checkpoint` has found, if there is one. Collective.
+        """Build the optimiser, and restore the checkpoint of `find_checkpoint`, if any. Collective.
 
-        Checkpoints, and the exported model, hold the tokenizer and at which ids to stop generating.
-        A `moving_reference` follows the sharded module and is saved with it.
+        Checkpoints and the exported model hold the vocabulary's tokenizer and stop ids. A
+        `moving_reference` is saved with the sharded module.
         """
         from common.checkpoint import plain
         from common.checkpoint.saver import Checkpointer
@@ -60,12 +60,13 @@ class Run:
         self.optimizer = optim.build_optimizer(module, config)
         self.metrics = Accumulator(distributed.device())  # logged every `logging_steps` steps
         self.vocabulary = vocabulary
-        self.batches: Sequence[Any] = []  # of the update that is being made
+        self.model_folder = Path(config.output_dir) / "model"  # the exported model
+        self.batches: Sequence[Any] = []  # of the current update
         settings = plain.settings_of(module.lm, vocabulary) if distributed.is_rank0() else {}
-        self.saver = Checkpointer(
+        self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
-        self.step = self.saver.load(resume_from)  # that is being made, counted from 0
+        self.step = self.checkpointer.load(resume_from)  # the current one, counted from 0
         self.logger = RunLogger(config, self.total_steps, self.step)
         self.profiler: Any = None
         if config.profile and self.step < self.total_steps and distributed.is_rank0():
@@ -74,14 +75,14 @@ class Run:
             self.profiler = start_profiler(config, self.total_steps - self.step, self.step)
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 0; each ends with `end_step`."""
+        """The remaining steps, counted from 0; each ends with `end_step`."""
         for step in range(self.step, self.total_steps):
             self.step = step
             yield step
 
     @contextmanager
     def kept_if_engine_fails(self) -> Iterator[None]:
-        """Around sampling for a step: what was trained before it is saved. Collective.
+        """Save the run if the engine fails while it samples for a step. Collective.
 
         Raises:
             UserError: the engine failed; says how to go on.
@@ -91,21 +92,22 @@ class Run:
         except EngineError as error:
             if not self.step:
                 raise
-            how_to_go_on = self.saver.keep(self.step)
-            raise UserError(f"{str(error).removesuffix('.')}; {how_to_go_on}.") from None
+            advice = self.checkpointer.keep(self.step)
+            raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
     def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
-        """An update's micro-batches, on the device one by one: attention keeps masks with them.
+        """An update's micro-batches, moved to the device one by one. Collective.
 
-        Gradients are reduced in the last one's backward, or in every one. Collective.
+        Gradients are reduced in the last one's backward, or with `shard_gradients` in every one.
 
-        Raises Stopped where the run was asked to, and is saved: if it `may_stop`, because no update
-        of this step was made yet.
+        Raises:
+            Stopped: a signal asked the run to stop, and it is saved. Only if it `may_stop`: no
+                update of this step was made yet.
         """
         self.batches = batches
         for i, batch in enumerate(batches):
             if may_stop:
-                self.saver.stop_if_asked(self.step)
+                self.checkpointer.stop_if_asked(self.step)
             is_last = i == len(batches) - 1
             fsdp.reduce_gradients_in_next_backward(self.module, is_last, self.shards_gradients)
             yield batch.to(distributed.device())
@@ -129,11 +131,11 @@ class Run:
         self.metrics.add_values(**values)
 
     def end_step(
-        self, evaluate: Look | None = None, show_samples: Look | None = None, **values: Any
+        self, evaluate: Hook | None = None, show_samples: Hook | None = None, **values: Any
     ) -> None:
-        """Log the metrics, also `values`, look and save where it is due. Collective.
+        """Log the metrics with `values`, and evaluate, show samples and save where due. Collective.
 
-        The looks that are due after the last step are `finish`'s.
+        After the last step `finish` evaluates and shows samples.
         """
         done, config = self.step + 1, self.config
         self.metrics.add_values(**values, epoch=done / self.order.steps_per_epoch)
@@ -148,86 +150,114 @@ class Run:
         if show_samples and not is_last and is_due(done, config.sample_steps):
             show_samples(done)
         if config.save_steps and (is_last or is_due(done, config.save_steps)):
-            self.saver.save(done)
+            self.checkpointer.save(done)
 
-    def finish(self, looks: Sequence[Look], shift: Callable[[], float] = lambda: 0.0) -> None:
-        """Export, and only then look at what was made. Collective.
+    def finish(self, hooks: Sequence[Hook], shift: Callable[[], float] = lambda: 0.0) -> None:
+        """Export, and only then evaluate and show samples. Collective.
 
-        An evaluation or a user's function that fails cannot take the trained model with it. A run
-        that is killed here does it again. The best checkpoint, if of another step, is exported
-        after it; `shift` measures the `reward_shift` of what is exported.
+        So an evaluation or a user's function that fails cannot take the trained model with it. A
+        run that is killed here does all of it again. `shift` measures the `reward_shift` of the
+        exported weights: of the last step's, or of those of `load_best_model_at_end`.
 
         Raises:
             UserError: the model could not be written; a checkpoint of the last step is kept.
-            RuntimeError: it is written, and what comes after that failed, as its upload.
+            RuntimeError: the model is written, and a hook or the upload failed.
         """
-        from common.checkpoint import card, export, push
+        last = self.total_steps
+        self.checkpointer.stop_if_asked(last, at_once=True)
+        reward_shift = self.export(last, shift)
+        self.checkpointer.wait()
+        self.run_hooks(hooks)
+        best = self.checkpointer.close() or last
+        if best != last:
+            reward_shift = self.export(best, shift)
+        if reward_shift:
+            self.logger.log(last, {"reward_shift": reward_shift})
+        self.write_card(best)  # again, with the last evaluation
+        self.logger.close()
+        self.publish()
+
+    def export(self, step: int, shift: Callable[[], float]) -> float:
+        """Write the folder `model` of a step's weights; returns their `reward_shift`. Collective.
+
+        Raises:
+            UserError: it could not be written; a checkpoint of the last step is kept.
+        """
+        from common.checkpoint import export
+
+        reward_shift = shift()
+        try:
+            export.save_pretrained(
+                self.module, self.vocabulary, self.model_folder, reward_shift=reward_shift
+            )
+        except UserError as error:  # on every rank
+            try:
+                advice = f"{self.checkpointer.keep(self.total_steps)}."
+            except UserError as second:
+                advice = str(second)
+            raise UserError(f"{error}; {advice}") from None
+        self.write_card(step)
+        return reward_shift
+
+    def run_hooks(self, hooks: Sequence[Hook]) -> None:
+        """Evaluate and show samples of the last step, with the model already exported. Collective.
+
+        Raises:
+            RuntimeError: one of them failed; says where the model is and how to go on.
+        """
+        try:
+            for hook in hooks:
+                hook(self.total_steps)
+        except Exception as error:
+            advice = self.checkpointer.how_to_go_on(self.total_steps) or "evaluate.py measures it"
+            raise RuntimeError(
+                f"the model is whole in {self.model_folder}, its last evaluation or table of "
+                f"samples is not made ({advice}): {gist(error)}"
+            ) from (None if isinstance(error, UserError) else error)  # whose text says it all
+
+    def write_card(self, step: int) -> None:
+        """Write the model card of a step's weights into the exported folders. Rank 0 only."""
+        from common.checkpoint import card
+
+        if distributed.is_rank0():
+            folder, values = self.checkpointer.output_dir, asdict(self.config)
+            card.write(folder, folder, type(self.config).__name__, values, step)
+
+    def publish(self) -> None:
+        """Draw the curves, upload the model if asked to, and mark the run as finished."""
+        from common.checkpoint import push
         from common.record.folder import mark_finished
         from common.report import plots
 
-        saver, step, folder = self.saver, self.total_steps, self.saver.output_dir / "model"
-
-        def save() -> None:
-            added = shift()
-            try:
-                export.save_pretrained(self.module, self.vocabulary, folder, reward_shift=added)
-            except UserError as error:  # on every rank
-                try:
-                    kept = f"{saver.keep(step)}."
-                except UserError as second:
-                    kept = str(second)
-                raise UserError(f"{error}; {kept}") from None
-
-        def describe(step_of_model: int) -> None:
-            if distributed.is_rank0():
-                about = (type(self.config).__name__, asdict(self.config), step_of_model)
-                card.write(saver.output_dir, saver.output_dir, *about)
-
-        saver.stop_if_asked(step, at_once=True)
-        save()
-        describe(step)
-        saver.wait()
-        try:
-            for look in looks:
-                look(step)
-        except Exception as error:
-            again = saver.how_to_go_on(step) or "evaluate.py measures it"
-            raise RuntimeError(
-                f"the model is whole in {folder}, its last evaluation or table of samples is not "
-                f"made ({again}): {gist(error)}"
-            ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-        if (best := saver.close() or step) != step:
-            save()
-        describe(best)  # with its evaluation
-        self.logger.close()
-        plots.plot_run(saver.output_dir)
-        push.push(saver.output_dir, self.config)
+        output_dir = self.checkpointer.output_dir
+        plots.plot_run(output_dir)
+        push.push(output_dir, self.config)
         if distributed.is_rank0():
-            mark_finished(saver.output_dir)
-        curves = saver.output_dir / "plots" / "curves.png"
-        distributed.print_rank0(f"model: {folder}  curves: {curves}")
+            mark_finished(output_dir)
+        curves = output_dir / "plots" / "curves.png"
+        distributed.print_rank0(f"model: {self.model_folder}  curves: {curves}")
 
 
 def non_finite_rows(module: nn.Module, batches: Sequence[Any]) -> str:
-    """The rows that a policy or reward model scores with NaN or infinity, named. Collective."""
+    """A sentence that names the rows with scores of NaN or infinity. Collective."""
     module.zero_grad(set_to_none=True)
     bad: set[int] = set()
-    for part in batches:
-        batch = getattr(part, "batch", part).to(distributed.device())
+    for micro_batch in batches:
+        batch = getattr(micro_batch, "batch", micro_batch).to(distributed.device())
         with torch.no_grad():
             scores = module(batch)
         scores = getattr(scores, "token_logps", scores)  # (B, C) or (B,)
         is_finite = scores.isfinite().view(len(batch.rows), -1).all(1)  # (B,)
         is_bad = (batch.is_real & ~is_finite).tolist()
-        bad |= {row for row, this_is_bad in zip(batch.rows, is_bad, strict=True) if this_is_bad}
-    found = distributed.from_all_ranks([(row + 1, distributed.rank()) for row in sorted(bad)])
-    if not found:
+        bad |= {row for row, row_is_bad in zip(batch.rows, is_bad, strict=True) if row_is_bad}
+    all_bad = distributed.from_all_ranks([(row + 1, distributed.rank()) for row in sorted(bad)])
+    if not all_bad:
         return "Every score of the batch is finite: look at rewards, reference and backward pass."
-    named = [f"{row} (rank {rank})" for row, rank in found[:MAX_NAMED]]
-    named += ["..."] * (len(found) > MAX_NAMED)
-    return f"Scores that are not finite: those of {len(found)} rows, {', '.join(named)}."
+    named = [f"{row} (rank {rank})" for row, rank in all_bad[:MAX_NAMED]]
+    named += ["..."] * (len(all_bad) > MAX_NAMED)
+    return f"Scores that are not finite: those of {len(all_bad)} rows, {', '.join(named)}."
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether something done every `interval` steps (0: only at the end) is due after `step`."""
+    """Whether an action of every `interval` steps (0: only at the end) is due after `step`."""
     return interval > 0 and step % interval == 0

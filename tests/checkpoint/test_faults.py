@@ -20,6 +20,7 @@ import train_dpo
 import train_grpo
 import train_reward
 import train_sft
+from common.checkpoint import best as best_checkpoint
 from common.checkpoint import files
 from common.checkpoint.files import folder_of
 from common.errors import UserError
@@ -203,3 +204,29 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     text = (run / "model" / "README.md").read_text()
     assert f"after {best} steps" in text
     assert "\n  eval_loss: 1.0\n" in text
+
+
+@pytest.mark.parametrize("best", [2, 4])
+def test_the_reward_shift_of_the_exported_model_is_logged_once(
+    best: int,
+    inputs: Path,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields: dict[str, Any] = {
+        "max_prompt_length": 80,
+        "sft_dataset_name": str(inputs / "train.jsonl"),
+    }
+    fields |= {"save_steps": 2, "logging_steps": 2, "metric_for_best_model": "loss"}
+    monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])
+    run = tmp_path / "run"
+    fields |= {"load_best_model_at_end": True}
+    train_reward.main(config_of("reward", inputs, tokenizer_folder, run, **fields))
+    lines = read_jsonl(run / "metrics.jsonl")
+    (shift,) = [line["reward_shift"] for line in lines if "reward_shift" in line]
+    (shard,) = folder_of(run, best).glob("*.safetensors")
+    weights, saved = load_file(run / "model" / "model.safetensors"), load_file(shard)
+    head = weights["score.weight"][0]
+    moved = weights["transformer.ln_f.bias"] - saved["model.lm.transformer.ln_f.bias"]
+    assert float(moved @ head) == pytest.approx(shift, rel=1e-3)
