@@ -5,7 +5,6 @@ It is no Trainer: the loop, the loss and the counts of a stage are in its script
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,7 +61,9 @@ class Run:
         self.vocabulary = vocabulary
         self.model_folder = Path(config.output_dir) / "model"  # the exported model
         self.batches: Sequence[Any] = []  # of the current update
-        settings = plain.settings_of(module.lm, vocabulary) if distributed.is_rank0() else {}
+        settings: dict[str, bytes] = {}
+        if distributed.is_rank0():
+            settings = plain.settings_of(module.lm, vocabulary, config)
         self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )
@@ -165,20 +166,19 @@ class Run:
         """
         last = self.total_steps
         self.checkpointer.stop_if_asked(last, at_once=True)
-        reward_shift = self.export(last, shift)
+        reward_shift = self.export(shift)
         self.checkpointer.wait()
         self.run_hooks(hooks)
         best = self.checkpointer.close() or last
         if best != last:
-            reward_shift = self.export(best, shift)
+            reward_shift = self.export(shift)
         if reward_shift:
             self.logger.log(last, {"reward_shift": reward_shift})
-        self.write_card(best)  # again, with the last evaluation
         self.logger.close()
         self.publish()
 
-    def export(self, step: int, shift: Callable[[], float]) -> float:
-        """Write the folder `model` of a step's weights; returns their `reward_shift`. Collective.
+    def export(self, shift: Callable[[], float]) -> float:
+        """Write the current weights as the folder `model`; returns `reward_shift`. Collective.
 
         Raises:
             UserError: it could not be written; a checkpoint of the last step is kept.
@@ -188,7 +188,11 @@ class Run:
         reward_shift = shift()
         try:
             export.save_pretrained(
-                self.module, self.vocabulary, self.model_folder, reward_shift=reward_shift
+                self.module,
+                self.vocabulary,
+                self.model_folder,
+                self.config,
+                reward_shift=reward_shift,
             )
         except UserError as error:  # on every rank
             try:
@@ -196,7 +200,6 @@ class Run:
             except UserError as second:
                 advice = str(second)
             raise UserError(f"{error}; {advice}") from None
-        self.write_card(step)
         return reward_shift
 
     def run_hooks(self, hooks: Sequence[Hook]) -> None:
@@ -214,14 +217,6 @@ class Run:
                 f"the model is whole in {self.model_folder}, its last evaluation or table of "
                 f"samples is not made ({advice}): {gist(error)}"
             ) from (None if isinstance(error, UserError) else error)  # whose text says it all
-
-    def write_card(self, step: int) -> None:
-        """Write the model card of a step's weights into the exported folders. Rank 0 only."""
-        from common.checkpoint import card
-
-        if distributed.is_rank0():
-            folder, values = self.checkpointer.output_dir, asdict(self.config)
-            card.write(folder, folder, type(self.config).__name__, values, step)
 
     def publish(self) -> None:
         """Draw the curves, upload the model if asked to, and mark the run as finished."""

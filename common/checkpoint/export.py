@@ -14,7 +14,7 @@ from common import distributed
 from common.checkpoint import files, plain, push
 from common.checkpoint.saver import cause
 from common.checkpoint.state import once_each
-from common.config import CommonConfig, HubConfig, path_flag
+from common.config import CommonConfig, HubConfig, TrainConfig, path_flag
 from common.errors import UserError
 from common.flags.parser import parse
 from common.model import fsdp
@@ -27,6 +27,7 @@ def save_pretrained(
     module: Any,
     vocabulary: Vocabulary,
     folder: Path,
+    config: TrainConfig | None = None,
     *,
     reward_shift: float = 0.0,
 ) -> None:
@@ -39,6 +40,7 @@ def save_pretrained(
         vocabulary: its tokenizer is saved with the weights, its stop ids as the generation config's
             eos ids, so that `generate` stops there.
         folder: replaced whole once the new one is complete.
+        config: of the run; without it there is no model card.
         reward_shift: added to every score (see `fold_reward_shift`).
 
     Raises:
@@ -50,7 +52,7 @@ def save_pretrained(
         try:
             if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
                 lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
-            settings = plain.settings_of(lm, vocabulary)
+            settings = plain.settings_of(lm, vocabulary, config)
             plain.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
             failure = f"the model {folder} could not be written ({cause(error)})"

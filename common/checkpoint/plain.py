@@ -1,7 +1,8 @@
-"""Plain model folders, which transformers, TRL and peft load as they are: of runs and checkpoints.
+"""Plain model folders of runs and checkpoints, which transformers, TRL and peft load.
 
-A checkpoint keeps what stands beside the weights in such a folder. So one can be made of it when
-nothing else of its run is left, and is the run's own to the bit. Only adapters need their base.
+A checkpoint also holds the settings of such a folder: its files other than weights. So a checkpoint
+alone can be exported, and the result equals the run's exported model to the bit. Only adapters need
+their base.
 """
 
 import copy
@@ -25,33 +26,35 @@ from transformers.dynamic_module_utils import custom_object_save
 from common import distributed
 from common.checkpoint import card, files
 from common.checkpoint.state import once_each
-from common.config import CommonConfig
+from common.config import CommonConfig, TrainConfig
 from common.errors import UserError, gist, values_of
-from common.evaluation.runs import folder_of_run
 from common.model import checks, fsdp, load, lora
 from common.record.folder import CONFIG
 from common.text.example import Vocabulary
 
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
-OF_MODEL = ("config.json", "generation_config.json")  # beside whole weights only
+OF_MODEL = ("config.json", "generation_config.json")  # in the folder of whole weights only
 
 
-# ---- what stands beside the weights --------------------------------------------------------------
+# ---- settings: all files but weights -------------------------------------------------------------
 
 
-def settings_of(lm: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
-    """The files beside the weights of a model, and those beside its adapter, by name.
+def settings_of(
+    lm: Any, vocabulary: Vocabulary, config: TrainConfig | None = None
+) -> dict[str, bytes]:
+    """Files of a model and of its adapter other than weights, by name.
 
-    `generate` stops at the vocabulary's stop ids: they are the generation config's eos ids.
+    The vocabulary's stop ids are the generation config's eos ids, so `generate` stops there. With
+    the config of the run there is a model card.
     """
-    config = copy.deepcopy(lm.config)
-    config.architectures = [type(lm).__name__]
-    config.use_cache = True
-    config.dtype = torch.float32  # not that of a base under adapters
+    model_config = copy.deepcopy(lm.config)
+    model_config.architectures = [type(lm).__name__]
+    model_config.use_cache = True
+    model_config.dtype = torch.float32  # not that of a base under adapters
     with TemporaryDirectory() as name:
         if lm.is_remote_code():
-            custom_object_save(lm, name, config=config)
-        config.save_pretrained(name)
+            custom_object_save(lm, name, config=model_config)
+        model_config.save_pretrained(name)
         if lm.can_generate():
             generation = copy.deepcopy(lm.generation_config)
             generation.eos_token_id = list(vocabulary.stop_ids)
@@ -62,19 +65,21 @@ def settings_of(lm: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
             settings.inference_mode = True  # as peft writes it
             settings.save_pretrained(name)
         vocabulary.tokenizer.save_pretrained(name)
+        if config is not None:
+            Path(name, "README.md").write_text(card.model_card(config), encoding="utf-8")
         return read_settings(Path(name))
 
 
 def read_settings(folder: Path) -> dict[str, bytes]:
-    """The files in a folder and those below it, by name."""
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    """The files in a folder and its subfolders, by name."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def write_settings(
     settings: Mapping[str, bytes], folder: Path, without: Sequence[str] = ()
 ) -> None:
-    """Write such files into a folder."""
+    """Write settings into a folder."""
     for name, content in settings.items():
         if name not in without:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,14 +96,14 @@ def write_folders(
     folder: Path,
     below: Callable[[], dict[str, Tensor]] = dict,
 ) -> None:
-    """Write a model, and beside it the `adapter` of one that has one, which is merged into it.
+    """Write a model with its adapter merged, and the adapter as the folder `adapter` next to it.
 
     Args:
-        lm: of which no number is read.
-        state: whole; it is emptied of what is not of an adapter, so that no weight is held twice.
-        settings: what stands beside the weights.
-        folder: of the model.
-        below: reads what the state lacks of the base, once `adapter` is written.
+        lm: Only its structure is read, not its weights.
+        state: The whole weights; base weights are moved out, so that no weight is held twice.
+        settings: As `settings_of`.
+        folder: Of the model.
+        below: Reads the base weights that the state lacks, once `adapter` is written.
     """
     if lora.adapted_layers(lm):
         with files.replacing(folder.with_name("adapter")) as partial:
@@ -121,9 +126,9 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
     """
     head = state["score.weight"][0]  # (D,)
     inside = fsdp.inside_blocks(lm)
-    for name, part in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
-        is_norm = isinstance(part, nn.LayerNorm) and part not in inside
-        if is_norm and part.bias is not None and part.bias.shape == head.shape:
+    for name, norm in reversed(list(lm.base_model.named_modules())):  # OPT's is in its `decoder`
+        is_final = isinstance(norm, nn.LayerNorm) and norm not in inside
+        if is_final and norm.bias is not None and norm.bias.shape == head.shape:
             key = f"{lm.base_model_prefix}.{name}.bias"
             state[key] = state[key] + shift * head / head.square().sum()
             return True
@@ -145,8 +150,8 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
         base: of adapters; empty: where the run had it.
 
     Raises:
-        UserError: it does not hold what that takes, or the base of its adapters cannot be read;
-            `adapter` is written before.
+        UserError: it lacks something, or the base of its adapters cannot be read; by then
+            `adapter` is written.
     """
     manifest, folder = files.read_manifest(checkpoint), checkpoint / files.SETTINGS
     settings = read_settings(folder)
@@ -173,12 +178,9 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
                 f"its base: {error} Give that as --model_name_or_path."
             ) from None
 
-    run, about = folder_of_run(str(checkpoint.resolve() / "model"))[0], manifest["config"]
-    try:
-        write_folders(lm, state, settings, output_dir / "model", below)
-    finally:  # also of an adapter without its base
-        card.write(output_dir, run, manifest["stage"], about, manifest["step"])
-    (output_dir / CONFIG).write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
+    write_folders(lm, state, settings, output_dir / "model", below)
+    flags = yaml.safe_dump(manifest["config"], sort_keys=False)
+    (output_dir / CONFIG).write_text(flags, encoding="utf-8")
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ That the folder is the run's own is shown where there are whole runs: `test_resu
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ from common.record.metrics import Accumulator
 from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
-
-
-@pytest.fixture(autouse=True)
-def stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs here are of no stage."""
-    monkeypatch.setitem(card.STAGES, "TrainConfig", SFTConfig)
 
 
 @pytest.fixture(scope="module")
@@ -138,43 +131,18 @@ def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> No
 # ---- the card, and the hub -----------------------------------------------------------------------
 
 
-def test_a_card_says_what_is_known_and_no_path_of_this_machine(run: Path, tmp_path: Path) -> None:
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 0.125}\n')
-    (run / "environment.json").write_text(
-        '{"git_commit": "abc", "packages": {"torch": "9.9"}, "hub_ids": ["lab/base"]}'
-    )
-    given = {"output_dir": str(run), "model_name_or_path": "lab/base", "seed": 77}
-    config = asdict(SFTConfig(**given, dataset_name=f"{tmp_path}/my/rows"))
-    model = tmp_path / "out" / "model"
-    model.mkdir(parents=True)
-    card.write(tmp_path / "out", run, "SFTConfig", config, 1)
-    text = (model / "README.md").read_text()
+def test_a_card_has_what_changes_results_and_no_path_of_this_machine(tmp_path: Path) -> None:
+    flags = {"output_dir": str(tmp_path / "mine"), "model_name_or_path": "lab/base", "seed": 77}
+    text = card.model_card(SFTConfig(**flags, dataset_name=f"{tmp_path}/my/rows"))
     _, header, body = text.split("---\n", 2)
-    known = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
-    assert yaml.safe_load(header) == known
-    for line in ("seed: 77", "loss: 2.5", "git_commit: abc", "torch: '9.9'", "after 1 steps"):
+    expected = {"library_name": "transformers", "tags": ["sft"], "base_model": ["lab/base"]}
+    assert yaml.safe_load(header) == expected
+    for line in ("\n# mine\n", "SFT of lab/base on my/rows.", "seed: 77", "dataset_name: my/rows"):
         assert line in body
-    assert "dataset_name: my/rows" in body
-    assert "0.125" not in body
     assert "learning_rate" not in body  # as by default
     assert str(tmp_path) not in text
-    (run / "environment.json").unlink()  # without it a path may look like a hub id
-    del config["seed"], config["hub_model_id"]  # flags that an older checkpoint does not have
-    card.write(tmp_path / "out", run, "SFTConfig", config, 1)
-    assert "base_model:" not in (model / "README.md").read_text()
-    assert "seed:" not in (model / "README.md").read_text()
-
-
-def test_a_checkpoint_s_card_has_nothing_of_another_folder_s_run(run: Path, tmp_path: Path) -> None:
-    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
-    newest, texts = files.newest_first(run)[0], []
-    for checkpoint in (newest, shutil.copytree(newest, run / "kept" / "mine")):
-        out = tmp_path / checkpoint.name
-        export.main(ExportConfig(checkpoint=str(checkpoint), output_dir=str(out)))
-        texts.append((out / "model" / "README.md").read_text())
-    for text, title, has_loss in zip(texts, ("run", "mine"), (True, False), strict=True):
-        assert f"\n# {title}\n" in text
-        assert ("2.5" in text) == has_loss
+    flags["model_name_or_path"] = str(tmp_path)
+    assert "base_model:" not in card.model_card(SFTConfig(**flags, dataset_name="synthetic"))
 
 
 class Api:

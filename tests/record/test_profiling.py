@@ -300,7 +300,7 @@ def test_off_nothing_is_started(why: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(distributed, "is_rank0", lambda: why != "other rank")
     order: Any = SimpleNamespace(total_steps=lambda _: 0 if why == "no steps left" else 5)
     flags = [] if why == "off" else ["--profile", "true"]
-    monkeypatch.setattr(plain, "settings_of", lambda module, vocabulary: {})
+    monkeypatch.setattr(plain, "settings_of", lambda *_: {})
     module: Any = torch.nn.Linear(2, 2)
     module.lm = module
     run = Run(module, order, config(tmp_path, *flags), None, tiny.vocabulary())
