@@ -27,7 +27,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     seconds, and torchrun ends it within 30 s of a failure on its host.
     What a run writes is never writable for everybody: who changes a model changes what others run.
     """
-    from common.checkpoint import best, plain, push
+    from common.checkpoint import best, hf_folder, push
     from common.flags.parser import parse
     from common.record import folder, terminal, tracking
     from common.shutdown import processes, signals
@@ -48,7 +48,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             tracking.refuse_impossible(getattr(config, "report_to", ()))
             if isinstance(config, TrainConfig):
                 push.prepare(config)
-        plain.use_folders(config)
+        hf_folder.use_folders(config)
         main(config)
         dist.barrier()
     except signals.Stopped as stopped:

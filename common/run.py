@@ -48,8 +48,8 @@ class Run:
         Checkpoints and the exported model hold the vocabulary's tokenizer and stop ids. A
         `moving_reference` is saved with the sharded module.
         """
-        from common.checkpoint import plain
-        from common.checkpoint.saver import Checkpointer
+        from common.checkpoint import hf_folder
+        from common.checkpoint.checkpointer import Checkpointer
         from common.model import optim
         from common.record.logger import RunLogger
 
@@ -63,7 +63,7 @@ class Run:
         self.batches: Sequence[Any] = []  # of the current update
         settings: dict[str, bytes] = {}
         if distributed.is_rank0():
-            settings = plain.settings_of(module.lm, vocabulary, config)
+            settings = hf_folder.settings_of(module.lm, vocabulary, config)
         self.checkpointer = Checkpointer(
             config, module, self.optimizer, self.metrics, moving_reference, settings
         )

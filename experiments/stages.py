@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from common.checkpoint.files import describe
+from common.checkpoint.layout import describe
 from common.errors import UserError
 from common.flags.parser import parse
 from common.flags.recipes import read_recipe

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import distributed
-from common.checkpoint.saver import Checkpointer
+from common.checkpoint.checkpointer import Checkpointer
 from common.config import TrainConfig
 from common.data import Example
 from common.model import fsdp, shared_prefix

@@ -3,7 +3,7 @@
 import difflib
 from pathlib import Path
 
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.record.folder import read_metrics
@@ -48,7 +48,7 @@ def ranking(output_dir: Path, metric: str) -> list[Path]:
     """
     records = read_metrics(output_dir) if metric else []
     logged = {line["step"]: line[metric] for line in records if line.get(metric) is not None}
-    folders = [path for path in files.newest_first(output_dir) if files.step_of(path) in logged]
-    whole = [path for path in reversed(folders) if (path / files.MANIFEST).exists()]
+    folders = [path for path in layout.newest_first(output_dir) if layout.step_of(path) in logged]
+    whole = [path for path in reversed(folders) if (path / layout.MANIFEST).exists()]
     sign = 1 if "loss" in metric else -1
-    return sorted(whole, key=lambda path: sign * logged[files.step_of(path)])
+    return sorted(whole, key=lambda path: sign * logged[layout.step_of(path)])

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common import distributed
-from common.checkpoint import files, plain, push
-from common.checkpoint.saver import cause
-from common.checkpoint.state import once_each
+from common.checkpoint import hf_folder, layout, push
+from common.checkpoint.checkpointer import cause
+from common.checkpoint.sharded_state import once_each
 from common.config import CommonConfig, HubConfig, TrainConfig, path_flag
 from common.errors import UserError
 from common.flags.parser import parse
@@ -50,10 +50,10 @@ def save_pretrained(
     state, lm, failure = {n.removeprefix("lm."): whole.pop(n) for n in list(whole)}, module.lm, ""
     if distributed.is_rank0():
         try:
-            if reward_shift and not plain.fold_reward_shift(lm, state, reward_shift):
+            if reward_shift and not hf_folder.fold_reward_shift(lm, state, reward_shift):
                 lm.config.reward_shift = module.shift + reward_shift  # it may have come with one
-            settings = plain.settings_of(lm, vocabulary, config)
-            plain.write_folders(lm, state, settings, folder)
+            settings = hf_folder.settings_of(lm, vocabulary, config)
+            hf_folder.write_folders(lm, state, settings, folder)
         except Exception as error:  # of a disk, or whatever transformers refuses
             failure = f"the model {folder} could not be written ({cause(error)})"
     if failure := distributed.from_rank0(failure):
@@ -86,19 +86,19 @@ def main(config: ExportConfig) -> None:
         UserError: it is none, or is damaged, or there is a model already.
     """
     checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
-    if not (checkpoint / files.MANIFEST).is_file():
-        known = files.newest_first(checkpoint) or files.newest_first(checkpoint.parent)
+    if not (checkpoint / layout.MANIFEST).is_file():
+        known = layout.newest_first(checkpoint) or layout.newest_first(checkpoint.parent)
         advice = f"; give {known[0]}" if known else ""
         raise UserError(f"{checkpoint} is no folder of a checkpoint{advice}.")
-    if reason := files.damage(checkpoint):
+    if reason := layout.damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} cannot be exported: {reason}.")
     refuse_unwritable(config.output_dir)
     if (model := output_dir / "model").exists():
         raise UserError(f"{model} is there already; remove it or name another --output_dir.")
     distributed.quieten()
-    plain.use_folders(config)
+    hf_folder.use_folders(config)
     push.prepare(config)
-    plain.export(checkpoint, output_dir, config, config.model_name_or_path)
+    hf_folder.export(checkpoint, output_dir, config, config.model_name_or_path)
     print(f"the model is in {model}", flush=True)
     push.push(output_dir, config)
 

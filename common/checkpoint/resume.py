@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.config import MODELS, TrainConfig
 from common.errors import UserError
 from common.record.folder import ENVIRONMENT, read_config
@@ -28,7 +28,7 @@ def find(config: TrainConfig) -> Path | None:
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
     leave_finished(config)
-    own: list[Path] = distributed.from_rank0(files.newest_first(Path(config.output_dir)))
+    own: list[Path] = distributed.from_rank0(layout.newest_first(Path(config.output_dir)))
     if wanted not in ("auto", "latest"):
         if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(own, config):
             wanted = "auto"  # torchrun repeats a command whose run has come further since
@@ -37,7 +37,7 @@ def find(config: TrainConfig) -> Path | None:
         else:
             return named(Path(wanted), config, own)
     for folder in own:
-        if not (reason := files.damage(folder)):
+        if not (reason := layout.damage(folder)):
             refuse_other_run(folder, config, any_config=wanted == "latest")
             return folder
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
@@ -120,7 +120,7 @@ def set_aside_other_model(config: TrainConfig) -> None:
     for name in MODELS:
         place = (Path(config.output_dir) / name).resolve()
         if place.is_dir():
-            files.discard(before := place.with_name(f"{place.name}.before"))
+            layout.discard(before := place.with_name(f"{place.name}.before"))
             place.rename(before)
             print(f"the {name} of another run is in {before} now", flush=True)
 
@@ -144,7 +144,7 @@ def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
         UserError: it is not whole, of another stage, or `output_dir` has checkpoints of another
             run, which would be mixed up with those of this one.
     """
-    if reason := files.damage(folder):
+    if reason := layout.damage(folder):
         raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")
     refuse_other_run(folder, config, any_config=True)
     if others and folder.parent.resolve() != others[0].parent.resolve():
@@ -168,7 +168,7 @@ def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> 
 
 def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) -> list[str]:
     """What makes a checkpoint's run another one than this: its stage, or else its config."""
-    manifest = files.read_manifest(folder)
+    manifest = layout.read_manifest(folder)
     if manifest["stage"] != type(config).__name__:
         return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
     return [] if any_config else changed_fields(manifest["config"], config)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from common import data, distributed, self_checks
 from common.advantages import apply_missing_eos_penalty
-from common.checkpoint import plain
-from common.checkpoint.files import MANIFEST
+from common.checkpoint import hf_folder
+from common.checkpoint.layout import MANIFEST
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import split
@@ -59,7 +59,7 @@ class Measurer:
     def load(self, path: str) -> Policy:
         """The frozen policy of a model's folder, or of a checkpoint, which is exported once."""
         if Path(path, MANIFEST).is_file():
-            path = plain.exported(Path(path), self.config)
+            path = hf_folder.exported(Path(path), self.config)
         model_config = models.read_model_config(
             path, "policy", self.vocabulary.tokenizer, self.config
         )

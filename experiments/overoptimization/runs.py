@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.data import Example
 from common.errors import UserError
 from common.noise import derive_seed, permutation
@@ -106,8 +106,8 @@ class Chain:
                 missing_eos_penalty=config.missing_eos_penalty,
                 keep_last=0,
             )
-            checkpoints = reversed(files.newest_first(model.parent))
-            policies["grpo"] = {files.step_of(path): path for path in checkpoints}
+            checkpoints = reversed(layout.newest_first(model.parent))
+            policies["grpo"] = {layout.step_of(path): path for path in checkpoints}
         return policies
 
     def write_rows(self, folder: Path) -> None:

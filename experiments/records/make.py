@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.files import describe
+from common.checkpoint.layout import describe
 from common.record.folder import cpu_model
 from common.record.jsonl import read_jsonl
 

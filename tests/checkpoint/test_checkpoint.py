@@ -25,9 +25,9 @@ from torch import nn
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files, resume
-from common.checkpoint import saver as checkpoint
-from common.checkpoint.saver import Checkpointer
+from common.checkpoint import checkpointer as checkpoint
+from common.checkpoint import layout, resume
+from common.checkpoint.checkpointer import Checkpointer
 from common.distributed import mesh
 from common.errors import UserError
 from common.model import fsdp, optim
@@ -122,7 +122,7 @@ def test_a_run_that_made_no_step_is_saved_as_new(tmp_path: Path) -> None:
 
 
 def test_nothing_is_pickled(saved: Path) -> None:
-    for folder in files.newest_first(saved):
+    for folder in layout.newest_first(saved):
         assert {path.name for path in folder.iterdir()} == {SHARD, "manifest.json"}
 
 
@@ -173,7 +173,7 @@ DAMAGE = [
 def test_damage_is_named_and_the_one_before_is_taken(
     saved: Path, damage: Any, reason: str, capsys: pytest.CaptureFixture
 ) -> None:
-    newest, before, _ = files.newest_first(saved)
+    newest, before, _ = layout.newest_first(saved)
     assert find(saved) == newest
     damage(newest)
     for wanted in ("auto", "latest"):
@@ -185,21 +185,21 @@ def test_damage_is_named_and_the_one_before_is_taken(
 
 def test_a_stray_shard_is_damage(saved: Path) -> None:
     """Torch would read it, and the older numbers in it."""
-    newest, before, _ = files.newest_first(saved)
+    newest, before, _ = layout.newest_first(saved)
     (newest / "copy.safetensors").write_bytes((before / SHARD).read_bytes())
-    assert files.damage(newest) == "copy.safetensors does not belong to it"
+    assert layout.damage(newest) == "copy.safetensors does not belong to it"
 
 
 def test_a_manifest_without_an_entry_is_of_another_version(saved: Path) -> None:
-    folder = files.newest_first(saved)[0]
-    contents = files.read_manifest(folder)
+    folder = layout.newest_first(saved)[0]
+    contents = layout.read_manifest(folder)
     del contents["sums"]
-    files.write_manifest(folder, contents)
-    assert files.damage(folder) == "manifest.json has no 'sums': another version has written it"
+    layout.write_manifest(folder, contents)
+    assert layout.damage(folder) == "manifest.json has no 'sums': another version has written it"
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
-    for folder in files.newest_first(saved):
+    for folder in layout.newest_first(saved):
         flip(folder)
     with pytest.raises(UserError, match="no checkpoint in .* is whole; .* none starts anew"):
         find(saved)
@@ -212,14 +212,14 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(
     def forbid(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(files.os, "listdir", forbid)
+    monkeypatch.setattr(layout.os, "listdir", forbid)
     for wanted in ("auto", "latest", "none"):
         with pytest.raises(PermissionError):
             find(saved, wanted)
 
 
 def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
-    newest, before, oldest = files.newest_first(saved)
+    newest, before, oldest = layout.newest_first(saved)
     newest.rename(newest.with_name(newest.name + ".partial"))
     assert find(saved) == before
     tiny.checkpointer(saved, *trained()).load(before)
@@ -229,7 +229,7 @@ def test_what_was_being_written_is_none_and_is_removed(saved: Path) -> None:
 def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_to_is_not(
     saved: Path, tmp_path: Path
 ) -> None:
-    newest, before, oldest = files.newest_first(saved)
+    newest, before, oldest = layout.newest_first(saved)
     elsewhere = newest.rename(tmp_path / "elsewhere")
     newest.symlink_to(elsewhere)
     checkpoints = saved / "checkpoints"
@@ -241,7 +241,7 @@ def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_t
     assert sorted(checkpoints.iterdir()) == [oldest, before, newest]
     saver.load(before)
     assert sorted(checkpoints.iterdir()) == [oldest, before]
-    assert files.damage(elsewhere) == ""
+    assert layout.damage(elsewhere) == ""
     newest.symlink_to("gone")
     saver.save(3)
     saver.close()
@@ -251,7 +251,7 @@ def test_what_is_no_folder_among_checkpoints_is_removed_and_what_a_link_points_t
 def test_starting_anew_removes_what_would_be_taken_for_this_run(saved: Path) -> None:
     saver = tiny.checkpointer(saved, *trained())
     assert saver.load(None) == 0
-    assert files.newest_first(saved) == []
+    assert layout.newest_first(saved) == []
 
 
 # ---- which run it is of --------------------------------------------------------------------------
@@ -267,29 +267,29 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
 def test_auto_refuses_a_flag_that_was_on_and_is_gone(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = files.read_manifest
+    read = layout.read_manifest
     gone: dict[str, Any] = {"dropout": 0.1, "was_off": False}
-    other = {"config": read(files.folder_of(saved, 3))["config"] | gone}
-    monkeypatch.setattr(files, "read_manifest", lambda folder: read(folder) | other)
+    other = {"config": read(layout.folder_of(saved, 3))["config"] | gone}
+    monkeypatch.setattr(layout, "read_manifest", lambda folder: read(folder) | other)
     with pytest.raises(UserError, match="of another run: dropout was 0.1 and is no flag any more;"):
         find(saved)
 
 
 def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
     fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "logging_steps": 5}
-    assert find(saved, **fields) == files.folder_of(saved, 3)
+    assert find(saved, **fields) == layout.folder_of(saved, 3)
 
 
 def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = files.read_manifest
+    read = layout.read_manifest
     other = {"stage": "SFTConfig"}
-    monkeypatch.setattr(files, "read_manifest", lambda folder: read(folder) | other)
+    monkeypatch.setattr(layout, "read_manifest", lambda folder: read(folder) | other)
     with pytest.raises(UserError, match="the stage was SFTConfig and is TrainConfig"):
         find(saved)
 
 
 def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_path: Path) -> None:
-    first = files.folder_of(saved, 1)
+    first = layout.folder_of(saved, 1)
     assert find(tmp_path / "new", str(first)) == first
     tiny.checkpointer(tmp_path / "used", *trained(), async_save=False).save(1)
     with pytest.raises(UserError, match="has checkpoints of its own, .* name a new --output_dir"):
@@ -300,7 +300,7 @@ def test_a_restart_by_torchrun_goes_on_whatever_the_flag_says(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    newest, _, oldest = files.newest_first(saved)
+    newest, _, oldest = layout.newest_first(saved)
     for wanted in ("none", str(oldest)):
         assert find(saved, wanted) == newest
 
@@ -312,7 +312,7 @@ def test_a_restart_does_not_go_on_with_the_run_of_another_config(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert find(saved, "none", seed=5) is None
     tiny.checkpointer(tmp_path / "elsewhere", *trained(), async_save=False).save(1)
-    first = files.folder_of(tmp_path / "elsewhere", 1)
+    first = layout.folder_of(tmp_path / "elsewhere", 1)
     with pytest.raises(UserError, match="has checkpoints of its own"):
         find(saved, str(first), seed=5)
 
@@ -384,7 +384,7 @@ def save_all(output_dir: Path, losses: list[float], **fields: Any) -> Checkpoint
 
 
 def steps_in(output_dir: Path) -> list[int]:
-    return [files.step_of(path) for path in files.newest_first(output_dir)]
+    return [layout.step_of(path) for path in layout.newest_first(output_dir)]
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_damaged_best_is_named_and_the_next_best_is_taken(
     fields = {"metric_for_best_model": "eval_loss", "load_best_model_at_end": True}
     saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
     saver.wait()
-    flip(files.folder_of(tmp_path, 2))
+    flip(layout.folder_of(tmp_path, 2))
     saver.close()
     assert (
         f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
@@ -424,7 +424,7 @@ def test_a_half_removed_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
     """As a run leaves it that was killed while it removed old ones."""
     fields = {"metric_for_best_model": "eval_loss", "keep_last": 0}
     save_all(tmp_path, [0.9, 0.2, 0.5], **fields).close()
-    lose_manifest(files.folder_of(tmp_path, 1))
+    lose_manifest(layout.folder_of(tmp_path, 1))
     saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
     saver.close()
     assert find(tmp_path, save_steps=1, eval_steps=1, **fields) is not None
@@ -435,8 +435,8 @@ def test_what_is_removed_has_no_checkpoints_name(
 ) -> None:
     save_all(tmp_path, [0.9, 0.2, 0.5], keep_last=0).close()
     removed: list[str] = []
-    monkeypatch.setattr(files.shutil, "rmtree", lambda x, **_: removed.append(x.name))
-    files.remove_old(tmp_path, 1, None)
+    monkeypatch.setattr(layout.shutil, "rmtree", lambda x, **_: removed.append(x.name))
+    layout.remove_old(tmp_path, 1, None)
     assert steps_in(tmp_path) == [3]
     assert all(name.endswith(".partial") for name in removed)
 
@@ -456,7 +456,7 @@ def test_the_last_evaluation_counts_though_it_follows_the_last_checkpoint(tmp_pa
         file.write(json_line({"step": 3, "eval_loss": 0.1}))
     saver.close()
     best = best_checkpoint.ranking(tmp_path, "eval_loss")
-    assert [files.step_of(path) for path in best] == [3, 2, 1]
+    assert [layout.step_of(path) for path in best] == [3, 2, 1]
 
 
 def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: Path) -> None:
@@ -466,9 +466,9 @@ def test_records_are_cut_where_they_were_when_the_checkpoint_was_made(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     expected = path.read_text()
     path.write_text(expected + json_line({"step": 2, "reward_shift": 1.0}) + '{"step": 2, "re')
-    tiny.checkpointer(tmp_path, *trained()).load(files.folder_of(tmp_path, 2))
+    tiny.checkpointer(tmp_path, *trained()).load(layout.folder_of(tmp_path, 2))
     assert path.read_text() == expected
-    tiny.checkpointer(tmp_path, *trained()).load(files.folder_of(tmp_path, 1))
+    tiny.checkpointer(tmp_path, *trained()).load(layout.folder_of(tmp_path, 1))
     assert [line["step"] for line in read_jsonl(path)] == [1]
 
 
@@ -479,7 +479,7 @@ def test_what_was_summed_up_for_the_next_line_goes_on(tmp_path: Path, num_ranks:
     saver.metrics.add("loss", third, 3)
     saver.save(1)
     saver.close()
-    manifest = files.read_manifest(files.folder_of(tmp_path, 1))
+    manifest = layout.read_manifest(layout.folder_of(tmp_path, 1))
     assert manifest["sums"] == [{"loss": [third, 3.0]}]
     other = tiny.checkpointer(tmp_path, *trained())
     other._restore_sums(manifest["sums"] * num_ranks)  # as if so many ranks had saved
@@ -514,7 +514,7 @@ def test_an_error_of_writing_ends_the_run_and_leaves_the_last_one(
     with pytest.raises(UserError, match="step_00000004 could not be written .No space left on"):
         saver.wait()
     monkeypatch.undo()
-    assert find(saved) == files.folder_of(saved, 3)
+    assert find(saved) == layout.folder_of(saved, 3)
     assert not list((saved / "checkpoints").glob("*.partial"))
 
 
@@ -535,7 +535,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         newest = find(disk)
         assert newest is not None
         other = trained(seed=1, steps=0)
-        assert tiny.checkpointer(disk, *other).load(newest) == files.step_of(newest)
+        assert tiny.checkpointer(disk, *other).load(newest) == layout.step_of(newest)
         assert are_equal(state(other), state(run))
     finally:
         output_lock.release(disk)
@@ -547,7 +547,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_run_that_was_not_asked_goes_on(tmp_path: Path) -> None:
     tiny.checkpointer(tmp_path, *trained()).stop_if_asked(0)
-    assert files.newest_first(tmp_path) == []
+    assert layout.newest_first(tmp_path) == []
 
 
 def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: None) -> None:
@@ -563,8 +563,8 @@ def test_a_stopped_run_is_that_of_the_last_finished_step(tmp_path: Path, asked: 
     with pytest.raises(signals.Stopped, match="after step 5 by SIGTERM; the same command goes on"):
         saver.stop_if_asked(5)
     folder = find(tmp_path)
-    assert folder == files.folder_of(tmp_path, 5)
-    assert files.read_manifest(folder)["sums"] == [{"loss": [1.0, 1.0]}]
+    assert folder == layout.folder_of(tmp_path, 5)
+    assert layout.read_manifest(folder)["sums"] == [{"loss": [1.0, 1.0]}]
     other = trained(seed=1, steps=0)
     tiny.checkpointer(tmp_path, *other).load(folder)
     assert are_equal(state(other), expected)

@@ -20,9 +20,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed
-from common.checkpoint import card, export, files, plain, push
+from common.checkpoint import card, export, hf_folder, layout, push
+from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
-from common.checkpoint.saver import Checkpointer
 from common.config import SFTConfig
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Path:
     config = tiny.train_config(output_dir=str(run), keep_last=0, async_save=False)
     policy = fsdp.shard(Policy(tiny.causal_lm("gpt2", vocab_size=300)), config, distributed.mesh())
     policy.lm.config.use_cache = False
-    settings = plain.settings_of(policy.lm, tiny.vocabulary([5, 0]))
+    settings = hf_folder.settings_of(policy.lm, tiny.vocabulary([5, 0]))
     optimizer = optim.build_optimizer(policy, config)
     metrics = Accumulator(distributed.device())
     saver = Checkpointer(config, policy, optimizer, metrics, settings=settings)
@@ -56,7 +56,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> None:
-    newest, before = files.newest_first(run)
+    newest, before = layout.newest_first(run)
     for is_there in (False, True):
         config = GRPOConfig(
             output_dir="unused",
@@ -64,7 +64,7 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
             reward_funcs=["gold", str(before)],
             resume_from_checkpoint=str(before),
         )
-        plain.use_folders(config)
+        hf_folder.use_folders(config)
         assert config.model_name_or_path == config.ref_model_name_or_path == str(newest / "model")
         assert config.reward_funcs == ["gold", str(before / "model")]
         assert config.resume_from_checkpoint == str(before)
@@ -77,20 +77,20 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
     assert lm.generation_config.pad_token_id == tiny.tokenizer().pad_token_id
     assert lm.config.use_cache  # off in training
     assert len(AutoTokenizer.from_pretrained(newest / "model")) == len(tiny.tokenizer())
-    assert files.damage(newest) == ""  # it can still be resumed from
-    files.remove_old(run, 1, None)
+    assert layout.damage(newest) == ""  # it can still be resumed from
+    layout.remove_old(run, 1, None)
     assert not before.exists()  # with its model
 
 
 def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
-    newest = files.newest_first(run)[0]
+    newest = layout.newest_first(run)[0]
     code = "import filelock, os, time; lock = filelock.FileLock('.lock'); lock.acquire(); "
     code += "print('mine', flush=True); time.sleep(1); os.mkdir('model')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=newest, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert plain.exported(newest, tiny.train_config()) == str(newest / "model")
+        assert hf_folder.exported(newest, tiny.train_config()) == str(newest / "model")
     assert other.returncode == 0
     assert list((newest / "model").iterdir()) == []
 
@@ -98,7 +98,7 @@ def test_of_two_commands_one_waits_for_the_other_s_export(run: Path) -> None:
 def test_what_is_no_checkpoint_or_damaged_is_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    newest, before = files.newest_first(run)
+    newest, before = layout.newest_first(run)
 
     def refused(checkpoint: Path, output_dir: str = "out") -> str:
         config = ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path / output_dir))
@@ -118,11 +118,11 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
     reason = "settings/config.json has 2 bytes, not "
     assert f"{newest} cannot be exported: {reason}" in refused(newest)
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
-        plain.use_folders(tiny.train_config(model_name_or_path=str(newest)))
+        hf_folder.use_folders(tiny.train_config(model_name_or_path=str(newest)))
 
 
 def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> None:
-    own = str(files.newest_first(run)[0])
+    own = str(layout.newest_first(run)[0])
     tiny.train_config(output_dir=str(run), resume_from_checkpoint=own)
     with pytest.raises(UserError, match="--model_name_or_path is .*, which this run would write"):
         tiny.train_config(output_dir=str(run), model_name_or_path=own)

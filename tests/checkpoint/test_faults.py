@@ -21,8 +21,8 @@ import train_grpo
 import train_reward
 import train_sft
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files
-from common.checkpoint.files import folder_of
+from common.checkpoint import layout
+from common.checkpoint.layout import folder_of
 from common.errors import UserError
 from common.evaluation import split
 from common.model import optim
@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
 
     fields = {"max_prompt_length": 80, "save_steps": 0}
     config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
-    monkeypatch.setattr(files, "replacing", refuse)
+    monkeypatch.setattr(layout, "replacing", refuse)
     with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
         train_sft.main(config)
     monkeypatch.undo()

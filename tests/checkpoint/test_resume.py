@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 import train_sft
 from common import distributed
-from common.checkpoint import export, plain, resume
-from common.checkpoint import files as checkpoint_files
+from common.checkpoint import export, hf_folder, layout, resume
 from common.errors import UserError
 from common.model import fsdp, load, optim
 from common.record import folder as folder_module
@@ -91,7 +90,7 @@ def folder(
         second[num_ranks].append({"stage": task, "flags": again})
     for saved_on, num_ranks, task in [(1, 1, "sft"), *MOVES]:
         whole = folder / str(saved_on) / task / "whole"
-        saved = str(checkpoint_files.folder_of(whole, SAVED))
+        saved = str(layout.folder_of(whole, SAVED))
         named = flags(task, base, moved(folder, saved_on, num_ranks, task))
         job = {"stage": task, "flags": named | {"resume_from_checkpoint": saved}}
         second[num_ranks].append(job)
@@ -115,9 +114,9 @@ def kill_in_the_last_step(run: Path) -> None:
     whole, resumed = run / "whole", run / "resumed"
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "model")
-    last = checkpoint_files.folder_of(resumed, STEPS)
+    last = layout.folder_of(resumed, STEPS)
     last.rename(last.with_name(last.name + ".partial"))  # killed while it was being written
-    unfinished = checkpoint_files.folder_of(resumed, STEPS - 1)
+    unfinished = layout.folder_of(resumed, STEPS - 1)
     unfinished.mkdir()  # of a copy that broke off
     kept = [line for line in read_jsonl(whole / "metrics.jsonl") if line["step"] < STEPS]
     for line in kept:
@@ -156,9 +155,9 @@ def test_an_exported_checkpoint_is_the_run_s_own_model(
 ) -> None:
     """By this one process, from nothing but the checkpoint: the run may be gone."""
     run = folder / str(num_ranks) / task / "whole"
-    moved = shutil.copytree(checkpoint_files.folder_of(run, STEPS), tmp_path / "saved")
+    moved = shutil.copytree(layout.folder_of(run, STEPS), tmp_path / "saved")
     export.main(export.ExportConfig(checkpoint=str(moved), output_dir=str(tmp_path / "out")))
-    own, exported = (plain.read_settings(place / "model") for place in (run, tmp_path / "out"))
+    own, exported = (hf_folder.read_settings(place / "model") for place in (run, tmp_path / "out"))
     assert own == exported
     assert folder_module.read_config(tmp_path / "out") == folder_module.read_config(run)
 
@@ -206,12 +205,12 @@ def find(output_dir: Path, wanted: str) -> Path | None:
 
 def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:
     run = folder / "1" / "sft"
-    unfinished = checkpoint_files.folder_of(run / "resumed", STEPS - 1)
+    unfinished = layout.folder_of(run / "resumed", STEPS - 1)
     with pytest.raises(UserError, match="no whole checkpoint: it has no manifest.json"):
         find(run / "resumed", str(unfinished))
     assert find(run / "nothing", "latest") is None
     assert find(run / "whole", "none") is None
-    assert find(run / "whole", "latest") == checkpoint_files.folder_of(run / "whole", STEPS)
+    assert find(run / "whole", "latest") == layout.folder_of(run / "whole", STEPS)
 
 
 def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
     policy = fsdp.shard(policy, config, distributed.mesh())
     optimizer = optim.build_optimizer(policy, config)
     saver = tiny.checkpointer(tmp_path, policy, optimizer)
-    step = saver.load(checkpoint_files.folder_of(saved, SAVED))
+    step = saver.load(layout.folder_of(saved, SAVED))
     assert step == SAVED
     assert optimizer.state
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -235,7 +234,7 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
 
 
 def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
-    saved = checkpoint_files.folder_of(folder / "1" / "sft" / "whole", SAVED)
+    saved = layout.folder_of(folder / "1" / "sft" / "whole", SAVED)
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) > 20

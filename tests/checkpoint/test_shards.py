@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from common import distributed
-from common.checkpoint import files, saver
-from common.checkpoint.saver import Checkpointer
+from common.checkpoint import checkpointer, layout
+from common.checkpoint.checkpointer import Checkpointer
 from common.model import fsdp, optim
 from common.record.metrics import Accumulator
 from common.scoring import Policy, RewardModel
@@ -42,23 +42,23 @@ def save_both_ways(into: str) -> None:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     for name in ("ours", "torch"):
-        writer = HuggingFaceStorageWriter if name == "torch" else saver.ShardWriter
-        with mock.patch.object(saver, "ShardWriter", writer):
-            saving = checkpointer(Path(into, name), model, optimizer)
+        writer = HuggingFaceStorageWriter if name == "torch" else checkpointer.ShardWriter
+        with mock.patch.object(checkpointer, "ShardWriter", writer):
+            saving = new_checkpointer(Path(into, name), model, optimizer)
             saving.save(1)
             saving.close()
     expected = [local(p).detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    other = checkpointer(Path(into, "torch"), model, optimizer)
-    assert other.load(files.folder_of(Path(into, "torch"), 1)) == 1
+    other = new_checkpointer(Path(into, "torch"), model, optimizer)
+    assert other.load(layout.folder_of(Path(into, "torch"), 1)) == 1
     other.close()
     now = [local(p) for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, now, strict=True))
 
 
-def checkpointer(folder: Path, model: nn.Module, optimizer: Any, **fields: Any) -> Checkpointer:
+def new_checkpointer(folder: Path, model: nn.Module, optimizer: Any, **fields: Any) -> Checkpointer:
     config = tiny.train_config(output_dir=str(folder), **fields)
     return Checkpointer(config, model, optimizer, Accumulator("cpu"))
 
@@ -66,7 +66,7 @@ def checkpointer(folder: Path, model: nn.Module, optimizer: Any, **fields: Any) 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shards_are_as_torch_writes_them(tmp_path: Path, num_ranks: int) -> None:
     launch(save_both_ways, num_ranks, tmp_path, into=str(tmp_path))
-    ours, theirs = (files.folder_of(tmp_path / name, 1) for name in ("ours", "torch"))
+    ours, theirs = (layout.folder_of(tmp_path / name, 1) for name in ("ours", "torch"))
     names = {path.name for path in theirs.glob("*.safetensors")}
     assert len(names) == num_ranks
     assert {path.name for path in ours.glob("*.safetensors")} == names
@@ -99,7 +99,7 @@ def test_writing_makes_no_copy(tmp_path: Path) -> None:
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     optimizer.zero_grad()
-    saving = checkpointer(tmp_path, model, optimizer, async_save=False, keep_last=1)
+    saving = new_checkpointer(tmp_path, model, optimizer, async_save=False, keep_last=1)
     saving.save(1)  # imports, and what stays
     saving.wait()
     gc.collect()
@@ -107,7 +107,7 @@ def test_writing_makes_no_copy(tmp_path: Path) -> None:
     (PROC / "clear_refs").write_text("5")
     saving.save(2)
     saving.wait()
-    size = sum(path.stat().st_size for path in files.folder_of(tmp_path, 2).iterdir())
+    size = sum(path.stat().st_size for path in layout.folder_of(tmp_path, 2).iterdir())
     assert size > 70e6
     assert resident("VmHWM") - before < 0.2 * size
     saving.close()

@@ -24,8 +24,8 @@ from torch import Tensor
 import train_grpo
 from common import distributed, self_checks
 from common.advantages import EPSILON
-from common.checkpoint import files as checkpoint_files
-from common.checkpoint.state import restore_state
+from common.checkpoint import layout
+from common.checkpoint.sharded_state import restore_state
 from common.errors import UserError
 from common.grpo import minibatches, rollouts
 from common.grpo.config import GRPOConfig
@@ -791,7 +791,7 @@ def test_a_run_with_a_moving_reference_is_resumed_to_the_bit(
     flags = {"ref_update_steps": 1, "save_steps": 2, "beta": 0.5, **EVALUATED, **kind}
     folder = base / f"resume_{num_ranks}_{next(iter(kind))}"
     whole = grpo_job(base, folder / "whole", **flags)
-    saved = checkpoint_files.folder_of(folder / "whole", 2)
+    saved = layout.folder_of(folder / "whole", 2)
     resumed = grpo_job(base, folder / "again", **flags, resume_from_checkpoint=str(saved))
     launch(run_stages, num_ranks, base, jobs=[whole, resumed])
     lines = untimed_lines(folder / "whole")

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common import distributed
-from common.checkpoint import export, files, plain
+from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.export import ExportConfig
 from common.config import TrainConfig
 from common.errors import UserError
@@ -198,9 +198,9 @@ def test_only_adapters_have_gradients_and_optimiser_state_and_move(bases, family
 def test_both_layouts_score_and_train_adapters_alike(bases, family):
     policy = train(new_policy(bases[family]))
     results = []
-    for layout in ("padded", "shared_prefix"):
+    for name in ("padded", "shared_prefix"):
         policy.zero_grad()
-        batch = batch_of(layout)
+        batch = batch_of(name)
         loss_of(policy, batch).backward()
         grads = {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
         results.append((logps_of(policy, batch), grads))
@@ -462,7 +462,7 @@ def folder(
     two = [job(f"2/{name}", run) for name, run in RUNS.items()]
     two.append(job("2/bfloat16", RUNS["grpo"], bf16=True))
     for name in RESUMED:
-        first = files.folder_of(folder / "2" / name, SAVED)
+        first = layout.folder_of(folder / "2" / name, SAVED)
         flag = {"resume_from_checkpoint": str(first)}
         two.append(job(f"resumed/{name}", RUNS[name], **flag))
     records = launch(run_stages, 2, folder, jobs=two)
@@ -514,7 +514,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder, name):
 
 
 def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
-    saved = files.folder_of(folder / "2" / "grpo", SAVED)
+    saved = layout.folder_of(folder / "2" / "grpo", SAVED)
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
     names = list(reader.read_metadata().state_dict_metadata)
     assert sum(name.endswith("exp_avg_sq") for name in names) == 16  # 2 blocks, 4 layers, A and B
@@ -526,7 +526,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimiser_state_only(folder):
 def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name, tmp_path):
     """Saved by two ranks; the base is not in it, and what peft needs is written without one."""
     run, base = folder / "2" / name, folder / BASE
-    paths = (str(tmp_path / "out"), str(files.folder_of(run, STEPS)))
+    paths = (str(tmp_path / "out"), str(layout.folder_of(run, STEPS)))
     config = ExportConfig(output_dir=paths[0], checkpoint=paths[1])
     base.rename(base.with_name("moved"))
     try:
@@ -538,7 +538,8 @@ def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder, name,
     finally:
         base.with_name("moved").rename(base)
     for part in ("model", "adapter"):
-        assert plain.read_settings(tmp_path / "out" / part) == plain.read_settings(run / part)
+        exported = hf_folder.read_settings(tmp_path / "out" / part)
+        assert exported == hf_folder.read_settings(run / part)
 
 
 def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_path, monkeypatch):
@@ -554,8 +555,8 @@ def test_the_base_of_an_export_is_read_at_its_adapter_s_revision(folder, tmp_pat
         raise UserError("it is far.")
 
     monkeypatch.setattr(lora, "read_settings", of_revision)
-    monkeypatch.setattr(plain, "read_base", read_base)
-    checkpoint = str(files.folder_of(folder / "2" / "sft", STEPS))
+    monkeypatch.setattr(hf_folder, "read_base", read_base)
+    checkpoint = str(layout.folder_of(folder / "2" / "sft", STEPS))
     with pytest.raises(
         UserError, match="cannot be merged into a model without its base: it is far"
     ):
@@ -593,7 +594,7 @@ def test_adapters_of_other_flags_are_not_resumed(bases, tmp_path, fields):
     saver = tiny.checkpointer(tmp_path, *built())
     saver.save(1)
     saver.wait()
-    folder = files.folder_of(tmp_path, 1)
+    folder = layout.folder_of(tmp_path, 1)
     assert tiny.checkpointer(tmp_path, *built()).load(folder) == 1
     with pytest.raises(UserError, match="has the adapters .*; give the flags of its run"):
         tiny.checkpointer(tmp_path, *built(**fields)).load(folder)

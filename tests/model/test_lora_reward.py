@@ -16,8 +16,7 @@ from ranks import launch, run_stages
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from common.checkpoint import export, plain
-from common.checkpoint import files as checkpoint_files
+from common.checkpoint import export, hf_folder, layout
 from common.record.jsonl import read_jsonl
 
 FLAGS: dict[str, Any] = {
@@ -55,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
         own = {"output_dir": str(folder / name)}
         return {"stage": "reward", "flags": FLAGS | paths | own | flags}
 
-    saved = str(checkpoint_files.folder_of(folder / "one", 2))
+    saved = str(layout.folder_of(folder / "one", 2))
     again = job("again", resume_from_checkpoint=saved)
     own_pad = copy.deepcopy(tiny.tokenizer())
     own_pad.add_special_tokens({"pad_token": "<|padding|>"})
@@ -113,9 +112,10 @@ def test_a_resumed_run_is_the_one_that_never_stopped(folder: Path):
 
 def test_an_exported_checkpoint_is_the_run_s_own_model_and_adapter(folder: Path, tmp_path: Path):
     """With the head, and the row of a pad token that the base does not have."""
-    checkpoint = checkpoint_files.folder_of(folder / "padded", 2)
+    checkpoint = layout.folder_of(folder / "padded", 2)
     export.main(export.ExportConfig(checkpoint=str(checkpoint), output_dir=str(tmp_path)))
     for part in ("model", "adapter"):
-        assert plain.read_settings(tmp_path / part) == plain.read_settings(folder / "padded" / part)
+        exported = hf_folder.read_settings(tmp_path / part)
+        assert exported == hf_folder.read_settings(folder / "padded" / part)
     trained = load_file(tmp_path / "model" / "model.safetensors")
     assert len(trained["transformer.wte.weight"]) == 301

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT, environment
 
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.record.jsonl import read_jsonl
 
 STEPS = 400
@@ -61,8 +61,8 @@ def test_a_signal_saves_and_ends_with_success(name: str, tmp_path: Path) -> None
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     assert f"{name}: saving and ending soon" in errors
-    (folder,) = files.newest_first(tmp_path)
-    step = files.step_of(folder)
+    (folder,) = layout.newest_first(tmp_path)
+    step = layout.step_of(folder)
     assert f"stopped after step {step} by {name}; the same command goes on from {folder}" in out
     assert [line["step"] for line in read_jsonl(metrics)] == list(range(1, step + 1))
     assert 3 <= step < STEPS
@@ -72,7 +72,7 @@ def test_a_kill_in_the_last_evaluation_loses_no_step(tmp_path: Path) -> None:
     inputs = ROOT / "assets" / "recipes" / "demo" / "gpt2-tiny.json"
     flags = {"max_steps": 3, "save_steps": 2, "dataset_test_split": "validation"}
     process = start(tmp_path, inputs, num_eval_rows=250, micro_batch_tokens=150, **flags)
-    made = (files.folder_of(tmp_path, 3), tmp_path / "model")
+    made = (layout.folder_of(tmp_path, 3), tmp_path / "model")
     wait_for(lambda: all(folder.exists() for folder in made), process)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)

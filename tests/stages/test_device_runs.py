@@ -21,7 +21,7 @@ from sim_device import on_sim, set_up
 from test_device import COMMON, VARIANTS
 
 import evaluate
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.config import CommonConfig
 from common.flags.parser import parse
 from common.model import optim
@@ -96,7 +96,7 @@ def runs(
             found.append(job(name, bad, trained["sft"], **more) | {"is_spoilt": True})
             known = more | {"max_steps": STEPS, "save_steps": SAVED, "eval_steps": 0}
             found.append(job(name, whole, trained["sft"], **known))
-            known |= {"resume_from_checkpoint": str(files.folder_of(folder / whole, SAVED))}
+            known |= {"resume_from_checkpoint": str(layout.folder_of(folder / whole, SAVED))}
             found.append(job(name, resumed, trained["sft"], **known))
         return [*found, job("evaluate", f"{device}/evaluation", trained["sft"])]
 

@@ -4,7 +4,7 @@ A checkpoint is sharded (`torch.distributed.checkpoint`, as safetensors) and hol
 parameters (under LoRA: the adapters), optimiser state, the number of finished steps, what was
 summed up for the next line of metrics, and a reference that changes in the course of the run; row
 order and noise are functions of the step, so nothing else is needed. What it is on disk is in
-`common/checkpoint/files.py`, which one a run goes on from in `resume.py`.
+`common/checkpoint/layout.py`, which one a run goes on from in `resume.py`.
 """
 
 import os
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
 from common.checkpoint import best as best_checkpoint
-from common.checkpoint import files, plain, resume
-from common.checkpoint.state import (
+from common.checkpoint import hf_folder, layout, resume
+from common.checkpoint.sharded_state import (
     ShardWriter,
     State,
     reference_state,
@@ -54,7 +54,7 @@ class Checkpointer:
         optimizer: of the model.
         metrics: what the run sums up between two lines of `metrics.jsonl`.
         reference: a sharded model that is not what the run started with any more.
-        settings: files that an export of the checkpoint takes, on rank 0 (`plain.settings_of`).
+        settings: files that an export of the checkpoint takes, on rank 0 (`hf_folder.settings_of`).
     """
 
     def __init__(
@@ -128,13 +128,13 @@ class Checkpointer:
             "sums": distributed.from_all_ranks([own_sums]),  # in another order: other sums
         }
         if distributed.is_rank0():
-            for path in filter(Path.exists, map(self.output_dir.joinpath, files.RECORDS)):
-                files.flush(path)  # it must not be behind the checkpoint after a power cut
+            for path in filter(Path.exists, map(self.output_dir.joinpath, layout.RECORDS)):
+                layout.flush(path)  # it must not be behind the checkpoint after a power cut
                 contents["lines"][path.name] = num_lines(path)
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
         self._saved_step = step
-        folder = files.folder_of(self.output_dir, step)
+        folder = layout.folder_of(self.output_dir, step)
         self._writing = self._thread.submit(self._write, state, contents, folder)
         if not self.config.async_save:
             self.wait()
@@ -144,7 +144,7 @@ class Checkpointer:
 
         What fails on one rank is told to all of them, so that none waits for it.
         """
-        partial = folder.with_name(folder.name + files.PARTIAL)
+        partial = folder.with_name(folder.name + layout.PARTIAL)
         if distributed.is_rank0():
             shutil.rmtree(partial, ignore_errors=True)  # of a run with more ranks
         dist.barrier(group=self._group)
@@ -167,9 +167,9 @@ class Checkpointer:
         """Write the settings, on rank 0, and describe the files of this rank by their names."""
         mine = [*partial.glob(f"shard-{distributed.rank() + 1:05d}-*")]
         if distributed.is_rank0():
-            plain.write_settings(self.settings, partial / files.SETTINGS)
-            mine += [partial / files.SETTINGS / name for name in self.settings]
-        return {path.relative_to(partial).as_posix(): files.describe(path) for path in mine}
+            hf_folder.write_settings(self.settings, partial / layout.SETTINGS)
+            mine += [partial / layout.SETTINGS / name for name in self.settings]
+        return {path.relative_to(partial).as_posix(): layout.describe(path) for path in mine}
 
     def _all_of(self, action: Callable[[], Any]) -> list[Any]:
         """What an action gives on each rank; the OSError of one is raised on all. Collective."""
@@ -193,11 +193,11 @@ class Checkpointer:
             raise OSError(
                 f"{unseen[0]} is not to be seen from rank 0: all hosts need one --output_dir"
             )
-        files.write_manifest(partial, contents)
-        files.put_in_place(partial, folder)
+        layout.write_manifest(partial, contents)
+        layout.put_in_place(partial, folder)
         best = best_checkpoint.ranking(self.output_dir, self.config.metric_for_best_model)
         try:
-            files.remove_old(self.output_dir, self.config.keep_last, best[0] if best else None)
+            layout.remove_old(self.output_dir, self.config.keep_last, best[0] if best else None)
         except OSError as error:
             print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
 
@@ -226,14 +226,14 @@ class Checkpointer:
         if not name:
             return 0
         for best in distributed.from_rank0(best_checkpoint.ranking(self.output_dir, name)):
-            if reason := files.damage(best):
+            if reason := layout.damage(best):
                 distributed.print_rank0(f"warning: the checkpoint {best} is skipped: {reason}.")
                 continue
             distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
             if not self.config.load_best_model_at_end:
                 return 0
             restore_state(best, self.model, self.optimizer, self.reference)
-            return files.step_of(best)
+            return layout.step_of(best)
         distributed.print_rank0(
             f"warning: --metric_for_best_model {name} was not logged at the step of any whole "
             "checkpoint; the last step is exported."
@@ -279,7 +279,7 @@ class Checkpointer:
             output_lock.take(self.output_dir)
             resume.set_aside_other_model(self.config)
             # In this order: a checkpoint must not outlive the records of its steps.
-            if removed := files.remove_after(self.output_dir, manifest["step"]):
+            if removed := layout.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)
                 print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
             for name, number in manifest["lines"].items():
@@ -332,7 +332,7 @@ class Checkpointer:
             return ""
         is_found = self.config.resume_from_checkpoint in ("auto", "latest")
         how = "" if is_found else " with --resume_from_checkpoint auto"
-        return f"the same command{how} goes on from {files.folder_of(self.output_dir, step)}"
+        return f"the same command{how} goes on from {layout.folder_of(self.output_dir, step)}"
 
     def _is_stop_agreed(self, at_once: bool) -> bool:
         """Whether any rank had got a signal when it was last asked, or now. Collective."""

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from common import distributed
-from common.checkpoint import files
+from common.checkpoint import layout
 from common.errors import UserError, gist
 from common.model import lora
 
@@ -52,7 +52,7 @@ def restore_state(
         UserError: the checkpoint has a reference and there is none here, or the reverse; or it has
             other adapters, or does not fit the model.
     """
-    manifest = files.read_manifest(folder)
+    manifest = layout.read_manifest(folder)
     if manifest["has_reference"] != (reference is not None):
         has = "no updated" if reference is not None else "an updated"
         raise UserError(
@@ -116,7 +116,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             for item in items:
                 tensor: Any = planner.resolve_data(item)
                 file.write(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-        files.flush(path)
+        layout.flush(path)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # a manifest is made of what is on the disk
         return written

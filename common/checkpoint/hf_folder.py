@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.dynamic_module_utils import custom_object_save
 
 from common import distributed
-from common.checkpoint import card, files
-from common.checkpoint.state import once_each
+from common.checkpoint import card, layout
+from common.checkpoint.sharded_state import once_each
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError, gist, values_of
 from common.model import checks, fsdp, load, lora
@@ -106,12 +106,12 @@ def write_folders(
         below: Reads the base weights that the state lacks, once `adapter` is written.
     """
     if lora.adapted_layers(lm):
-        with files.replacing(folder.with_name("adapter")) as partial:
+        with layout.replacing(folder.with_name("adapter")) as partial:
             lora.save_adapter(lm, state, partial)
             write_settings(settings, partial, without=OF_MODEL)
         state |= {name: tensor for name, tensor in below().items() if name not in state}
         state = lora.merged_state(lm, state)
-    with files.replacing(folder) as partial:
+    with layout.replacing(folder) as partial:
         # safetensors makes bytes of a whole file
         lm.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
         write_settings(settings, partial, without=[lora.SETTINGS_FILE])
@@ -153,7 +153,7 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
         UserError: it lacks something, or the base of its adapters cannot be read; by then
             `adapter` is written.
     """
-    manifest, folder = files.read_manifest(checkpoint), checkpoint / files.SETTINGS
+    manifest, folder = layout.read_manifest(checkpoint), checkpoint / layout.SETTINGS
     settings = read_settings(folder)
     model_config = load.find_config(str(folder), None, config)
     is_classifier = checks.is_classifier(model_config)
@@ -223,7 +223,7 @@ def use_folders(config: CommonConfig) -> None:
     fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
     fields = [f for f in fields if f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in fields for name in values_of(config, f))
-    found = [name for name in names if os.path.isfile(os.path.join(name, files.MANIFEST))]
+    found = [name for name in names if os.path.isfile(os.path.join(name, layout.MANIFEST))]
     folders = {name: exported(Path(name), config) for name in distributed.from_rank0(found)}
     for f in fields:
         new = [folders.get(name, name) for name in values_of(config, f)]
@@ -235,7 +235,7 @@ def exported(checkpoint: Path, config: CommonConfig) -> str:
     model, failure = checkpoint / "model", ""
     if distributed.from_rank0(model.is_dir()):
         return str(model)
-    if reason := files.damage(checkpoint):
+    if reason := layout.damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} cannot be read: {reason}.")
     if distributed.is_rank0():
         try:
