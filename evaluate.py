@@ -37,9 +37,9 @@ from common.evaluation import judges, measure, records, runs, split, summary
 from common.evaluation.config import EvaluateConfig, settle, split_of
 from common.evaluation.records import Generation, PairScores, PromptRecord, Results, collect
 from common.evaluation.split import ImplicitReward
+from common.forward import Policy
 from common.model import fsdp, load
 from common.record.folder import save_run_files
-from common.scoring import Policy
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:

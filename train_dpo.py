@@ -41,12 +41,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import split
+from common.forward import Policy
 from common.losses import preference_loss, sequence_logps
 from common.model import fsdp, load
 from common.pairs.config import DPOConfig
 from common.pairs.reference import ReferenceScores, load_reference
 from common.run import Run, find_checkpoint
-from common.scoring import Policy
 from common.text.example import Vocabulary
 
 

@@ -48,6 +48,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, launch, self_checks
+from common.forward import Policy
 from common.grpo import minibatches, monitor, rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
@@ -63,7 +64,6 @@ from common.losses import (
 from common.model import fsdp, load
 from common.run import Run, find_checkpoint
 from common.sampling.sampler import Sampler
-from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

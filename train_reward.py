@@ -36,12 +36,12 @@ from typing import Any
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import split
+from common.forward import RewardModel
 from common.losses import bradley_terry_loss, centering_penalty, wins
 from common.model import fsdp, load
 from common.pairs.margins import length_balance, margins
 from common.pairs.reward_config import RewardConfig
 from common.run import Run, find_checkpoint
-from common.scoring import RewardModel
 from common.text.example import Vocabulary
 
 

@@ -22,10 +22,10 @@ The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 
 from common import data, distributed, launch, self_checks
 from common.config import SFTConfig
+from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load
 from common.run import Run, find_checkpoint
-from common.scoring import Policy
 
 
 def main(config: SFTConfig) -> None:

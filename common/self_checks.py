@@ -16,10 +16,10 @@ from common import distributed
 from common.config import CommonConfig, TrainConfig
 from common.data import Example
 from common.errors import UserError
+from common.forward import CompletionScores, RewardModel
 from common.losses import preference_loss
 from common.model import fsdp
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
-from common.scoring import CompletionScores, RewardModel
 from common.text.example import Vocabulary
 
 # Nats per token, or of a reward, that float32 sums in another order may differ by.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import group_advantages
+from common.forward import Policy
 from common.padding import padded_batch
-from common.scoring import Policy
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
 MASK = torch.arange(NUM_COLUMNS) < torch.tensor([6, 1, 3, 4, 2, 6, 5, 1, 6, 2, 3, 4])[:, None]

@@ -20,9 +20,9 @@ from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from common import losses
 from common.advantages import group_advantages
+from common.forward import Policy, RewardModel
 from common.model import load
 from common.padding import padded_batch
-from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
 

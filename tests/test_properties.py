@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from common import noise
 from common.data import load_examples
 from common.errors import UserError
+from common.forward import Policy
 from common.padding import MAKERS, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy
 from common.text.chat import is_messages
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row

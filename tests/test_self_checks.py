@@ -20,10 +20,10 @@ from common.config import TrainConfig
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import split
+from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
-from common.scoring import Policy, RewardModel
 
 STOP, PAD = 0, 1
 PAIRS = tiny.ragged_examples([(12, 6, 3), (5, 2, 9)], stop_id=STOP)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.data import Example
     from common.evaluation.config import EvaluateConfig
+    from common.forward import Policy
     from common.padding import AnyBatch
     from common.rewards.models import RewardModelFunction
     from common.rewards.score import RewardFunctions
     from common.sampling.sampler import Rollouts
-    from common.scoring import Policy
     from common.text.example import Vocabulary
 
 

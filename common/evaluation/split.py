@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from common import data, distributed
 from common.config import CommonConfig
 from common.data import Example, PromptGroup
+from common.forward import sequence_scores
 from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
 from common.model import fsdp
 from common.padding import AnyBatch
-from common.scoring import sequence_scores
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:

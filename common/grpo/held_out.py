@@ -12,6 +12,7 @@ from common import distributed
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation import intervals, split
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import reward
 from common.model import fsdp
@@ -19,7 +20,6 @@ from common.padding import AnyBatch
 from common.record.glossary import FUNCTION_PREFIX, with_interval
 from common.record.logger import RunLogger
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from common import data, distributed
 from common.advantages import group_advantages, normalise_globally, step_advantages
+from common.forward import Policy, ReferenceStates
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates
 from common.losses import aggregate
@@ -25,7 +26,6 @@ from common.model.projection import Head
 from common.noise import derive_seed, hash_counters
 from common.padding import AnyBatch, on_device
 from common.record.metrics import Accumulator
-from common.scoring import Policy, ReferenceStates
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:

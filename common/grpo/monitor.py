@@ -16,11 +16,11 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import EngineError
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, rejection_options, reward
 from common.record.metrics import Accumulator
 from common.sampling.sampler import Sampler
-from common.scoring import Policy
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference

@@ -2,7 +2,7 @@
 
 transformers lets any decoder call an attention function by name. The one registered here takes the
 `Layout` of a batch or the cache of a sampler; without either it is the usual `sdpa`. The model has
-applied positions (learned or rotary) before. The attention itself is in `branches`.
+applied positions (learned or rotary) before. The attention itself is in `shared_attention`.
 """
 
 import functools
@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from common.errors import UserError
-from common.model.branches import branch_attention
+from common.model.shared_attention import branch_attention
 from common.padding import Layout
 
 NAME = "shared_prefix"

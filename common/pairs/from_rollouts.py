@@ -22,6 +22,7 @@ from common.advantages import (
 )
 from common.data import Example
 from common.errors import UserError
+from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
 from common.pairs.config import DPOConfig
@@ -31,7 +32,6 @@ from common.record.terminal import progress_bar, show_status
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts
 from common.sampling.vllm.sampler import new_sampler
-from common.scoring import Policy
 from common.text.example import Vocabulary
 
 PAIRS_FILE = "pairs.tokens"  # in a run's folder, JSON lines: its flags, then the sampled pairs

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import data, distributed, self_checks
 from common.data import Example
 from common.evaluation import split
+from common.forward import Policy
 from common.model import fsdp, load
 from common.padding import AnyBatch
-from common.scoring import Policy
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:

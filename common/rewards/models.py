@@ -12,8 +12,8 @@ from common import data, distributed, self_checks
 from common.config import CommonConfig
 from common.data import PromptGroup
 from common.errors import UserError
+from common.forward import RewardModel
 from common.model import checks, fsdp, load
-from common.scoring import RewardModel
 
 
 class RewardModelFunction:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from common import distributed, noise
 from common.config import CommonConfig
 from common.data import Example, row_numbers
-from common.model import replica
+from common.model import rollout_copy
 from common.padding import right_pad
 from common.sampling.decode import Settings, decode
 from common.text.example import Vocabulary
@@ -128,7 +128,7 @@ class Sampler:
         self.policy = policy
         self.vocabulary = vocabulary
         self.config = config
-        self.copy = replica.RolloutCopy(policy.lm, config)
+        self.copy = rollout_copy.RolloutCopy(policy.lm, config)
 
     @torch.no_grad()
     def sample(
@@ -169,7 +169,7 @@ class Sampler:
         def report_position(title: str, position: int) -> None:
             report(f"{title}, token {position + 1} of {max_length}")
 
-        with self.copy.gathered(self.policy) as lm, replica.packed(lm):
+        with self.copy.gathered(self.policy) as lm, rollout_copy.packed(lm):
             prompt_starts = range(0, len(examples), num_prompts)
             for start, first in product(prompt_starts, range(0, num_samples, count)):
                 prompts = examples[start : start + num_prompts]

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.forward import shared_prefix_hidden
 from common.model import shared_prefix
-from common.model.branches import ranges, to_branches
+from common.model.shared_attention import ranges, to_branches
 from common.padding import Layout, on_device, shared_prefix_batch
-from common.scoring import shared_prefix_hidden
 
 
 class SharedDecoder:

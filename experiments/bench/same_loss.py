@@ -59,7 +59,7 @@ def our_logps(lm: Any, batch: Any) -> Any:
     """Log-probabilities (B, C) as this repository's stages compute them."""
     import torch
 
-    from common.scoring import Policy
+    from common.forward import Policy
 
     with torch.no_grad():
         return Policy(lm)(batch).token_logps

@@ -19,11 +19,11 @@ from common.checkpoint.layout import MANIFEST
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import split
+from common.forward import Policy
 from common.model import fsdp
 from common.model import load as models
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.curves import Values
 

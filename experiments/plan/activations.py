@@ -43,8 +43,8 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
     """What attention keeps in one layer besides queries, keys, values and output of each token.
 
     Padded: the mask of each row, made a number of the compute dtype in each layer. Shared
-    (`branches.branch_attention`): copies of queries, keys and values of the trunks and their
-    output; and per completion copies of the prompt's keys and values.
+    (`shared_attention.branch_attention`): copies of queries, keys and values of the trunks and
+    their output; and per completion copies of the prompt's keys and values.
     """
     prompt, own = run.config.max_prompt_length, run.config.max_completion_length
     size, width, seen = run.number_bytes, model.attention_width, prompt + own
@@ -57,7 +57,7 @@ def attention_bytes(run: Run, model: Footprint, batch: MicroBatch) -> float:
 
 
 def mask_bytes(run: Run, batch: MicroBatch) -> float:
-    """What the layers share (`branches.Gathers`): masks of completions, and of the last's tails."""
+    """Masks that the layers share (`shared_attention.Gathers`), of completions and of tails."""
     if not run.is_shared:
         return 0.0
     own, masks = run.config.max_completion_length, min(2, run.num_completions)

@@ -253,11 +253,11 @@ def kept_for_kl(run: Run, ranks: int) -> float:
 
 
 def copy_bytes(run: Run, ranks: int) -> float:
-    """The plain copy that samples (`replica.RolloutCopy`), whole on every rank.
+    """The plain copy that samples (`rollout_copy.RolloutCopy`), whole on every rank.
 
-    In one plain process its weights are the policy's own. On a CPU the linear layers are packed
-    anew (`replica.packed`), which gives up a gathered weight but not one that the policy holds; the
-    head is packed, or cast to float32 once, beside the embedding.
+    In one plain process its weights are the policy's. On a CPU the linear layers are packed
+    (`rollout_copy.packed`), which releases a gathered weight but not one that the policy holds; the
+    head is packed, or cast to float32 once, in addition to the embedding.
     """
     policy = run.policy
     is_packed = not run.on_gpu and torch.backends.mkldnn.is_available()

@@ -30,11 +30,11 @@ from common.checkpoint import layout, resume
 from common.checkpoint.checkpointer import Checkpointer
 from common.distributed import mesh
 from common.errors import UserError
+from common.forward import Policy
 from common.model import fsdp, optim
 from common.record import output_lock
 from common.record.folder import save_run_files
 from common.record.jsonl import json_line, read_jsonl
-from common.scoring import Policy
 from common.shutdown import signals
 
 pytestmark = pytest.mark.usefixtures("process_group")

@@ -25,10 +25,10 @@ from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
 from common.config import SFTConfig
 from common.errors import UserError
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, optim
 from common.record.metrics import Accumulator
-from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

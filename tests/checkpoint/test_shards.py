@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from common import distributed
 from common.checkpoint import checkpointer, layout
 from common.checkpoint.checkpointer import Checkpointer
+from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
 from common.record.metrics import Accumulator
-from common.scoring import Policy, RewardModel
 
 PROC = Path("/proc/self")
 

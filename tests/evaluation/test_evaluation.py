@@ -23,13 +23,13 @@ from common.data import Example, PromptGroup
 from common.errors import UserError
 from common.evaluation import runs, split
 from common.evaluation.split import ImplicitReward
+from common.forward import Policy, RewardModel
 from common.model import fsdp
 from common.padding import padded_batch
 from common.record.metrics import Accumulator
 from common.rewards.models import RewardModelFunction
 from common.rewards.score import RewardFunctions, short_names
 from common.sampling.sampler import Rollouts
-from common.scoring import Policy, RewardModel
 from common.text import synthetic
 
 PAD = 1

@@ -28,10 +28,10 @@ from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.records import BASELINES, REFERENCE, read_scores
 from common.evaluation.win_rates import all_win_rates
 from common.flags.parser import parse
+from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy, RewardModel
 from common.text import synthetic
 
 STOP, PAD, LONGEST = 0, 1, 12

@@ -25,11 +25,11 @@ from common.checkpoint import export
 from common.errors import UserError
 from common.evaluation import split
 from common.flags.parser import parse
+from common.forward import Policy, RewardModel
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.record.jsonl import json_line, read_jsonl
 from common.sampling.sampler import Rollouts
-from common.scoring import Policy, RewardModel
 from common.text import synthetic
 from experiments import stages
 from experiments.overoptimization import __main__ as overoptimization

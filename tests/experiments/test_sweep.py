@@ -22,11 +22,11 @@ from transformers import AutoModelForSequenceClassification
 from common import advantages, distributed, padding
 from common.errors import UserError
 from common.evaluation.config import settle
+from common.forward import Policy, RewardModel, sequence_scores
 from common.grpo import rollouts
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, optim
 from common.sampling import decode
-from common.scoring import Policy, RewardModel, sequence_scores
 from common.text.reading import load_rows
 from experiments.outcomes import over_seeds
 from experiments.stages import ROOT, Stage, config_of, description, write_mark

@@ -27,6 +27,7 @@ from common.advantages import EPSILON
 from common.checkpoint import layout
 from common.checkpoint.sharded_state import restore_state
 from common.errors import UserError
+from common.forward import Policy, ReferenceStates
 from common.grpo import minibatches, rollouts
 from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch, OldLogps
@@ -38,7 +39,6 @@ from common.padding import MAKERS
 from common.record.metrics import Accumulator
 from common.rewards import functions
 from common.sampling.sampler import Rollouts
-from common.scoring import Policy, ReferenceStates
 from tests.variants import REWARD_FILE, stopping_model_job
 
 LAYOUTS = ("shared_prefix", "padded")

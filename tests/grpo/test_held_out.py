@@ -15,6 +15,7 @@ import torch
 from common.data import Example
 from common.errors import EngineError
 from common.evaluation.intervals import mean_over_prompts, share_over_prompts
+from common.forward import Policy
 from common.grpo import monitor
 from common.grpo.config import GRPOConfig
 from common.grpo.held_out import HeldOut
@@ -22,7 +23,6 @@ from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Sampler
-from common.scoring import Policy
 
 TEMPERATURE = 0.7
 STOPS = range(12)  # of 61 tokens: some completions stop early

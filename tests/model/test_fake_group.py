@@ -22,10 +22,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import distributed
+from common.forward import Policy
 from common.model import fsdp, optim
 from common.padding import padded_batch
 from common.run import Run
-from common.scoring import Policy
 
 NUM_BLOCKS, MICRO_BATCHES = 2, 3
 GROUPS = [(8, 1), (64, 1), (64, 8)]  # ranks and replicas

@@ -33,11 +33,11 @@ from transformers.pytorch_utils import Conv1D
 
 from common import distributed
 from common.checkpoint import export
+from common.forward import Policy, RewardModel
 from common.model import fsdp, load
-from common.model.replica import PackedLinear, RolloutCopy
-from common.model.replica import packed as packed_weights
+from common.model.rollout_copy import PackedLinear, RolloutCopy
+from common.model.rollout_copy import packed as packed_weights
 from common.padding import padded_batch
-from common.scoring import Policy, RewardModel
 
 BLOCKS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 MODELS = {  # name -> family, are the embeddings tied
@@ -287,7 +287,8 @@ def add_gradients(policy: Policy, rank: int) -> list[int]:
 def inspect_replica(replica: RolloutCopy, policy: Policy) -> dict[str, Any]:
     """Use the replica, on this rank as often as it likes."""
     example = tiny.ragged_examples(LENGTHS)[0]
-    with mock.patch("common.model.replica.packed", nullcontext), replica.gathered(policy) as lm:
+    unpacked = mock.patch("common.model.rollout_copy.packed", nullcontext)
+    with unpacked, replica.gathered(policy) as lm:
         hashes = {f"lm.{key}": hash_of(p.data) for key, p in lm.named_parameters()}
         hashes |= {f"lm.{key}": hash_of(b) for key, b in lm.named_buffers()}
         head, embedding = lm.get_output_embeddings().weight, lm.get_input_embeddings().weight
@@ -321,7 +322,8 @@ def inspect_bfloat16_replica(folder: str) -> dict[str, Any]:
     """The replica of a policy that computes in bfloat16."""
     policy = load_policy(Path(folder), "gpt2", bf16=True)
     replica = RolloutCopy(policy.lm, tiny.train_config(bf16=True))
-    with mock.patch("common.model.replica.packed", nullcontext), replica.gathered(policy) as lm:
+    unpacked = mock.patch("common.model.rollout_copy.packed", nullcontext)
+    with unpacked, replica.gathered(policy) as lm:
         return {key: hash_of(p.data) for key, p in lm.named_parameters()}
 
 

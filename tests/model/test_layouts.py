@@ -27,12 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import distributed, padding, self_checks
 from common.errors import UserError
-from common.model import branches, fsdp, load, shared_prefix
-from common.model.branches import branch_attention
+from common.forward import Policy, RewardModel
+from common.model import fsdp, load, shared_attention, shared_prefix
+from common.model.shared_attention import branch_attention
 from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
-from common.scoring import Policy, RewardModel
 
 Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions
 CASES: dict[str, Groups] = {
@@ -416,8 +416,8 @@ def test_whole_trunks_are_causal_without_a_mask(name, monkeypatch):
 def test_one_query_of_each_row_of_a_length_needs_no_mask():
     """The last token of each prompt, in the last block."""
     one, two = (layout_of(groups) for groups in ([(6, [4, 1])], [(6, [4, 1]), (5, [2, 2])]))
-    assert branches.Gathers.of(one, True, torch.float32).masks[0] is None
-    assert branches.Gathers.of(two, True, torch.float32).masks[0] is not None
+    assert shared_attention.Gathers.of(one, True, torch.float32).masks[0] is None
+    assert shared_attention.Gathers.of(two, True, torch.float32).masks[0] is not None
 
 
 def test_gradients_of_a_prompt_s_keys_are_summed_in_float32(monkeypatch):
@@ -802,13 +802,13 @@ def test_memory_is_really_saved(runs):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_attention_gathers_is_worked_out_once_per_batch(bf16, monkeypatch):
     """Once for the last block and once for the others, although FSDP copies a block's inputs."""
-    built, of = [], branches.Queries.of
+    built, of = [], shared_attention.Queries.of
 
-    def noted(layout: Layout, is_tail: bool) -> branches.Queries:
+    def noted(layout: Layout, is_tail: bool) -> shared_attention.Queries:
         built.append(is_tail)
         return of(layout, is_tail)
 
-    monkeypatch.setattr(branches.Queries, "of", noted)
+    monkeypatch.setattr(shared_attention.Queries, "of", noted)
     config = tiny.train_config(bf16=bf16)
     policy = Policy(tiny.causal_lm("gpt2", n_layer=5))
     policy = fsdp.shard(policy, config, distributed.mesh(1))

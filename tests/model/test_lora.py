@@ -28,12 +28,12 @@ from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.export import ExportConfig
 from common.config import TrainConfig
 from common.errors import UserError
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, load, lora, optim
 from common.model.lora import AdapterReference
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Sampler
-from common.scoring import Policy
 
 FAMILIES = ("gpt2", "llama")  # `Conv1D`, whose weight is (in, out), and `nn.Linear`
 LAYERS = {

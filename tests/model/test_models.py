@@ -34,10 +34,10 @@ from common import distributed
 from common.checkpoint import export
 from common.config import TrainConfig
 from common.errors import UserError
+from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
 from common.model import load as models
 from common.padding import padded_batch
-from common.scoring import Policy, RewardModel
 from common.text import sources
 
 PROMPTS = [[n % 50 + 2 for n in tiny.random_ids(k, seed=k)] for k in (7, 2, 11)]

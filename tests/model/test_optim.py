@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from common import distributed
 from common.config import TrainConfig
 from common.errors import UserError
+from common.forward import Policy
 from common.model import fsdp, optim
-from common.scoring import Policy
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import distributed
+from common.forward import Policy, ReferenceStates, RewardModel
 from common.model import fsdp, projection
 from common.model.projection import Head, TokenStatistics, token_statistics
 from common.padding import padded_batch
-from common.scoring import Policy, ReferenceStates, RewardModel
 
 ROWS, WIDTH, VOCAB = 11, 6, 17
 OUTPUTS = ("token_logps", "entropy", "kl")

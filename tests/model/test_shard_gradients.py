@@ -22,10 +22,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from common import distributed
+from common.forward import Policy
 from common.model import fsdp
 from common.padding import padded_batch
 from common.run import Run
-from common.scoring import Policy
 
 FLAGS: dict[str, Any] = {
     "dataset_name": "synthetic",

@@ -24,12 +24,12 @@ from common.data import BatchOrder, Example
 from common.errors import UserError
 from common.evaluation import split
 from common.evaluation.config import EvaluateConfig
+from common.forward import Policy, RewardModel
 from common.model import load
 from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
 from common.report import evaluation_report, plots
-from common.scoring import Policy, RewardModel
 from train_dpo import DPOConfig, pair_losses
 
 STEPS, NUM_ROWS, BATCH = 3, 7, 4  # the second batch has one row less: filler

@@ -18,12 +18,12 @@ import torch
 
 from common.config import TrainConfig
 from common.errors import UserError
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import fsdp, lora
 from common.padding import MAKERS
 from common.pairs.config import DPOConfig
 from common.sampling.shared import SharedDecoder
-from common.scoring import Policy
 from experiments.plan import activations, memory
 from experiments.plan import page as plan
 from experiments.plan import work as workload

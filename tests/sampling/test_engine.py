@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import evaluate
 from common.errors import EngineError, UserError
 from common.flags.parser import parse
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import lora
 from common.record.jsonl import read_jsonl
@@ -28,7 +29,6 @@ from common.sampling import token_records
 from common.sampling.sampler import Sampler
 from common.sampling.vllm import server
 from common.sampling.vllm.sampler import EngineSampler, new_sampler
-from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 STOP = 0

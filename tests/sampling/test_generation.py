@@ -26,15 +26,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from common import distributed, noise
 from common.data import Example
 from common.errors import UserError
+from common.forward import Policy
 from common.model import fsdp, shared_prefix
-from common.model.replica import PackedLinear
+from common.model.rollout_copy import PackedLinear
 from common.padding import padded_batch
 from common.sampling import decode as decoding
 from common.sampling import sampler as generation
 from common.sampling import shared
 from common.sampling.decode import Settings, draw, restrict
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy
 
 STOP = 0
 MANY_STOPS = tuple(range(0, 61, 6))  # rows end at many lengths

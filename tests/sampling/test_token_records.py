@@ -14,6 +14,7 @@ import torch
 from ranks import launch, run_stages
 
 from common.data import Example
+from common.forward import Policy
 from common.record.jsonl import read_jsonl
 from common.report.blocks import Completion
 from common.report.plots import curve_panels
@@ -31,7 +32,6 @@ from common.report.sections import (
 )
 from common.sampling import token_records
 from common.sampling.sampler import Rollouts
-from common.scoring import Policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 

@@ -27,13 +27,13 @@ from stand_in import StandIn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import EngineError
+from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.sampling import token_records
 from common.sampling.sampler import Rollouts, Sampler
 from common.sampling.vllm.sampler import EngineSampler, new_sampler
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.weights import Weights, nccl_sender, send_in_requests
-from common.scoring import Policy
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed: `make test-vllm` does that", allow_module_level=True)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from common import distributed, self_checks
 from common.evaluation import split
+from common.forward import Policy
 from common.model import fsdp, optim
 from common.sampling.sampler import Rollouts, Sampler
-from common.scoring import Policy
 
 PROMPTS = tiny.ragged_examples([(n,) for n in (9, 1, 14, 4, 6)])
 PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5)])

@@ -8,7 +8,7 @@ all of them: `--layout padded`.
 import torch
 from torch import nn
 
-from common.scoring import RewardModel
+from common.forward import RewardModel
 
 SHARE = 0.1  # of activations that are set to 0
 forward = RewardModel.forward

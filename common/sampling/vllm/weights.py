@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.model import fsdp, lora, replica
+from common.model import fsdp, lora, rollout_copy
 from common.sampling.vllm.server import Server
 from common.sampling.vllm.worker import PackedWeight, WeightsInRequests, packed
 
@@ -51,7 +51,7 @@ class Weights:
     def start(self) -> None:
         """Begin a pass. Collective."""
         fsdp.reshard(self.policy)
-        whole = replica.whole_weights(self.lm)
+        whole = rollout_copy.whole_weights(self.lm)
         self.passing = ((one.name, whole(one.name, one.dtype)) for one in self.metadata())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

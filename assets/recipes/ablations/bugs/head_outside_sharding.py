@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from common import distributed
+from common.forward import RewardModel
 from common.model import fsdp, optim
-from common.scoring import RewardModel
 
 shard, clip_and_step = fsdp.shard, optim.clip_and_step
 

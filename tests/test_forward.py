@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common import distributed
+from common.forward import Policy, RewardModel, sequence_scores
 from common.model import fsdp
-from common.model.replica import RolloutCopy
+from common.model.rollout_copy import RolloutCopy
 from common.padding import PaddedBatch, padded_batch
-from common.scoring import Policy, RewardModel, sequence_scores
 
 PROMPTS = [tiny.random_ids(n, seed=n) for n in (9, 1, 17, 4)]
 COMPLETIONS = [tiny.random_ids(n, seed=50 + n) for n in (5, 8, 1, 3)]
