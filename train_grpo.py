@@ -54,12 +54,12 @@ from common.grpo.config import GRPOConfig
 from common.grpo.minibatches import MicroBatch
 from common.grpo.monitor import StepMonitor
 from common.grpo.rollouts import Groups
+from common.grpo.sampler_correction import sampler_weights
 from common.losses import (
     clipped_tokens,
     kl_estimate,
     policy_loss,
     probability_ratio,
-    sampler_weights,
 )
 from common.model import fsdp, load
 from common.run import Run, find_checkpoint

@@ -24,7 +24,6 @@ from torch import Tensor
 
 RATIO_LEVELS = ("token", "sequence")
 POLICY_OBJECTIVES = ("clip", "cispo")
-SAMPLER_CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 AGGREGATIONS = ("grpo", "token", "constant", "prompt")
 # What the advantage of a reward equal to the mean of its group may be in float32: rounding, over
 # the standard deviation. It is 0 for the share of clipped tokens.
@@ -45,7 +44,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def sft_loss(token_logps: Tensor, completion_mask: Tensor, *, num_tokens: Tensor | float) -> Tensor:
     """Negative log-likelihood per completion token, a scalar: -sum m log pi / num_tokens."""
-    return -_mean(masked_sum(_precise(token_logps), completion_mask), num_tokens)
+    return -_mean(masked_sum(precise(token_logps), completion_mask), num_tokens)
 
 
 def bradley_terry_loss(
@@ -56,7 +55,7 @@ def bradley_terry_loss(
     Stiennon et al. 2020, section 3.4; the margin (N,), by how much r_w should exceed r_l, is Llama
     2's (Touvron et al. 2023, eq. 2).
     """
-    difference = _precise(chosen_rewards) - _precise(rejected_rewards)
+    difference = precise(chosen_rewards) - precise(rejected_rewards)
     return -F.logsigmoid(difference if margin is None else difference - margin)
 
 
@@ -67,7 +66,7 @@ def wins(first: Any, second: Any) -> Any:
 
 def centering_penalty(chosen_rewards: Tensor, rejected_rewards: Tensor) -> Tensor:
     """Penalty (N,) that keeps rewards near 0: (r_w + r_l)^2 (Eisenstein et al. 2023, eq. 2)."""
-    return (_precise(chosen_rewards) + _precise(rejected_rewards)) ** 2
+    return (precise(chosen_rewards) + precise(rejected_rewards)) ** 2
 
 
 # --- the DPO family -------------------------------------------------------------------------------
@@ -152,8 +151,8 @@ def preference_loss(
     if loss_type in PER_TOKEN_LOSSES:
         lengths: list[Any] = [chosen_lengths, rejected_lengths] * 2
         assert None not in lengths, f"{loss_type} averages over tokens: pass the lengths"
-        all_logps = [_precise(logps) / n for logps, n in zip(all_logps, lengths, strict=True)]
-    chosen, rejected, ref_chosen, ref_rejected = map(_precise, all_logps)
+        all_logps = [precise(logps) / n for logps, n in zip(all_logps, lengths, strict=True)]
+    chosen, rejected, ref_chosen, ref_rejected = map(precise, all_logps)
     logits = chosen - rejected  # (N,)
     if loss_type not in REFERENCE_FREE_LOSSES:
         logits = logits - (ref_chosen - ref_rejected)
@@ -173,7 +172,7 @@ def sequence_logps(
     """
     columns = torch.arange(token_logps.shape[1], device=token_logps.device)
     weights = torch.where(columns < shared_lengths[:, None], 1.0, ld_alpha)  # (B, C)
-    return masked_sum(_precise(token_logps) * weights, completion_mask, 1)
+    return masked_sum(precise(token_logps) * weights, completion_mask, 1)
 
 
 # --- policy optimisation --------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def kl_estimate(token_logps: Tensor, ref_token_logps: Tensor, *, estimator: str 
     Nothing is masked: the log-probs at padding have to be finite.
     """
     check_choice("estimator", estimator, KL_ESTIMATORS)
-    return _KL[estimator](_precise(ref_token_logps) - _precise(token_logps))  # (B, C)
+    return _KL[estimator](precise(ref_token_logps) - precise(token_logps))  # (B, C)
 
 
 def probability_ratio(
@@ -221,7 +220,7 @@ def probability_ratio(
     With the log-probs as their own old ones it is exactly 1 and its gradient is theirs.
     """
     check_choice("ratio_level", ratio_level, RATIO_LEVELS)
-    log_ratio = _precise(token_logps) - _precise(old_token_logps).detach()
+    log_ratio = precise(token_logps) - precise(old_token_logps).detach()
     # Masked before exp: an infinity there would turn the zero gradient of padding into NaN.
     log_ratio = torch.where(completion_mask, log_ratio, 0.0)  # (B, C)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)  # far outside of any clip
@@ -271,7 +270,7 @@ def policy_loss(
     bounded = _bounded(ratio, advantages, objective, epsilon_low, epsilon_high, delta)
     gain = bounded * advantages  # (B, C)
     if objective == "cispo":
-        gain = gain.detach() * torch.where(completion_mask, _precise(token_logps), 0.0)
+        gain = gain.detach() * torch.where(completion_mask, precise(token_logps), 0.0)
     return torch.where(completion_mask, -gain, 0.0)
 
 
@@ -315,37 +314,6 @@ def _bounded(
     return torch.where(advantages > 0, below, ratio.clamp(1 - epsilon_low, delta))
 
 
-def sampler_weights(
-    old_token_logps: Tensor,
-    sampled_token_logps: Tensor,
-    completion_mask: Tensor,
-    *,
-    correction: str,
-    cap: float,
-) -> Tensor:
-    """Importance weights (B, C) of completions that another program drew than the one that trains.
-
-    With w = exp(old - sampled), `sampled_token_logps` (B, C) being what was recorded while sampling
-    and old the trainer's; of a token (`token_...`) or as the product over the completion
-    (`sequence_...`). Without gradient; 1 everywhere with `none`, and at token level at padding.
-
-    - `..._truncate`: min(w, cap), cap at least 1, truncated importance sampling (Yao et al. 2025).
-    - `..._mask`: w where 1 / cap <= w <= cap, else 0: a token that both sides see too differently
-      is left out (IcePop, 2025, which has two bounds).
-    """
-    check_choice("correction", correction, SAMPLER_CORRECTIONS)
-    log_weights = (_precise(old_token_logps) - _precise(sampled_token_logps)).detach()
-    log_weights = torch.where(completion_mask, log_weights, 0.0)
-    if correction == "none":
-        return torch.ones_like(log_weights)
-    if correction.startswith("sequence"):
-        log_weights = log_weights.sum(dim=1, keepdim=True).expand_as(log_weights)  # (B, C)
-    weights = log_weights.exp()
-    if correction.endswith("truncate"):
-        return weights.clamp(max=cap)
-    return torch.where((weights >= 1 / cap) & (weights <= cap), weights, 0.0)
-
-
 def aggregate(
     per_token: Tensor,
     completion_mask: Tensor,
@@ -384,7 +352,7 @@ def aggregate(
         "prompt": (num_tokens, num_prompts),
     }
     of_sequence, of_all = denominators[aggregation]
-    per_sequence = masked_sum(_precise(per_token), completion_mask, dim=1)  # (B,)
+    per_sequence = masked_sum(precise(per_token), completion_mask, dim=1)  # (B,)
     return _mean(_mean(per_sequence, of_sequence).sum(), of_all)
 
 
@@ -393,6 +361,6 @@ def _mean(total: Tensor, count: Tensor | float) -> Tensor:
     return total / torch.as_tensor(count).clamp(min=1)
 
 
-def _precise(values: Tensor) -> Tensor:
+def precise(values: Tensor) -> Tensor:
     """The values in float32, or as they are if they are float64."""
     return values if values.dtype == torch.float64 else values.float()

@@ -14,6 +14,7 @@ from torch import Tensor
 from common import losses
 from common.advantages import group_advantages
 from common.forward import Policy
+from common.grpo.sampler_correction import SAMPLER_CORRECTIONS, sampler_weights
 from common.padding import padded_batch
 
 NUM_ROWS, NUM_COLUMNS = 12, 6
@@ -320,12 +321,12 @@ def test_kl_in_the_reward_is_trls_rloo():
 # ---- importance weights --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("correction", [c for c in losses.SAMPLER_CORRECTIONS if c != "none"])
+@pytest.mark.parametrize("correction", [c for c in SAMPLER_CORRECTIONS if c != "none"])
 def test_weights_of_another_sampler(correction: str):
     """Every token counts; TRL's weights of completions are (B, 1)."""
     sampled = near(REF, 4, spread=0.2)
     everything = torch.ones_like(MASK)
-    ours = losses.sampler_weights(REF, sampled, everything, correction=correction, cap=1.3)
+    ours = sampler_weights(REF, sampled, everything, correction=correction, cap=1.3)
     outputs = trl_code.rollout(
         REWARDS[:3],
         token_logps=REF.float(),

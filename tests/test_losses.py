@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common import losses
 from common.advantages import group_advantages, normalise_globally
+from common.grpo.sampler_correction import SAMPLER_CORRECTIONS, sampler_weights
 
 LN2 = math.log(2)
 SOFTPLUS_MINUS_1 = 0.31326168751822286  # -log sigma(1)
@@ -373,16 +374,16 @@ def test_sampler_weights_by_hand():
         "sequence_truncate": [[0.5] * 3, [2.0] * 2],
         "sequence_mask": [[0.5] * 3, [2.0] * 2],
     }
-    assert set(expected) == set(losses.SAMPLER_CORRECTIONS)
+    assert set(expected) == set(SAMPLER_CORRECTIONS)
     for correction, rows in expected.items():
-        weights = losses.sampler_weights(old, sampled, mask, correction=correction, cap=3.0)
+        weights = sampler_weights(old, sampled, mask, correction=correction, cap=3.0)
         assert not weights.requires_grad
         for row, kept, values in zip(weights, mask, rows, strict=True):
             close(row[kept], values)
     options = {"cap": 1.5, "correction": "sequence_truncate"}
-    close(losses.sampler_weights(old, sampled, mask, **options)[:, 0], [0.5, 1.5])
+    close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.5, 1.5])
     options["correction"] = "sequence_mask"
-    close(losses.sampler_weights(old, sampled, mask, **options)[:, 0], [0.0, 0.0])
+    close(sampler_weights(old, sampled, mask, **options)[:, 0], [0.0, 0.0])
 
 
 def test_importance_weights_make_the_sampler_s_mean_the_trainer_s():
@@ -391,7 +392,7 @@ def test_importance_weights_make_the_sampler_s_mean_the_trainer_s():
     values = torch.arange(VOCABULARY).double()
     mask = torch.ones(VOCABULARY, 1, dtype=torch.bool)
     terms = (trainer.log()[:, None], sampler.log()[:, None], mask)
-    weights = losses.sampler_weights(*terms, correction="token_truncate", cap=1e9)[:, 0]
+    weights = sampler_weights(*terms, correction="token_truncate", cap=1e9)[:, 0]
     close((sampler * weights * values).sum(), (trainer * values).sum(), 1e-12)
 
 
@@ -715,7 +716,7 @@ def test_unusable_options_are_refused_with_the_values_allowed():
             "'ppo'.*clip, cispo",
         ),
         (
-            lambda: losses.sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
+            lambda: sampler_weights(logps, logps, mask, correction="tis", cap=2.0),
             "'tis'.*token_truncate",
         ),
         (lambda: losses.aggregate(logps, mask, aggregation="mean"), "'mean'.*grpo"),

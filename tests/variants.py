@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.losses import AGGREGATIONS, SAMPLER_CORRECTIONS
+from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
+from common.losses import AGGREGATIONS
 from common.model.load import HEAD_INITS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic

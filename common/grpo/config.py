@@ -6,12 +6,12 @@ from typing import ClassVar
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
 from common.config import TrainConfig, flag, path_flag
 from common.errors import SMALLEST_TEMPERATURE
+from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
 from common.losses import (
     AGGREGATIONS,
     KL_ESTIMATORS,
     POLICY_OBJECTIVES,
     RATIO_LEVELS,
-    SAMPLER_CORRECTIONS,
 )
 from common.sampling.vllm.config import EngineConfig
 
