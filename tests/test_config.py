@@ -198,22 +198,12 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
         "model_commit",
         "dataset_commit",
         "git_commit",
-        "hub_ids",
         "packages",
         "script",
         "stage",
         "started",
     }
     assert environment["world_size"] == 3
-    source = tmp_path / "runs" / "mine"
-    monkeypatch.chdir(tmp_path)
-    for is_there in (False, True):
-        if is_there:
-            source.mkdir(parents=True)
-        own = dataclasses.replace(config, model_name_or_path="runs/mine")
-        save_run_files(tmp_path / "run", own, world_size=3)
-        known = folder.read_config(tmp_path / "run", folder.ENVIRONMENT)
-        assert known["hub_ids"] == ([] if is_there else ["runs/mine"])
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)
     assert environment["compute_dtype"] == "float32"
     save_run_files(tmp_path / "half", dataclasses.replace(config, bf16=True), world_size=1)

@@ -38,9 +38,6 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """Write `config.yaml` and `environment.json`. Rank 0 only."""
     import torch
 
-    from common.text.sources import is_id
-
-    sources = (getattr(config, n, "") for n in ("model_name_or_path", "dataset_name"))
     installed = {n: one.version for n in PACKAGES for one in metadata.distributions(name=n)}
     environment = {
         "python": platform.python_version(),
@@ -53,7 +50,6 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "git_commit": git_commit(),
         "model_commit": getattr(config, "model_commit", "") or None,
         "dataset_commit": getattr(config, "dataset_commit", "") or None,
-        "hub_ids": [name for name in sources if is_id(name)],
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,
