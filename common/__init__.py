@@ -1,1 +1,1 @@
-"""What the five stages share: the modules that every stage is made of, and rooms beside them."""
+"""The code that the five stages share."""

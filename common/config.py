@@ -1,7 +1,7 @@
 """Typed configuration: the flags that stages share, and the fields that any flag is made of.
 
-What a field may hold stands at the field; `__post_init__` refuses contradictions. A command line
-and recipes become such a dataclass in `flags/parser.py`.
+A field declares its allowed values; `__post_init__` refuses contradictions. A command line and
+recipes become such a dataclass in `flags/parser.py`.
 """
 
 import dataclasses

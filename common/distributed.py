@@ -138,7 +138,7 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
 
 
 def another_group() -> Any:
-    """A second group of all processes, on their hosts, for a thread of its own. Collective."""
+    """A second group of all processes, on gloo, for a background thread. Collective."""
     return dist.new_group(backend="gloo", timeout=_limit)  # torch's own default is half an hour
 
 

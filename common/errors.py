@@ -35,9 +35,9 @@ def gist(error: BaseException) -> str:
     return text.split(". ")[0][:240].rstrip(".")
 
 
-def hint(name: str, known: Iterable[str], otherwise: str = OTHERWISE) -> str:
-    """What an unknown name may have been meant to be."""
-    close = difflib.get_close_matches(name, list(known), 1)
+def hint(name: str, names: Iterable[str], otherwise: str = OTHERWISE) -> str:
+    """A suggestion for an unknown name: the closest of the names."""
+    close = difflib.get_close_matches(name, list(names), 1)
     return f"did you mean {close[0]}?" if close else otherwise
 
 
@@ -83,7 +83,7 @@ def check_fields(config: Any) -> None:
 
 
 def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float], **_: Any) -> str:
-    """What a value must be and is not; empty if it is fine."""
+    """The requirement that a value misses; empty if it meets all."""
     if choices and value not in choices:
         return f"one of {choices}"
     if not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):

@@ -142,7 +142,7 @@ class Checkpointer:
     def _write(self, state: State, contents: State, folder: Path) -> None:
         """Write a checkpoint, give it its name once it is whole, remove old ones. Collective.
 
-        What fails on one rank is told to all of them, so that none waits for it.
+        A failure of one rank is raised on all, so that none waits for it.
         """
         partial = folder.with_name(folder.name + layout.PARTIAL)
         if distributed.is_rank0():
@@ -151,8 +151,8 @@ class Checkpointer:
         try:
             writer = ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
-            parts = self._all_of(lambda: self._finish_files(partial))
-            contents["files"] = {name: entry for part in parts for name, entry in part.items()}
+            by_rank = self._all_of(lambda: self._finish_files(partial))
+            contents["files"] = {name: entry for files in by_rank for name, entry in files.items()}
             self._all_of(lambda: self._name(partial, folder, contents))
             return
         except (CheckpointException, OSError) as error:
@@ -172,17 +172,17 @@ class Checkpointer:
         return {path.relative_to(partial).as_posix(): layout.describe(path) for path in mine}
 
     def _all_of(self, action: Callable[[], Any]) -> list[Any]:
-        """What an action gives on each rank; the OSError of one is raised on all. Collective."""
-        parts: list[Any] = [None] * distributed.world_size()
+        """Results of an action by rank; the OSError of one rank is raised on all. Collective."""
+        results: list[Any] = [None] * distributed.world_size()
         try:
-            own = action()
+            result = action()
         except OSError as error:
-            own = error
-        dist.all_gather_object(parts, own, group=self._group)
-        for part in parts:
-            if isinstance(part, OSError):
-                raise part
-        return parts
+            result = error
+        dist.all_gather_object(results, result, group=self._group)
+        for result in results:
+            if isinstance(result, OSError):
+                raise result
+        return results
 
     def _name(self, partial: Path, folder: Path, contents: State) -> None:
         """On rank 0 give the shards a manifest and their name, and remove what is too old."""
@@ -293,8 +293,8 @@ class Checkpointer:
         if len(of_ranks) == distributed.world_size():
             sums = of_ranks[distributed.rank()]
         elif distributed.is_rank0():
-            for name in sorted({name for own in of_ranks for name in own}):
-                pairs = [own[name] for own in of_ranks if name in own]
+            for name in sorted({name for rank_sums in of_ranks for name in rank_sums}):
+                pairs = [rank_sums[name] for rank_sums in of_ranks if name in rank_sums]
                 sums[name] = [sum(numbers) for numbers in zip(*pairs, strict=True)]
         self.metrics.restore(sums)
 
@@ -321,18 +321,18 @@ class Checkpointer:
         if not self._is_stop_agreed(at_once):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        who = signals.received() or "a signal to another rank"
+        cause_of_stop = signals.received() or "a signal to another rank"
         how_to_go_on = self.keep(step)
         self._end()
-        raise signals.Stopped(f"stopped after step {step} by {who}; {how_to_go_on}.")
+        raise signals.Stopped(f"stopped after step {step} by {cause_of_stop}; {how_to_go_on}.")
 
     def how_to_go_on(self, step: int) -> str:
-        """Which command goes on from the checkpoint after `step` steps, "" if there is none."""
+        """The command that resumes from the checkpoint after `step` steps; "" if there is none."""
         if self._saved_step != step:
             return ""
         is_found = self.config.resume_from_checkpoint in ("auto", "latest")
-        how = "" if is_found else " with --resume_from_checkpoint auto"
-        return f"the same command{how} goes on from {layout.folder_of(self.output_dir, step)}"
+        flag = "" if is_found else " with --resume_from_checkpoint auto"
+        return f"the same command{flag} goes on from {layout.folder_of(self.output_dir, step)}"
 
     def _is_stop_agreed(self, at_once: bool) -> bool:
         """Whether any rank had got a signal when it was last asked, or now. Collective."""

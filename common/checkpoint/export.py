@@ -33,7 +33,7 @@ def save_pretrained(
 ) -> None:
     """Write a plain `save_pretrained` folder with tokenizer, float32 safetensors. Collective.
 
-    Adapters are merged into its weights, and also written as peft's folder `adapter` beside it.
+    Adapters are merged into its weights, and also written as peft's folder `adapter` next to it.
 
     Args:
         module: sharded; its submodule `lm` is the Hugging Face model.
@@ -65,7 +65,7 @@ def save_pretrained(
 
 @dataclass
 class ExportConfig(HubConfig):
-    """Which checkpoint is exported."""
+    """The checkpoint to export."""
 
     unused: ClassVar = (
         *("seed", "tokenizer_name_or_path", "stop_token", "data", CommonConfig._speed),

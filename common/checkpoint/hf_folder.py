@@ -184,12 +184,12 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """What a checkpoint holds of the Hugging Face model, by its names, whole."""
+    """The whole weights of the Hugging Face model in a checkpoint, by its names."""
     reader, prefix = HuggingFaceStorageReader(str(checkpoint)), "model.lm."
-    known: Any = reader.read_metadata().state_dict_metadata
+    entries: Any = reader.read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in known.items()
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
         if name.startswith(prefix)
     }
     with warnings.catch_warnings():

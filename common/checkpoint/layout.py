@@ -25,7 +25,7 @@ from common.record.folder import METRICS, SAMPLES
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
-SETTINGS = "settings"  # what stands beside the weights in an exported folder
+SETTINGS = "settings"  # files other than weights of an exported folder
 NEEDED = ("adapters", "config", "files", "has_reference", "lines", "stage", "step", "sums")
 RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
 PARTIAL = ".partial"  # the end of the name of a folder that is being written
@@ -53,14 +53,14 @@ def newest_first(output_dir: Path) -> list[Path]:
 
 
 def write_manifest(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write the manifest with a checksum of its own."""
+    """Write the manifest with its checksum."""
     text = json.dumps(dict(contents), indent=1)
     with (folder / MANIFEST).open("w") as file:
         json.dump({"sha256": _digest(text), "contents": json.loads(text)}, file, indent=1)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` was given.
+    """Read the file of `write_manifest`.
 
     Raises:
         ValueError: it is not there or was changed; the text says so.
@@ -95,16 +95,16 @@ def describe(file: Path) -> dict[str, Any]:
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, "" for a whole one. Collective: ranks share the reading."""
+    """The damage of a checkpoint, "" for a whole one. Collective: ranks share the reading."""
     reason, files = distributed.from_rank0(_listed(folder) if distributed.is_rank0() else None)
     mine = sorted(files)[distributed.rank() :: distributed.world_size()]
-    found = [f"{name} {wrong}" for name in mine if (wrong := _wrong(folder / name, files[name]))]
-    found = distributed.from_all_ranks(found)
-    return reason or (sorted(found)[0] if found else "")
+    faults = [f"{name} {fault}" for name in mine if (fault := _wrong(folder / name, files[name]))]
+    faults = distributed.from_all_ranks(faults)
+    return reason or (sorted(faults)[0] if faults else "")
 
 
 def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with the list of files, and the list, which is empty then."""
+    """A fault of the list of files, "" for none, and the list, empty with a fault."""
     try:
         contents = read_manifest(folder)
     except ValueError as error:
@@ -122,7 +122,7 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
-    """What is wrong with one file, "" for nothing."""
+    """The fault of a file, "" for none."""
     try:
         if file.stat().st_size != expected.get("bytes"):
             return f"has {file.stat().st_size} bytes, not {expected.get('bytes')}"

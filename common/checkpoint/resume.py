@@ -107,14 +107,14 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def of_other_model(config: TrainConfig) -> list[str]:
-    """How the run of a finished model in `output_dir` differs from this one; empty without it."""
+    """Differences to the run of a finished model in `output_dir`; empty without one."""
     output_dir = Path(config.output_dir)
     saved = read_config(output_dir) if has_model(output_dir) else {}
     return changed_fields(saved, config) if saved else []
 
 
 def set_aside_other_model(config: TrainConfig) -> None:
-    """Rename a finished model of another config, which would stand beside this run's config."""
+    """Rename a finished model of another config, so that it is not taken for this run's."""
     if not of_other_model(config):
         return
     for name in MODELS:
@@ -167,7 +167,7 @@ def refuse_other_run(folder: Path, config: TrainConfig, *, any_config: bool) -> 
 
 
 def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) -> list[str]:
-    """What makes a checkpoint's run another one than this: its stage, or else its config."""
+    """Differences between a checkpoint's run and this one: the stage, or else the config."""
     manifest = layout.read_manifest(folder)
     if manifest["stage"] != type(config).__name__:
         return [f"the stage was {manifest['stage']} and is {type(config).__name__}"]
@@ -175,7 +175,7 @@ def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) ->
 
 
 def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """How a config differs from a saved one in what makes it another run: "seed was 0 and is 1".
+    """Differences to a saved config that make it another run: "seed was 0 and is 1".
 
     A field that was added since has its default in the saved one. One that was removed and was on,
     as `dropout: 0.1`, cannot be given again.

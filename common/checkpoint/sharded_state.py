@@ -123,7 +123,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """What training changes: the shards of model and optimiser, but for frozen parameters."""
+    """Shards of model and optimiser, without frozen parameters."""
     is_new = not optimizer.state
     model_state, optimizer_state = get_state_dict(model, optimizer)
     if is_new:  # what torch filled in for us has counted a step

@@ -8,7 +8,7 @@ from common.errors import UserError, gist, why_missing
 
 
 def read_recipe(file: str, *, typed: bool = False) -> dict[Any, Any]:
-    """What a recipe holds, by key.
+    """The values of a recipe by key.
 
     Args:
         file: Its path.

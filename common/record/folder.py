@@ -67,7 +67,7 @@ def mark_finished(output_dir: Path) -> None:
 
 
 def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
-    """What `config.yaml` or `environment.json` holds; empty where there is none."""
+    """Read `config.yaml` or `environment.json`; empty without the file."""
     import yaml
 
     file, load = run_dir / name, yaml.safe_load if name == CONFIG else json.loads

@@ -49,7 +49,7 @@ def is_defined(name: str) -> bool:
 def with_interval(name: str, value: float, *ends: float | None) -> dict[str, float]:
     """A metric and the ends of its 95% interval, by their names; without an interval alone."""
     values = zip((name, *ends_of(name)), (value, *ends), strict=True)
-    return {own: number for own, number in values if number is not None}
+    return {end: number for end, number in values if number is not None}
 
 
 def ends_of(name: str) -> list[str]:

@@ -35,7 +35,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def num_lines(path: Path) -> int:
-    """How many whole lines a file has, 0 without it."""
+    """Number of whole lines in a file, 0 without it."""
     if not path.exists():
         return 0
     with path.open("rb") as file:
@@ -73,7 +73,7 @@ def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
 
 
 def _logged(line: str) -> dict[str, Any] | None:
-    """What a run has logged in a line, None for a line that no run writes."""
+    """The record in a line of a run, None for any other line."""
     try:
         record = json.loads(line)
         sums = (record.get(name) or 0.0 for name in ("elapsed_minutes", "peak_memory_gb"))
@@ -85,7 +85,7 @@ def _logged(line: str) -> dict[str, Any] | None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write a file at, which takes its place once it is on the disk."""
+    """A temporary path in the same folder that replaces `path` once it is on the disk."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         yield unfinished

@@ -69,8 +69,7 @@ class RunLogger:
     def log_training(self, step: int, metrics: Accumulator) -> None:
         """Reduce and record what was added since the last call, with time and memory. Collective.
 
-        `update` has told how many steps that were. `tokens_per_second` needs `tokens` among the
-        metrics.
+        `update` counts the steps. `tokens_per_second` needs `tokens` among the metrics.
         """
         num_steps = self._step - self._logged_step
         values = metrics.reduce(max(num_steps, 1))
@@ -96,7 +95,7 @@ class RunLogger:
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
         self._append(folder.METRICS, {"step": step, **values})
-        self._tracker.tell("log", {"step": step, **values})
+        self._tracker.call("log", {"step": step, **values})
         texts = {name: format_number(value) for name, value in values.items()}
         shown = [f"{name} {texts[name]}" for name in recorded([texts], CONSOLE)]
         postfix = {name: texts[name] for name in POSTFIX if name in texts}
@@ -146,7 +145,7 @@ class RunLogger:
         title = f"{self.stage} samples at step {step}/{self.total_steps}"
         self._write(f"\n{title}\n{wrapped_table(table, width)}\n")
         data = [[row.get(column) for column in table[0]] for row in table]
-        self._tracker.tell("log_table", "samples", list(table[0]), data, step=step)
+        self._tracker.call("log_table", "samples", list(table[0]), data, step=step)
         self._mark = time.monotonic()
 
     def close(self) -> None:
@@ -158,7 +157,7 @@ class RunLogger:
         for name in self._files:
             self._append(name)
             self._files[name].close()
-        self._tracker.tell("finish", {})
+        self._tracker.call("finish", {})
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ def progress_bar(
 
 
 def show_status(bar: Any, text: str) -> None:
-    """Say beside a bar what is happening, redrawing it at its own pace: cheap at every token."""
+    """Set the text of a bar, which is redrawn at its own rate: cheap at every token."""
     bar.set_description_str(text, refresh=False)
     now = time.monotonic()
     if not bar.disable and now - bar.shown_at >= bar.mininterval:

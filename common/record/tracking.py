@@ -59,7 +59,7 @@ class Wandb:
         self._run.log(dict(values))
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, **values: Any) -> None:
-        """Log a table, beside values as that of `step`."""
+        """Log a table, together with values such as `step`."""
         import wandb
 
         table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
@@ -105,7 +105,7 @@ PLACES: Mapping[str, Callable[[Any, int], Any]] = {"wandb": Wandb, "tensorboard"
 
 
 class Tracker:
-    """What `report_to` names; at the first call that fails one is warned of and left out."""
+    """The trackers of `report_to`; one that fails is dropped with a warning."""
 
     def __init__(self, config: Any, start_step: int = 0) -> None:
         """Start them, or go on with them from a step; without any every call does nothing."""
@@ -115,11 +115,11 @@ class Tracker:
             with self._outlived(name, "did not start"):
                 self._places[name] = PLACES[name](config, start_step)
 
-    def tell(self, method: str, *given: Any, **values: Any) -> None:
-        """Call a method of all: `log`, `log_table` (of its own at every step) or `finish`."""
+    def call(self, method: str, *args: Any, **values: Any) -> None:
+        """Call a method of all: `log`, `log_table` (a new table at every step) or `finish`."""
         for name, place in list(self._places.items()):
             with self._outlived(name):
-                getattr(place, method)(*given, **values)
+                getattr(place, method)(*args, **values)
 
     @contextmanager
     def _outlived(self, name: str, what: str = "stopped") -> Iterator[None]:

@@ -71,7 +71,7 @@ def number_cell(value: float | None, digits: int, *, scale: float = 1) -> str:
 
 
 def system_numbers(results: Results) -> dict[str, float]:
-    """What was measured of the systems, without intervals: value by `<system>/<what>`."""
+    """The systems' measurements without intervals, by `<system>/<name>`."""
     numbers = {}
     wanted = (*MEASURED, *reward_functions(results.systems))
     for system in results.systems:
@@ -94,8 +94,8 @@ def log_systems(results: Results, config: Any) -> None:
     """
     if is_rank0():
         table, tracker = systems_table(results), Tracker(config)
-        tracker.tell("log_table", "systems", table.headers, table.rows)
-        tracker.tell("finish", system_numbers(results))
+        tracker.call("log_table", "systems", table.headers, table.rows)
+        tracker.call("finish", system_numbers(results))
 
 
 def write_report(results: Results, output_dir: str | Path) -> list[Path]:

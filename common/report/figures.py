@@ -50,7 +50,7 @@ def summary_figures(
 
 
 def held_out(results: Results) -> str:
-    """What the systems are judged on."""
+    """A line on the held-out pairs and prompts."""
     k = results.num_generations
     prompts = "prompts" if k == 1 else f"prompts with {k} samples each"
     numbers = {"preference pairs": results.num_pairs, prompts: results.num_prompts}

@@ -36,8 +36,8 @@ def write_page(
 ) -> list[Path]:
     """Write `report.html` and `report.md` of the same content; the files, none on ranks but 0.
 
-    The same blocks and facts give the same bytes. The facts stand below the title; by default they
-    are what the folder's run says of itself.
+    The same blocks and facts give the same bytes. The facts are below the title; by default they
+    are those of the folder's run.
     """
     if not is_rank0():
         return []

@@ -19,7 +19,7 @@ from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, is_d
 
 Records = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito (2008): told apart with any colour vision. Dark enough on white, so no yellow.
+# Okabe and Ito (2008), distinct with any colour vision. Dark enough on white, so no yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 STAGES = ("reward", "sft", "dpo", "grpo")  # systems of these names have the first colours
 GREY = "#666666"
@@ -29,7 +29,7 @@ MARK_BELOW = 8  # points; so few are shown as points
 SMOOTH_ABOVE = 60  # points; a longer curve is drawn pale with its moving mean on top
 EXACT = ("learning_rate", "peak_memory_gb", "eval_")  # beginnings: never smoothed
 
-FUNCTION = "<function>"  # in a panel that each reward function has, on a scale of its own
+FUNCTION = "<function>"  # in the title of panels that exist once per reward function
 LONGEST_NAME = 30  # characters of a function's name in a title
 
 # Panels of curves.png in order: title, y axis with unit, metrics (a prefix takes all that have it).

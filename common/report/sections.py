@@ -19,7 +19,13 @@ Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
 MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and the page stays small
 MOST_COMPLETIONS = 8  # of a prompt at a moment
-TEXTS = ("step", "prompt", "completion", "chosen", "rejected")  # not noted beside a completion
+TEXTS = (
+    "step",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+)  # columns that are not in a completion's note
 LOGP, LOG_RATIO = "log-probability", "log(policy / reference)"
 KL, ADVANTAGE = "KL by k3", "advantage"
 
@@ -132,7 +138,7 @@ def row_tokens(row: Row, prefix: str = "") -> tuple[list[str], dict[str, list[fl
 
 
 def colour_note(records: Sequence[Row]) -> str:
-    """What the colours mean, where there are any."""
+    """The meaning of the colours, if there are any."""
     names = {name for record in records for name in record}
     if not any(name.endswith("token_logps") for name in names):
         return ""

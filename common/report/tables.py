@@ -48,7 +48,7 @@ def comparison_sections(comparison: Comparison) -> list[Section]:
 
 
 def num_compared(comparison: Comparison) -> str:
-    """How many pairs are compared."""
+    """The number of pairs compared."""
     return f"{comparison['num_pairs']:,} pairs of {comparison['num_prompts']:,} prompts"
 
 
@@ -134,7 +134,7 @@ WIN_RATE_NOTES = [
 
 
 def generation_tables(results: Results) -> list[Table]:
-    """What completions are like (`summary.summarise`), what judges give them, and who wins.
+    """Tables of generations: quality (`summary.summarise`), rewards, pass rates and win rates.
 
     A table without a row is left out.
     """
@@ -165,7 +165,7 @@ def generation_tables(results: Results) -> list[Table]:
 
 
 def pass_rate_table(systems: Sequence[Mapping[str, Any]]) -> Table:
-    """How often completions of each system pass each check."""
+    """Pass rates of each system by each check."""
     found = [
         (system["name"], judge, own)
         for system in systems
