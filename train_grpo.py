@@ -63,11 +63,11 @@ from common.losses import (
 )
 from common.model import fsdp, load
 from common.run import Run, find_checkpoint
-from common.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
     from common.rewards.score import RewardFunctions
+    from common.sampling.sampler import Sampler
 
 
 def main(config: GRPOConfig) -> None:
@@ -179,7 +179,7 @@ def update_reference(
 
 def sample_and_reward(
     run: Run,
-    sampler: Sampler,
+    sampler: "Sampler",
     scorer: "RewardFunctions",
     config: GRPOConfig,
     examples: list[data.Example],

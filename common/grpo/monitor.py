@@ -20,19 +20,19 @@ from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.grpo.rollouts import SelectedCandidates, rejection_options, reward
 from common.record.metrics import Accumulator
-from common.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from common.model.lora import AdapterReference
     from common.record.logger import RunLogger
     from common.rewards.score import RewardFunctions
+    from common.sampling.sampler import Sampler
 
 MOST_FLAT = 0.9  # share of flat groups from which there is a warning
 
 
 def show_samples(
     logger: "RunLogger",
-    sampler: Sampler,
+    sampler: "Sampler",
     scorer: "RewardFunctions",
     reference: "Policy | AdapterReference | None",
     examples: Sequence[Example],

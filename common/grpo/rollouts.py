@@ -26,10 +26,10 @@ from common.data import Example
 from common.errors import UserError
 from common.grpo.config import GRPOConfig
 from common.noise import derive_seed, hash_counters, permutation
-from common.sampling.sampler import Rollouts
 
 if TYPE_CHECKING:
     from common.rewards.score import RewardFunctions, Rewards
+    from common.sampling.sampler import Rollouts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Groups:
 
     examples: list[Example]  # N
     real: Tensor  # (N,) bool, False = filler, which counts nowhere
-    rollouts: Rollouts  # N*K completions, prompt-major
+    rollouts: "Rollouts"  # N*K completions, prompt-major
     rewards: Tensor  # (N, K)
     by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
     steps: list[StepRewards] = field(
@@ -64,7 +64,7 @@ class SelectedCandidates:
     groups: Groups
     indices: Tensor  # (N, G), which of the K
     candidates: Tensor  # (N*G,) by slot, which of the N*K
-    rollouts: Rollouts  # the N*G completions, by slot
+    rollouts: "Rollouts"  # the N*G completions, by slot
     lengths: Tensor  # (N, G) int64, tokens
     rewards: Tensor  # (N, G), raw
     flat: Tensor  # (N,) bool, True = a flat group; False for filler
@@ -77,7 +77,7 @@ class SelectedCandidates:
 def reward(
     scorer: "RewardFunctions",
     examples: Sequence[Example],
-    rollouts: Rollouts,
+    rollouts: "Rollouts",
     config: GRPOConfig,
     step: int,
     total_steps: int,
@@ -221,12 +221,19 @@ def replaced(groups: Groups, flat: Sequence[int], others: Groups) -> Groups:
         by_prompt = torch.cat([one, other]).view(-1, one.numel() // num_prompts)
         return by_prompt[origin].view(one.shape)
 
-    tensors = zip(groups.rollouts.tensors, others.rollouts.tensors, strict=True)
+    old, new = groups.rollouts, others.rollouts
+    rollouts = replace(
+        old,
+        ids=mixed(old.ids, new.ids),
+        mask=mixed(old.mask, new.mask),
+        token_logps=mixed(old.token_logps, new.token_logps),
+        has_stop=mixed(old.has_stop, new.has_stop),
+    )
     examples = [*groups.examples, *others.examples]
     return Groups(
         [examples[i] for i in origin.tolist()],
         groups.real,
-        Rollouts(*(mixed(one, other) for one, other in tensors)),
+        rollouts,
         mixed(groups.rewards, others.rewards),
         {name: mixed(one, others.by_function[name]) for name, one in groups.by_function.items()},
     )
