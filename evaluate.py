@@ -39,7 +39,7 @@ from common.evaluation.records import Generation, PairScores, PromptRecord, Resu
 from common.evaluation.split import ImplicitReward
 from common.forward import Policy
 from common.model import fsdp, load
-from common.record.folder import save_run_files
+from common.record.run_folder import save_run_files
 from common.text.example import Vocabulary
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """
     from common.checkpoint import best, hf_folder, push
     from common.flags.parser import parse
-    from common.record import folder, terminal, tracking
+    from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
 
     os.umask(os.umask(0o077) | 0o002)  # the mask can only be read by setting it
@@ -44,7 +44,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
         distributed.start(config.ddp_timeout)
         processes.refuse_without_gpu()
         if distributed.is_rank0():  # the others may be on machines where nothing is written
-            folder.refuse_unwritable(config.output_dir)
+            run_folder.refuse_unwritable(config.output_dir)
             tracking.refuse_impossible(getattr(config, "report_to", ()))
             if isinstance(config, TrainConfig):
                 push.prepare(config)

@@ -221,7 +221,7 @@ class Run:
     def publish(self) -> None:
         """Draw the curves, upload the model if asked to, and mark the run as finished."""
         from common.checkpoint import push
-        from common.record.folder import mark_finished
+        from common.record.run_folder import mark_finished
         from common.report import plots
 
         output_dir = self.checkpointer.output_dir

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.evaluation.intervals import finite_vector, interval_cell, t_quantile
-from common.record.folder import ENVIRONMENT, read_config, read_metrics
+from common.record.run_folder import ENVIRONMENT, read_config, read_metrics
 from common.report.blocks import Block, Section, Table
 from common.report.page import write_page
 

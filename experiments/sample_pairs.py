@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.model import load
 from common.pairs.config import DPOConfig
 from common.pairs.from_rollouts import pairs_from_rollouts
-from common.record.folder import save_run_files
+from common.record.run_folder import save_run_files
 from common.text.reading import test_split
 
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from common.config import TrainConfig
 from common.errors import UserError
 from common.flags.parser import parse
-from common.record import folder
-from common.record.folder import save_run_files
+from common.record import run_folder
+from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.run import is_due
 
 STAGES = {
@@ -207,7 +207,7 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
     assert (environment["gpu"], environment["num_gpus"]) == (None, 0)
     assert environment["compute_dtype"] == "float32"
     save_run_files(tmp_path / "half", dataclasses.replace(config, bf16=True), world_size=1)
-    assert folder.read_config(tmp_path / "half", folder.ENVIRONMENT)["compute_dtype"] == "bfloat16"
+    assert read_config(tmp_path / "half", ENVIRONMENT)["compute_dtype"] == "bfloat16"
     assert environment["cpu"]
     assert environment["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", environment["started"])
@@ -221,15 +221,15 @@ def test_what_ran_is_saved_and_nothing_of_the_environment(tmp_path, monkeypatch)
 def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
     version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sat Aug 19\nGCC 12.3.0"
     (tmp_path / "version").write_text(version)
-    real = folder.Path
+    real = run_folder.Path
     monkeypatch.setattr(
-        folder, "Path", lambda p: tmp_path / "version" if "nvidia" in str(p) else real(p)
+        run_folder, "Path", lambda p: tmp_path / "version" if "nvidia" in str(p) else real(p)
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert folder.accelerator(8) == {
+    assert run_folder.accelerator(8) == {
         "gpu": "NVIDIA H200",
         "num_gpus": 8,
         "driver": "580.65.06",
@@ -241,9 +241,12 @@ def test_a_gpu_is_recorded_with_what_drives_it(tmp_path, monkeypatch):
 def test_an_environment_is_read_as_json(tmp_path):
     """YAML 1.1 takes other texts for numbers, and what is no JSON for a mapping."""
     file = tmp_path / "environment.json"
-    assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {}
+    assert read_config(tmp_path, ENVIRONMENT) == {}
     file.write_text('{"rate": 1e-5, "name": "a\\ud83d\\ude00"}')
-    assert folder.read_config(tmp_path, folder.ENVIRONMENT) == {"rate": 1e-5, "name": "a\U0001f600"}
+    assert read_config(tmp_path, ENVIRONMENT) == {
+        "rate": 1e-5,
+        "name": "a\U0001f600",
+    }
 
 
 def test_is_due():

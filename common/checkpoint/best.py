@@ -6,8 +6,8 @@ from pathlib import Path
 from common.checkpoint import layout
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
-from common.record.folder import read_metrics
 from common.record.glossary import METRICS, is_defined
+from common.record.run_folder import read_metrics
 
 
 def refuse_impossible(config: CommonConfig) -> None:

@@ -18,7 +18,7 @@ from common.config import CommonConfig, HubConfig, TrainConfig, path_flag
 from common.errors import UserError
 from common.flags.parser import parse
 from common.model import fsdp
-from common.record.folder import refuse_unwritable
+from common.record.run_folder import refuse_unwritable
 from common.record.terminal import run_command
 from common.text.example import Vocabulary
 

@@ -29,7 +29,7 @@ from common.checkpoint.sharded_state import once_each
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError, gist, values_of
 from common.model import checks, fsdp, load, lora
-from common.record.folder import CONFIG
+from common.record.run_folder import CONFIG
 from common.text.example import Vocabulary
 
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things

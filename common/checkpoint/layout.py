@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import distributed
-from common.record.folder import METRICS, SAMPLES
+from common.record.run_folder import METRICS, SAMPLES
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")

@@ -9,7 +9,7 @@ from common import distributed
 from common.checkpoint import layout
 from common.config import MODELS, TrainConfig
 from common.errors import UserError
-from common.record.folder import ENVIRONMENT, read_config
+from common.record.run_folder import ENVIRONMENT, read_config
 from common.shutdown import signals
 
 

@@ -1,42 +1,14 @@
-"""The run that wrote a model: its folder, its cost, its reward and its reference."""
+"""The reward and the reference of the run that wrote a policy."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.record.run_folder import config_of_run
 
 if TYPE_CHECKING:
     from common.config import CommonConfig
     from common.evaluation.split import ImplicitReward
-
-
-def folder_of_run(path: str) -> tuple[Path, float]:
-    """The folder of the run that wrote a model, and the last step in it."""
-    folder = Path(path).parent
-    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
-    if not is_checkpoint:
-        return folder, math.inf
-    return folder.parent.parent, int(folder.name.removeprefix("step_"))
-
-
-def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
-    """Minutes and peak memory of the run in `run_dir`, as its metrics.jsonl recorded them."""
-    from common.record.folder import read_metrics
-
-    cost: dict[str, float] = {}
-    for record in read_metrics(run_dir):
-        if record["step"] > last_step:
-            break
-        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
-    return cost
-
-
-def config_of_run(path: str) -> dict[str, Any]:
-    """The config.yaml of the run that wrote a model, empty where there is none."""
-    from common.record.folder import read_config
-
-    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
 
 
 def reward_of_run(path: str) -> "ImplicitReward":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.evaluation import intervals, runs
+from common.evaluation import intervals
 from common.evaluation.intervals import (
     MIN_PROMPTS,
     Floats,
@@ -24,6 +24,7 @@ from common.evaluation.intervals import (
     share_over_prompts,
 )
 from common.evaluation.records import REFERENCE, PairScores, PromptRecord, Results
+from common.record.run_folder import folder_of_run, run_cost
 
 if TYPE_CHECKING:
     from common.evaluation.config import EvaluateConfig
@@ -259,7 +260,7 @@ def describe_system(
         prompt_records: Completions, if any.
     """
     scores = table.scores.get(reading)  # (N, 2); none without pairs
-    cost = runs.run_cost(*runs.folder_of_run(path))
+    cost = run_cost(*folder_of_run(path))
     name = names[path]
     system: dict[str, Any] = {
         "name": name,

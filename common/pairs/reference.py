@@ -155,8 +155,8 @@ def kept_logps(
         RuntimeError: a log-probability of the `rows`, which the run needs, is not finite.
     """
     from common.record import output_lock
-    from common.record.folder import REFERENCE_LOGPS
     from common.record.jsonl import replacing
+    from common.record.run_folder import REFERENCE_LOGPS
 
     file = Path(config.output_dir) / REFERENCE_LOGPS.format(name)
     is_kept = is_resumed and distributed.is_rank0() and file.exists()

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from common.config import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
-from common.record import folder, output_lock
+from common.record import output_lock, run_folder
 from common.record.glossary import CONSOLE, POSTFIX, is_defined, recorded
 from common.record.jsonl import json_line, rewind_jsonl
 from common.record.metrics import Accumulator
@@ -53,14 +53,14 @@ class RunLogger:
         if not self._active:
             return
         self.output_dir = output_dir = Path(config.output_dir)
-        folder.save_run_files(output_dir, config, world_size())
-        earlier = rewind_jsonl(output_dir / folder.METRICS, start_step)
+        run_folder.save_run_files(output_dir, config, world_size())
+        earlier = rewind_jsonl(output_dir / run_folder.METRICS, start_step)
         self._started -= 60 * max((r.get("elapsed_minutes") or 0.0 for r in earlier), default=0.0)
         self._earlier_peak = max((r.get("peak_memory_gb") or 0.0 for r in earlier), default=0.0)
-        rewind_jsonl(output_dir / folder.SAMPLES, start_step)
+        rewind_jsonl(output_dir / run_folder.SAMPLES, start_step)
         self._files = {
             name: (output_dir / name).open("a+", encoding="utf-8")
-            for name in (folder.METRICS, folder.SAMPLES)
+            for name in (run_folder.METRICS, run_folder.SAMPLES)
         }
         self._tracker = Tracker(config, start_step)
         self._undefined: set[str] = set()  # metrics that a warning has named
@@ -94,7 +94,7 @@ class RunLogger:
         values["elapsed_minutes"] = (time.monotonic() - self._started) / 60
         if "peak_memory_gb" in values:
             values["peak_memory_gb"] = max(values["peak_memory_gb"], self._earlier_peak)
-        self._append(folder.METRICS, {"step": step, **values})
+        self._append(run_folder.METRICS, {"step": step, **values})
         self._tracker.call("log", {"step": step, **values})
         texts = {name: format_number(value) for name, value in values.items()}
         shown = [f"{name} {texts[name]}" for name in recorded([texts], CONSOLE)]
@@ -138,7 +138,7 @@ class RunLogger:
         """
         if not self._active or not rows:
             return
-        self._append(folder.SAMPLES, *({"step": step, **row} for row in rows))
+        self._append(run_folder.SAMPLES, *({"step": step, **row} for row in rows))
         few = rows if shown is None else shown
         table = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in few]
         width = shutil.get_terminal_size((120, 24)).columns

@@ -12,8 +12,7 @@ from typing import Any
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.evaluation.records import Results
-from common.evaluation.runs import folder_of_run
-from common.record.folder import METRICS, read_metrics
+from common.record.run_folder import METRICS, folder_of_run, read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.distributed import is_rank0
-from common.record.folder import ENVIRONMENT, read_config
+from common.record.run_folder import ENVIRONMENT, read_config
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.blocks import Block, SampleBrowser, Section, Table

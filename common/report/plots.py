@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from common.distributed import is_rank0
-from common.record.folder import read_metrics
 from common.record.glossary import FUNCTION_PREFIX, LOGGED_PREFIX, ends_of, is_defined, recorded
+from common.record.run_folder import read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 

@@ -10,8 +10,8 @@ import torch
 from common.evaluation import records
 from common.evaluation.records import Generation
 from common.losses import kl_estimate
-from common.record.folder import SAMPLES
 from common.record.jsonl import read_jsonl
+from common.record.run_folder import SAMPLES
 from common.record.terminal import format_cell, format_number
 from common.report.blocks import Block, Completion, Picture, Sample, SampleBrowser, Section
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.record.folder import cpu_model
 from common.record.jsonl import write_atomically
+from common.record.run_folder import cpu_model
 from experiments.bench import flops, our_stages, processes
 from experiments.bench.fixture import SHAPES
 from experiments.bench.rows import REACH_MEMORY, ROWS, BenchRow, num_steps

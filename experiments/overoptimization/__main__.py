@@ -31,7 +31,7 @@ from pathlib import Path
 
 from common import distributed
 from common.flags.parser import parse
-from common.record import folder
+from common.record import run_folder
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig
 from experiments.overoptimization.runs import run_seed
@@ -43,7 +43,7 @@ def main(config: OveroptimizationConfig) -> None:
     """Make the runs of every seed, measure their policies, write the results and the page."""
     distributed.start(config.ddp_timeout)
     output_dir = Path(config.output_dir)
-    folder.save_run_files(output_dir, config, config.num_processes)
+    run_folder.save_run_files(output_dir, config, config.num_processes)
     seeds = [run_seed(config, seed) for seed in config.seeds]
     results = {"settings": asdict(config), **summarise(seeds, config.best_of)}
     text = json.dumps(results, indent=1, allow_nan=False) + "\n"

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.layout import describe
-from common.record.folder import cpu_model
 from common.record.jsonl import read_jsonl
+from common.record.run_folder import cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "assets" / "results"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.record.folder import read_metrics
+from common.record.run_folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from common.report.plots import COLOURS, save, style, titled_figure

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from common.evaluation.intervals import interval_cell
-from common.record.folder import read_metrics
+from common.record.run_folder import read_metrics
 from common.record.terminal import NOT_MEASURED
 from common.report import markdown
 from experiments.overoptimization.page import fallen, turns_table

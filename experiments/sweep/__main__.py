@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.evaluation.runs import run_cost
 from common.flags.parser import Parser
+from common.record.run_folder import run_cost
 from common.report.blocks import Block, Picture, Section, Table
 from experiments.outcomes import (
     about,

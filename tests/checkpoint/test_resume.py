@@ -22,7 +22,7 @@ from common.checkpoint import export, hf_folder, layout, resume
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load, optim
-from common.record import folder as folder_module
+from common.record import run_folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
 from common.report import plots

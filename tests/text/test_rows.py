@@ -16,7 +16,7 @@ import tiny
 
 from common.data import load_examples, load_splits
 from common.errors import UserError
-from common.record.folder import ENVIRONMENT, read_config, save_run_files
+from common.record.run_folder import ENVIRONMENT, read_config, save_run_files
 from common.text import reading, schemas, sources
 from common.text.reading import load_rows
 from common.text.rows import COMPLETION_COLUMNS, Row

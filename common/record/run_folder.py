@@ -1,4 +1,4 @@
-"""A run's folder: the names of what is in it, and who writes and reads its records.
+"""A run's folder: the names of its files, and their writers and readers.
 
 config.yaml         resolved values of all flags, usable as a recipe
 environment.json    what ran them: versions, processor, GPUs, commit, number of processes, start
@@ -7,6 +7,7 @@ samples.jsonl       a line for each completion in a table
 """
 
 import json
+import math
 import os
 import platform
 import re
@@ -71,13 +72,37 @@ def read_config(run_dir: Path, name: str = CONFIG) -> dict[str, Any]:
     import yaml
 
     file, load = run_dir / name, yaml.safe_load if name == CONFIG else json.loads
-    found = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    values = load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return values if isinstance(values, dict) else {}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`."""
     return read_jsonl(run_dir / METRICS)
+
+
+def folder_of_run(path: str) -> tuple[Path, float]:
+    """The folder of the run that wrote a model, and the model's step, infinite for the last."""
+    folder = Path(path).parent
+    is_checkpoint = folder.parent.name == "checkpoints" and folder.name.startswith("step_")
+    if not is_checkpoint:
+        return folder, math.inf
+    return folder.parent.parent, int(folder.name.removeprefix("step_"))
+
+
+def config_of_run(path: str) -> dict[str, Any]:
+    """The config.yaml of the run that wrote a model, empty without one."""
+    return read_config(folder_of_run(path)[0]) if Path(path).is_dir() else {}
+
+
+def run_cost(run_dir: Path, last_step: float = math.inf) -> dict[str, float]:
+    """Minutes and peak memory of a run until a step, as its metrics.jsonl recorded them."""
+    cost: dict[str, float] = {}
+    for record in read_metrics(run_dir):
+        if record["step"] > last_step:
+            break
+        cost |= {k: record[k] for k in ("elapsed_minutes", "peak_memory_gb") if k in record}
+    return cost
 
 
 def accelerator(world_size: int) -> dict[str, Any]:
