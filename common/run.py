@@ -93,7 +93,7 @@ class Run:
         except EngineError as error:
             if not self.step:
                 raise
-            advice = self.checkpointer.keep(self.step)
+            advice = self.checkpointer.save_before(self.step)
             raise UserError(f"{str(error).removesuffix('.')}; {advice}.") from None
 
     def micro_batches(self, batches: Sequence[Batch], *, may_stop: bool = True) -> Iterator[Batch]:
@@ -169,7 +169,8 @@ class Run:
         reward_shift = self.export(shift)
         self.checkpointer.wait()
         self.run_hooks(hooks)
-        best = self.checkpointer.close() or last
+        self.checkpointer.close()
+        best = self.checkpointer.load_best() or last
         if best != last:
             reward_shift = self.export(shift)
         if reward_shift:
@@ -196,7 +197,7 @@ class Run:
             )
         except UserError as error:  # on every rank
             try:
-                advice = f"{self.checkpointer.keep(self.total_steps)}."
+                advice = f"{self.checkpointer.save_before(self.total_steps)}."
             except UserError as second:
                 advice = str(second)
             raise UserError(f"{error}; {advice}") from None
@@ -212,7 +213,7 @@ class Run:
             for hook in hooks:
                 hook(self.total_steps)
         except Exception as error:
-            advice = self.checkpointer.how_to_go_on(self.total_steps) or "evaluate.py measures it"
+            advice = self.checkpointer.resume_advice(self.total_steps) or "evaluate.py measures it"
             raise RuntimeError(
                 f"the model is whole in {self.model_folder}, its last evaluation or table of "
                 f"samples is not made ({advice}): {gist(error)}"

@@ -1,8 +1,9 @@
-"""Which checkpoint of a run is the best, by a metric that was logged at its step."""
+"""The best checkpoint of a run, by a metric that was logged at its step."""
 
 import difflib
 from pathlib import Path
 
+from common import distributed
 from common.checkpoint import layout
 from common.config import CommonConfig, TrainConfig
 from common.errors import UserError
@@ -11,7 +12,7 @@ from common.record.run_folder import read_metrics
 
 
 def refuse_impossible(config: CommonConfig) -> None:
-    """Raise a UserError for a metric by which no checkpoint can be the best."""
+    """Raise a UserError for a metric that cannot rank checkpoints."""
     from common.rewards.functions import short_names
 
     if not isinstance(config, TrainConfig):
@@ -42,9 +43,9 @@ def refuse_impossible(config: CommonConfig) -> None:
 
 
 def ranking(output_dir: Path, metric: str) -> list[Path]:
-    """The checkpoints at whose steps a metric was logged, the best first; of equal ones the older.
+    """The checkpoints at whose steps a metric was logged, the best first, of equal ones the older.
 
-    Of a loss the lowest is the best, of anything else the highest.
+    The lowest loss is the best, and the highest of any other metric.
     """
     records = read_metrics(output_dir) if metric else []
     logged = {line["step"]: line[metric] for line in records if line.get(metric) is not None}
@@ -52,3 +53,20 @@ def ranking(output_dir: Path, metric: str) -> list[Path]:
     whole = [path for path in reversed(folders) if (path / layout.MANIFEST).exists()]
     sign = 1 if "loss" in metric else -1
     return sorted(whole, key=lambda path: sign * logged[layout.step_of(path)])
+
+
+def find(output_dir: Path, metric: str) -> Path | None:
+    """The best checkpoint that is not damaged, None without one or without a metric. Collective."""
+    if not metric:
+        return None
+    for folder in distributed.from_rank0(ranking(output_dir, metric)):
+        if reason := layout.damage(folder):
+            distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
+            continue
+        distributed.print_rank0(f"the checkpoint with the best {metric} is {folder}")
+        return Path(folder)
+    distributed.print_rank0(
+        f"warning: --metric_for_best_model {metric} was not logged at the step of any whole "
+        "checkpoint; the last step is exported."
+    )
+    return None

@@ -1,13 +1,12 @@
-"""Saving a run so that it can go on, going on, and stopping when asked.
+"""Checkpoints of a run: saving, loading, and saving at a request to stop.
 
-A checkpoint is sharded (`torch.distributed.checkpoint`, as safetensors) and holds the trained
-parameters (under LoRA: the adapters), optimiser state, the number of finished steps, what was
-summed up for the next line of metrics, and a reference that changes in the course of the run; row
-order and noise are functions of the step, so nothing else is needed. What it is on disk is in
-`common/checkpoint/layout.py`, which one a run goes on from in `resume.py`.
+A checkpoint is sharded (`torch.distributed.checkpoint`, as safetensors). It holds the trained
+parameters (under LoRA: the adapters), optimiser state, the number of finished steps, the sums for
+the next line of metrics, and a reference that changes during the run. Row order and noise are
+functions of the step, so nothing else is needed. `common/checkpoint/layout.py` describes the files,
+`resume.py` chooses the checkpoint to resume from.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,17 +22,17 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from common import distributed
-from common.checkpoint import best as best_checkpoint
-from common.checkpoint import hf_folder, layout, resume
+from common.checkpoint import best, hf_folder, layout, resume
 from common.checkpoint.sharded_state import (
     ShardWriter,
     State,
+    cause,
     reference_state,
     restore_state,
     trained_state,
 )
 from common.config import TrainConfig
-from common.errors import UserError, gist
+from common.errors import UserError
 from common.model import fsdp, lora
 from common.record import output_lock
 from common.record.jsonl import keep_lines, num_lines
@@ -42,19 +41,19 @@ from common.shutdown import signals
 
 
 class Checkpointer:
-    """Saves a run, resumes it, and stops it when it is asked to. Every rank has one.
+    """Saves a run, loads it again, and saves it when a signal asks it to stop. One per rank.
 
-    What is saved is copied to the host's memory, so that a thread can write it while training goes
-    on; the thread's collectives have a process group of their own. One checkpoint is written at a
-    time. `output_dir` must be one folder for all ranks: on several hosts, of a shared file system.
+    `save` copies the state to the host's memory, and a thread writes it while training goes on. The
+    thread has a separate process group for its collectives. One checkpoint is written at a time.
+    `output_dir` must be one folder for all ranks: on several hosts, of a shared file system.
 
     Args:
         config: of the run.
         model: sharded.
         optimizer: of the model.
-        metrics: what the run sums up between two lines of `metrics.jsonl`.
-        reference: a sharded model that is not what the run started with any more.
-        settings: files that an export of the checkpoint takes, on rank 0 (`hf_folder.settings_of`).
+        metrics: sums for the next line of `metrics.jsonl`.
+        reference: a sharded model that changes during the run.
+        settings: the exported folder's files except weights, on rank 0 (`hf_folder.settings_of`).
     """
 
     def __init__(
@@ -77,37 +76,38 @@ class Checkpointer:
         self._group = distributed.another_group()
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._writing: Future[None] | None = None
-        self._step = -1  # the step that is being made
+        self._step = -1  # the current one, counted from 0
         self._sums: dict[str, torch.Tensor] = {}  # of the metrics when it began
         self._saved_step = -1
-        self._vote: tuple[Any, torch.Tensor] | None = None  # whether any rank got a signal
+        self._vote = signals.StopVote()
 
     # ---- saving ----------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
         """Save the state after `step` finished steps. Collective.
 
-        Returns when a copy is made, with `async_save`; an error of writing it is then raised by a
-        later `stop_if_asked`, `save` or `wait`, as soon as it is known.
+        With `async_save` it returns when a copy is made. A later `stop_if_asked`, `save` or `wait`
+        then raises the error of writing it.
 
         Raises:
-            UserError: the disk refuses.
+            UserError: the checkpoint could not be written.
         """
         self._sums = self.metrics.snapshot()
         self._save(step)
 
-    def keep(self, step: int) -> str:
-        """Save the state before the unfinished step `step`; how to go on from it. Collective.
+    def save_before(self, step: int) -> str:
+        """Save the state before the unfinished `step`, if it is not saved yet. Collective.
 
-        Nothing is done if it is a checkpoint already.
+        Returns:
+            `resume_advice` for it.
 
         Raises:
-            UserError: the disk refuses.
+            UserError: the checkpoint could not be written.
         """
         if self._saved_step != step:
             self._save(step)
         self.wait()
-        return self.how_to_go_on(step)
+        return self.resume_advice(step)
 
     def _save(self, step: int) -> None:
         self.wait()
@@ -116,7 +116,7 @@ class Checkpointer:
         if self.reference is not None:
             fsdp.reshard(self.reference)
             state["reference"] = reference_state(self.reference)
-        own_sums = {name: sums.tolist() for name, sums in self._sums.items()}
+        rank_sums = {name: sums.tolist() for name, sums in self._sums.items()}
         contents: State = {
             "step": step,
             "stage": type(self.config).__name__,
@@ -125,11 +125,11 @@ class Checkpointer:
             "has_reference": self.reference is not None,
             "adapters": lora.description(self.model),
             "lines": {},
-            "sums": distributed.from_all_ranks([own_sums]),  # in another order: other sums
+            "sums": distributed.from_all_ranks([rank_sums]),  # by rank: addition rounds by order
         }
         if distributed.is_rank0():
             for path in filter(Path.exists, map(self.output_dir.joinpath, layout.RECORDS)):
-                layout.flush(path)  # it must not be behind the checkpoint after a power cut
+                layout.flush(path)  # after a power cut it must hold the checkpoint's steps
                 contents["lines"][path.name] = num_lines(path)
         if self.config.async_save:
             state = BlockingAsyncStager().stage(state)
@@ -140,9 +140,9 @@ class Checkpointer:
             self.wait()
 
     def _write(self, state: State, contents: State, folder: Path) -> None:
-        """Write a checkpoint, give it its name once it is whole, remove old ones. Collective.
+        """Write a checkpoint, rename it once it is complete, remove old ones. Collective.
 
-        A failure of one rank is raised on all, so that none waits for it.
+        An error on one rank is raised on all of them, so that none waits for it.
         """
         partial = folder.with_name(folder.name + layout.PARTIAL)
         if distributed.is_rank0():
@@ -151,9 +151,9 @@ class Checkpointer:
         try:
             writer = ShardWriter(str(partial), save_distributed=True)
             save_shards(state, storage_writer=writer, process_group=self._group)
-            by_rank = self._all_of(lambda: self._finish_files(partial))
-            contents["files"] = {name: entry for files in by_rank for name, entry in files.items()}
-            self._all_of(lambda: self._name(partial, folder, contents))
+            entries = self._on_all_ranks(lambda: self._describe_files(partial))
+            contents["files"] = {name: entry for rank in entries for name, entry in rank.items()}
+            self._on_all_ranks(lambda: self._complete(partial, folder, contents))
             return
         except (CheckpointException, OSError) as error:
             reason = cause(error)
@@ -163,15 +163,15 @@ class Checkpointer:
             f"the checkpoint {folder} could not be written ({reason}); earlier ones are whole."
         )
 
-    def _finish_files(self, partial: Path) -> dict[str, Any]:
-        """Write the settings, on rank 0, and describe the files of this rank by their names."""
+    def _describe_files(self, partial: Path) -> dict[str, Any]:
+        """Manifest entries of this rank's files by name; rank 0 writes the settings first."""
         mine = [*partial.glob(f"shard-{distributed.rank() + 1:05d}-*")]
         if distributed.is_rank0():
             hf_folder.write_settings(self.settings, partial / layout.SETTINGS)
             mine += [partial / layout.SETTINGS / name for name in self.settings]
         return {path.relative_to(partial).as_posix(): layout.describe(path) for path in mine}
 
-    def _all_of(self, action: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
         """Results of an action by rank; the OSError of one rank is raised on all. Collective."""
         results: list[Any] = [None] * distributed.world_size()
         try:
@@ -184,8 +184,8 @@ class Checkpointer:
                 raise result
         return results
 
-    def _name(self, partial: Path, folder: Path, contents: State) -> None:
-        """On rank 0 give the shards a manifest and their name, and remove what is too old."""
+    def _complete(self, partial: Path, folder: Path, contents: State) -> None:
+        """Write the manifest, rename the folder and remove old checkpoints, on rank 0."""
         if not distributed.is_rank0():
             return
         unseen = [name for name in sorted(contents["files"]) if not (partial / name).exists()]
@@ -195,14 +195,14 @@ class Checkpointer:
             )
         layout.write_manifest(partial, contents)
         layout.put_in_place(partial, folder)
-        best = best_checkpoint.ranking(self.output_dir, self.config.metric_for_best_model)
+        ranking = best.ranking(self.output_dir, self.config.metric_for_best_model)
         try:
-            layout.remove_old(self.output_dir, self.config.keep_last, best[0] if best else None)
+            layout.remove_old(self.output_dir, self.config.keep_last, next(iter(ranking), None))
         except OSError as error:
             print(f"warning: old checkpoints could not be removed ({cause(error)}).", flush=True)
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk.
+        """Wait until the last checkpoint is written.
 
         Raises:
             UserError: it could not be written.
@@ -211,52 +211,27 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def close(self) -> int:
-        """End the writing; with `load_best_model_at_end`, load the best parameters. Collective.
-
-        Returns:
-            Of which step they are; 0 if none were loaded.
+    def close(self) -> None:
+        """Write the last checkpoint, end the thread and its process group. Collective.
 
         Raises:
-            UserError: the disk refused.
+            UserError: the checkpoint could not be written.
         """
         self.wait()
-        self._end()
-        name = self.config.metric_for_best_model
-        if not name:
-            return 0
-        for best in distributed.from_rank0(best_checkpoint.ranking(self.output_dir, name)):
-            if reason := layout.damage(best):
-                distributed.print_rank0(f"warning: the checkpoint {best} is skipped: {reason}.")
-                continue
-            distributed.print_rank0(f"the checkpoint with the best {name} is {best}")
-            if not self.config.load_best_model_at_end:
-                return 0
-            restore_state(best, self.model, self.optimizer, self.reference)
-            return layout.step_of(best)
-        distributed.print_rank0(
-            f"warning: --metric_for_best_model {name} was not logged at the step of any whole "
-            "checkpoint; the last step is exported."
-        )
-        return 0
-
-    def _end(self) -> None:
-        """End the thread, the last vote and the process group with its threads. Collective."""
         self._thread.shutdown()
-        if self._vote is not None:
-            self._vote[0].wait()
-        distributed.barrier()  # nobody closes a connection from which another still reads
+        self._vote.end()
+        distributed.barrier()  # no rank closes a connection from which another still reads
         group, self._group = self._group, None
         dist.destroy_process_group(group)
 
-    # ---- resuming --------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
     def load(self, folder: Path | None) -> int:
-        """Load a checkpoint in place; returns the finished steps, 0 for None. Collective.
+        """Load a checkpoint in place; returns its finished steps, 0 for None. Collective.
 
-        The number of ranks may differ from the one that saved. Learning rate, betas and weight
-        decay stay those of this run's config. Later checkpoints in `output_dir` and unfinished ones
-        are removed, and its records are cut to what had been logged.
+        The number of ranks may have changed. Learning rate, betas and weight decay stay those of
+        this run's config. In `output_dir`, later and unfinished checkpoints are removed, and the
+        records are cut to the lines that the checkpoint counted.
 
         Args:
             folder: from `resume.find`.
@@ -278,7 +253,7 @@ class Checkpointer:
         if distributed.is_rank0():
             output_lock.take(self.output_dir)
             resume.set_aside_other_model(self.config)
-            # In this order: a checkpoint must not outlive the records of its steps.
+            # Checkpoints go first: none may stay without the records of its steps.
             if removed := layout.remove_after(self.output_dir, manifest["step"]):
                 names = ", ".join(path.name for path in removed)
                 print(f"removed checkpoints of {self.output_dir}: {names}", flush=True)
@@ -287,28 +262,39 @@ class Checkpointer:
         distributed.barrier()
         return int(manifest["step"])
 
-    def _restore_sums(self, of_ranks: list[dict[str, list[float]]]) -> None:
-        """Give every rank its sums back; rank 0 takes all where the number of ranks differs."""
+    def _restore_sums(self, sums_by_rank: list[dict[str, list[float]]]) -> None:
+        """Restore each rank's sums; rank 0 takes all if the number of ranks has changed."""
         sums: dict[str, list[float]] = {}
-        if len(of_ranks) == distributed.world_size():
-            sums = of_ranks[distributed.rank()]
+        if len(sums_by_rank) == distributed.world_size():
+            sums = sums_by_rank[distributed.rank()]
         elif distributed.is_rank0():
-            for name in sorted({name for rank_sums in of_ranks for name in rank_sums}):
-                pairs = [rank_sums[name] for rank_sums in of_ranks if name in rank_sums]
+            for name in sorted({name for rank_sums in sums_by_rank for name in rank_sums}):
+                pairs = [rank_sums[name] for rank_sums in sums_by_rank if name in rank_sums]
                 sums[name] = [sum(numbers) for numbers in zip(*pairs, strict=True)]
         self.metrics.restore(sums)
+
+    def load_best(self) -> int:
+        """With `load_best_model_at_end`, load the parameters of the best checkpoint. Collective.
+
+        Returns:
+            The step of that checkpoint; 0 if none was loaded.
+        """
+        folder = best.find(self.output_dir, self.config.metric_for_best_model)
+        if folder is None or not self.config.load_best_model_at_end:
+            return 0
+        restore_state(folder, self.model, self.optimizer, self.reference)
+        return layout.step_of(folder)
 
     # ---- stopping --------------------------------------------------------------------------------
 
     def stop_if_asked(self, step: int, *, at_once: bool = False) -> None:
-        """Before a forward pass: save and stop if any rank was sent a signal. Collective.
+        """Before a forward pass: save and stop if any rank received a signal. Collective.
 
-        What was computed of the step so far is dropped, so no update of it may have been made.
+        Sums and gradients of the unfinished step are dropped: it must not have made an update.
 
         Args:
-            step: that is being made, counted from 0, which is the number of finished steps.
-            at_once: wait for the other ranks' word, before something long; else the word of the
-                last call counts, and no rank waits for another.
+            step: the current one, counted from 0, which is the number of finished steps.
+            at_once: see `StopVote.is_agreed`.
 
         Raises:
             Stopped: the run is saved.
@@ -318,39 +304,18 @@ class Checkpointer:
             self.wait()
         if step != self._step:
             self._step, self._sums = step, self.metrics.snapshot()
-        if not self._is_stop_agreed(at_once):
+        if not self._vote.is_agreed(at_once=at_once):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        cause_of_stop = signals.received() or "a signal to another rank"
-        how_to_go_on = self.keep(step)
-        self._end()
-        raise signals.Stopped(f"stopped after step {step} by {cause_of_stop}; {how_to_go_on}.")
+        sender = signals.received() or "a signal to another rank"
+        advice = self.save_before(step)
+        self.close()
+        raise signals.Stopped(f"stopped after step {step} by {sender}; {advice}.")
 
-    def how_to_go_on(self, step: int) -> str:
-        """The command that resumes from the checkpoint after `step` steps; "" if there is none."""
+    def resume_advice(self, step: int) -> str:
+        """The command that resumes from the checkpoint of `step`, "" without that checkpoint."""
         if self._saved_step != step:
             return ""
-        is_found = self.config.resume_from_checkpoint in ("auto", "latest")
-        flag = "" if is_found else " with --resume_from_checkpoint auto"
+        is_default = self.config.resume_from_checkpoint in ("auto", "latest")
+        flag = "" if is_default else " with --resume_from_checkpoint auto"
         return f"the same command{flag} goes on from {layout.folder_of(self.output_dir, step)}"
-
-    def _is_stop_agreed(self, at_once: bool) -> bool:
-        """Whether any rank had got a signal when it was last asked, or now. Collective."""
-        if distributed.world_size() == 1:
-            return bool(signals.received())
-        num_signals = torch.tensor(float(bool(signals.received())))
-        votes = [self._vote, (dist.all_reduce(num_signals, async_op=True), num_signals)]
-        self._vote = votes[1]
-        ended = [vote for vote in votes[: 1 + at_once] if vote is not None]
-        for work, _ in ended:  # no collective is let go of before its end
-            work.wait()
-        return bool(ended) and bool(ended[-1][1] > 0)
-
-
-def cause(error: BaseException) -> str:
-    """The reason of a failed save in a few words: that of the first rank which has one."""
-    failures: Mapping[int, Any] = getattr(error, "failures", {})
-    first: Any = next(iter(failures.values()))[0] if failures else error
-    if isinstance(first, OSError) and first.errno is not None:
-        return os.strerror(first.errno)
-    return gist(first)

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from common import distributed
 from common.checkpoint import hf_folder, layout, push
-from common.checkpoint.checkpointer import cause
-from common.checkpoint.sharded_state import once_each
+from common.checkpoint.sharded_state import cause, once_each
 from common.config import CommonConfig, HubConfig, TrainConfig, path_flag
 from common.errors import UserError
 from common.flags.parser import parse

@@ -1,6 +1,8 @@
 """What a checkpoint holds of a run: shards, taken from the sharded modules and put back there."""
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,18 @@ def read_shards(folder: Path, state: State) -> None:
     try:
         load_shards(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        raise UserError(f"the checkpoint {folder} does not fit the model: {gist(first)}.") from None
+        raise UserError(
+            f"the checkpoint {folder} does not fit the model: {cause(error)}."
+        ) from None
+
+
+def cause(error: BaseException) -> str:
+    """A short reason why writing or reading failed, of the first rank on which it did."""
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    first: Any = next(iter(failures.values()))[0] if failures else error
+    if isinstance(first, OSError) and first.errno is not None:
+        return os.strerror(first.errno)
+    return gist(first)
 
 
 class ShardWriter(HuggingFaceStorageWriter):

@@ -7,6 +7,12 @@ SIGHUP.
 import os
 import signal
 import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import distributed
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A signal to the process group reaches a worker twice: torchrun passes it on.
@@ -46,3 +52,32 @@ def listen(*, speaks: bool = True) -> None:
 def received() -> str:
     """The name of the signal that this process was sent, "" for none."""
     return signal.Signals(_first[0]).name if _first else ""
+
+
+class StopVote:
+    """Agreement of the ranks to stop. Every rank calls it equally often."""
+
+    def __init__(self) -> None:
+        """Start without a vote."""
+        self._pending: tuple[Any, torch.Tensor] | None = None  # an all-reduce, and its sum
+
+    def is_agreed(self, *, at_once: bool = False) -> bool:
+        """Whether any rank had received a signal at the last call. Collective.
+
+        No rank waits for another. `at_once`: wait for all ranks and count this call instead, before
+        something long.
+        """
+        if distributed.world_size() == 1:
+            return bool(received())
+        num_signals = torch.tensor(float(bool(received())))
+        votes = [self._pending, (dist.all_reduce(num_signals, async_op=True), num_signals)]
+        self._pending = votes[1]
+        ended = [vote for vote in votes[: 1 + at_once] if vote is not None]
+        for work, _ in ended:  # every collective is waited for
+            work.wait()
+        return bool(ended) and bool(ended[-1][1] > 0)
+
+    def end(self) -> None:
+        """Wait for the last vote."""
+        if self._pending is not None:
+            self._pending[0].wait()

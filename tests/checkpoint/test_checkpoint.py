@@ -400,7 +400,7 @@ def test_the_best_is_kept_and_loaded_at_the_end(tmp_path: Path, metric: str, bes
     saver = save_all(tmp_path, [0.9, 0.2, 0.5, 0.2, 0.6], **fields)
     saver.wait()
     assert steps_in(tmp_path) == [5, best]
-    saver.close()
+    assert saver.load_best() == best
     expected = trained(steps=best)
     mine = [*saver.model.parameters()]
     assert are_equal(mine, [*expected[0].parameters()])
@@ -413,7 +413,7 @@ def test_a_damaged_best_is_named_and_the_next_best_is_taken(
     saver = save_all(tmp_path, [0.9, 0.2, 0.5], **fields)
     saver.wait()
     flip(layout.folder_of(tmp_path, 2))
-    saver.close()
+    assert saver.load_best() == 3
     assert (
         f"step_00000002 is skipped: {SHARD} does not have its checksum" in capsys.readouterr().out
     )
@@ -445,7 +445,8 @@ def test_a_metric_that_was_never_logged_costs_no_model(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     saver = save_all(tmp_path, [0.9], metric_for_best_model="reward")
-    saver.close()
+    saver.wait()
+    assert saver.load_best() == 0
     assert "warning: --metric_for_best_model reward was not logged" in capsys.readouterr().out
 
 
