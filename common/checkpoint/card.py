@@ -13,7 +13,7 @@ from common.text.sources import is_id
 def model_card(config: TrainConfig) -> str:
     """Stage, base, data, and the flags that change results and are not defaults.
 
-    Of local paths it has the last two names.
+    Of absolute paths it has the last two names.
     """
     from huggingface_hub import ModelCardData
 
