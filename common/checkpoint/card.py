@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from common.config import TrainConfig
+from common.record.run_folder import short_path
 from common.text.sources import is_id
 
 
@@ -22,14 +23,14 @@ def model_card(config: TrainConfig) -> str:
     header = ModelCardData(
         library_name="transformers", tags=[config.stage.lower()], base_model=base, datasets=rows
     )
-    values = {f.name: getattr(config, f.name) for f in fields(config)}
     flags = {
-        f.name: shortened(values[f.name])
+        f.name: shortened(value)
         for f in fields(config)
-        if not f.metadata["may_change"] and values[f.name] != f.metadata["default"]
+        if not f.metadata["may_change"]
+        and (value := getattr(config, f.name)) != f.metadata["default"]
     }
     title = config.hub_model_id or Path(config.output_dir).name
-    start, data = map(shortened, sources)
+    start, data = map(short_path, sources)
     return (
         f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n{config.stage} of {start} on {data}.\n\n"
         f"```yaml\n{yaml.safe_dump(flags, sort_keys=False)}```\n"
@@ -40,5 +41,4 @@ def shortened(value: Any) -> Any:
     """A flag's value; of absolute paths the last two names."""
     if isinstance(value, list):
         return [shortened(item) for item in value]
-    is_path = isinstance(value, str) and Path(value).is_absolute()
-    return "/".join(Path(value).parts[-2:]) if is_path else value
+    return short_path(value) if isinstance(value, str) else value

@@ -81,6 +81,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return read_jsonl(run_dir / METRICS)
 
 
+def short_path(path: str) -> str:
+    """The last two names of an absolute path; any other text as it is."""
+    return "/".join(Path(path).parts[-2:]) if Path(path).is_absolute() else path
+
+
 def folder_of_run(path: str) -> tuple[Path, float]:
     """The folder of the run that wrote a model, and the model's step, infinite for the last."""
     folder = Path(path).parent

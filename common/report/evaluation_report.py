@@ -12,13 +12,12 @@ from typing import Any
 from common.distributed import is_rank0
 from common.evaluation.intervals import interval_cell
 from common.evaluation.records import Results
-from common.record.run_folder import METRICS, folder_of_run, read_metrics
+from common.record.run_folder import METRICS, folder_of_run, read_metrics, short_path
 from common.record.terminal import NOT_MEASURED
 from common.record.tracking import Tracker
 from common.report import sections, tables
 from common.report.blocks import Block, Picture, Section, Table
 from common.report.figures import (
-    dataset_title,
     held_out,
     reward_functions,
     summary_figures,
@@ -129,7 +128,7 @@ def write_report(results: Results, output_dir: str | Path) -> list[Path]:
         blocks.append(Section("Generations", [*found, *notes]))
     blocks += sections.completions_section(output_dir)
     blocks += sections.run_sections(runs)
-    title = f"Results on {dataset_title(results.dataset)}"
+    title = f"Results on {short_path(results.dataset)}"
     return [*write_page(output_dir, title, blocks), *pictures]
 
 

@@ -57,11 +57,6 @@ def held_out(results: Results) -> str:
     return f"held-out, {' and '.join(f'{n:,} {what}' for what, n in numbers.items() if n)}"
 
 
-def dataset_title(name: str) -> str:
-    """A data set in a title: of a path that leads from the root, the end."""
-    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
-
-
 def reward_functions(systems: Sequence[Mapping[str, Any]]) -> list[str]:
     """The judges of completions that are neither reward models, which are systems, nor `gold`."""
     others = {"gold", *(s["name"] for s in systems if s.get("kind") == "reward_model")}
