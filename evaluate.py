@@ -62,8 +62,8 @@ def main(config: EvaluateConfig) -> None:
     names, models = rewards.short, list(rewards.reward_models)
     pairs, prompts = load_data(config, vocabulary, rewards)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
-    split = config.dataset_test_split = split_of(dataset, config)
-    table = PairScores(records.describe_pairs(pairs, dataset, split))
+    split_name = config.dataset_test_split = split_of(dataset, config)
+    table = PairScores(records.describe_pairs(pairs, dataset, split_name))
     start_folder(config)
     mesh = distributed.mesh(config.num_replicas)
     rewards.load(mesh)
@@ -113,12 +113,10 @@ def main(config: EvaluateConfig) -> None:
 
     # Summarise, write, show
     systems = [
-        summary.describe_system(
-            path, reading, names, list(rewards.reward_models), table, prompt_records
-        )
+        summary.describe_system(path, reading, names, models, table, prompt_records)
         for path, reading in readings.items()
     ]
-    results = summary.summarise_all(table, prompt_records, systems, dataset, split, config)
+    results = summary.summarise_all(table, prompt_records, systems, dataset, split_name, config)
     show(results, config)
 
 
@@ -245,8 +243,8 @@ def load_data(
     """The pairs to judge and the prompts to sample from, both of the test split; [] of none."""
 
     def load_rows(name: str, kind: str, number: int) -> Sequence[Example]:
-        split = split_of(name, config)
-        return data.load_examples(config, name, split, kind, vocabulary, number)
+        split_name = split_of(name, config)
+        return data.load_examples(config, name, split_name, kind, vocabulary, number)
 
     pairs: Sequence[Example] = []
     prompts: Sequence[Example] = []

@@ -18,9 +18,8 @@ BASELINES = ("mean", "leave_one_out")
 REJECTION_METHODS = ("rso", "gumbel", "max_variance")
 EPSILON = 1e-4  # added to every standard deviation, which is the unbiased one, both as in TRL
 
-StepRewards = dict[
-    int, float
-]  # rewards of a completion's steps by the index of the step's last token
+# Rewards of a completion's steps by the index of the step's last token
+StepRewards = dict[int, float]
 
 
 def group_advantages(

@@ -40,8 +40,8 @@ def load_examples(
 
     if split == AUTO and dataset_name:  # for evaluation only: a single file is its split
         path = Path(dataset_name).expanduser()
-        name_of_file = path.name.split(".")[0] if path.is_file() else ""
-        split = name_of_file or reading.test_split(config, dataset_name)
+        is_file = path.is_file()
+        split = path.name.split(".")[0] if is_file else reading.test_split(config, dataset_name)
         if not split:
             distributed.print_rank0(f"{dataset_name} has no held-out split: no evaluation on it")
     if not dataset_name or not split:

@@ -276,9 +276,8 @@ def interval_cell(
     low, high = f"{prefix}low", f"{prefix}high"
     ends = (low, high) if interval[low] is not None else ()
     names = [key, *ends] if key else ends
-    cells = {
-        name: f"{scale * interval[name] or 0.0:{sign}.{digits}f}" for name in names
-    }  # not -0.0
+    numbers = {name: scale * interval[name] or 0.0 for name in names}  # never -0.0
+    cells = {name: f"{number:{sign}.{digits}f}" for name, number in numbers.items()}
     value = [cells[key]] if key else []
     bounds = [f"[{cells[low]}, {cells[high]}]"] if ends else []
     return " ".join(value + bounds) or NOT_MEASURED

@@ -118,10 +118,8 @@ def mean_sft_loss(
     def sums(model: nn.Module, batch: AnyBatch) -> Tensor:
         return torch.stack([sequence_scores(model, batch), batch.completion_mask.sum(-1)], -1)
 
-    totals = score_examples(
-        model, examples, config, vocabulary, "evaluating", score=sums
-    )  # (N, 1, 2)
-    logp, num_tokens = totals.sum((0, 1)).tolist()
+    totals = score_examples(model, examples, config, vocabulary, "evaluating", score=sums)
+    logp, num_tokens = totals.sum((0, 1)).tolist()  # of (N, 1, 2)
     return float(-logp / num_tokens)
 
 

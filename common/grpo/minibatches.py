@@ -222,10 +222,9 @@ def advantages(
     if in_reward:
         # k1, log-probability under sampler minus reference: PPO's (Ziegler et al. 2019, eq. 2)
         assert ref_logps is not None, "the reference comes first"
-        gaps = (
-            selected.rollouts.token_logps - ref_logps.cpu()
-        ) * selected.rollouts.mask  # (N*G, C)
-        kl = gaps.sum(1).view(selected.rewards.shape) * selected.counted  # (N, G) nats
+        gaps = selected.rollouts.token_logps - ref_logps.cpu()  # (N*G, C)
+        of_completion = (gaps * selected.rollouts.mask).sum(1)  # (N*G,) nats
+        kl = of_completion.view(selected.rewards.shape) * selected.counted  # (N, G)
         values = relative(selected.rewards - config.beta * kl)
     elif config.baseline == "kept":
         values = relative(selected.rewards)

@@ -41,9 +41,8 @@ class Groups:
     rollouts: "Rollouts"  # N*K completions, prompt-major
     rewards: Tensor  # (N, K)
     by_function: dict[str, Tensor]  # (N, K) each, nan where a function does not apply
-    steps: list[StepRewards] = field(
-        default_factory=list
-    )  # N*K, empty if no function rewards steps
+    # N*K, empty if no function rewards steps
+    steps: list[StepRewards] = field(default_factory=list)
     num_replaced: int = 0  # flat groups, over all ranks, for which fresh prompts were sampled
 
     @property

@@ -19,13 +19,8 @@ Row = Mapping[str, Any]
 MOST_PROMPTS = 20  # of an evaluation
 MOST_FRAMES = 8  # moments of a run, evenly spread: enough to see a change, and the page stays small
 MOST_COMPLETIONS = 8  # of a prompt at a moment
-TEXTS = (
-    "step",
-    "prompt",
-    "completion",
-    "chosen",
-    "rejected",
-)  # columns that are not in a completion's note
+# Columns that are not in a completion's note
+TEXTS = ("step", "prompt", "completion", "chosen", "rejected")
 LOGP, LOG_RATIO = "log-probability", "log(policy / reference)"
 KL, ADVANTAGE = "KL by k3", "advantage"
 

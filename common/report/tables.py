@@ -159,7 +159,7 @@ def generation_tables(results: Results) -> list[Table]:
         Table(["system", *(heading for heading, _, _ in QUALITY.values()), "distinct %"], quality),
         Table(["system", *judges], rewards),
         pass_rate_table(systems),
-        win_rate_table(results.win_rates or []),
+        win_rate_table(results.win_rates),
     ]
     return [table for table in found if table.rows]
 
