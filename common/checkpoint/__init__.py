@@ -1,5 +1,5 @@
-"""What a run leaves on disk to go on from, and what it hands over at its end.
+"""Checkpoints, resuming, and the exported model.
 
-Face: resume.find, checkpointer.Checkpointer, export, hf_folder.use_folders; best, layout and
-sharded_state behind them.
+Face: resume.find, checkpointer.Checkpointer, export, hf_folder.use_folders. best, layout and
+sharded_state serve them.
 """

@@ -1,6 +1,6 @@
-"""A trained module as a plain model folder.
+"""Export of a trained module as a model folder in Hugging Face's format.
 
-Also a command, which makes such a folder of a checkpoint, whatever became of its run:
+Also a command that exports a checkpoint:
 
     python -m common.checkpoint.export output/sft/checkpoints/step_00000500 --output_dir exported
 """
@@ -30,7 +30,7 @@ def save_pretrained(
     *,
     reward_shift: float = 0.0,
 ) -> None:
-    """Write a plain `save_pretrained` folder with tokenizer, float32 safetensors. Collective.
+    """Write a `save_pretrained` folder with tokenizer, float32 safetensors. Collective.
 
     Adapters are merged into its weights, and also written as peft's folder `adapter` next to it.
 
@@ -43,7 +43,7 @@ def save_pretrained(
         reward_shift: added to every score (see `fold_reward_shift`).
 
     Raises:
-        UserError: rank 0 could not write it; on every rank.
+        UserError: rank 0 could not write it; raised on every rank.
     """
     whole = once_each(module, fsdp.full_state_dict(module))
     state, lm, failure = {n.removeprefix("lm."): whole.pop(n) for n in list(whole)}, module.lm, ""
@@ -82,12 +82,12 @@ def main(config: ExportConfig) -> None:
     """Export a checkpoint.
 
     Raises:
-        UserError: it is none, or is damaged, or there is a model already.
+        UserError: the folder is no checkpoint, or damaged, or `output_dir` has a model already.
     """
     checkpoint, output_dir = Path(config.checkpoint), Path(config.output_dir)
     if not (checkpoint / layout.MANIFEST).is_file():
-        known = layout.newest_first(checkpoint) or layout.newest_first(checkpoint.parent)
-        advice = f"; give {known[0]}" if known else ""
+        near = layout.newest_first(checkpoint) or layout.newest_first(checkpoint.parent)
+        advice = f"; give {near[0]}" if near else ""
         raise UserError(f"{checkpoint} is no folder of a checkpoint{advice}.")
     if reason := layout.damage(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} cannot be exported: {reason}.")

@@ -112,7 +112,7 @@ def write_folders(
         state |= {name: tensor for name, tensor in below().items() if name not in state}
         state = lora.merged_state(lm, state)
     with layout.replacing(folder) as partial:
-        # safetensors makes bytes of a whole file
+        # safetensors builds each file in memory
         lm.save_pretrained(partial, state_dict=state, max_shard_size="5GB")
         write_settings(settings, partial, without=[lora.SETTINGS_FILE])
 
@@ -120,9 +120,9 @@ def write_folders(
 def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
     """Add a constant to every score by moving the bias of the final LayerNorm along the head.
 
-    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head itself has no bias
-    in transformers' classifiers, so this is how plain transformers sees the shift as well. RMSNorm
-    has no bias; then nothing is changed and the result is False.
+    With score = w . (n + b), b + shift w / |w|^2 adds exactly `shift`. The head has no bias in
+    transformers' classifiers; so transformers computes the shift too. Returns False, with nothing
+    changed, for RMSNorm, which has no bias.
     """
     head = state["score.weight"][0]  # (D,)
     inside = fsdp.inside_blocks(lm)
@@ -135,19 +135,19 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
     return False
 
 
-# ---- of a checkpoint -----------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str = "") -> None:
     """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
 
-    Needs no process group, and one copy of the weights in memory.
+    Needs no process group, and memory for one copy of the weights.
 
     Args:
-        checkpoint: a whole one.
-        output_dir: where these are replaced.
-        config: says whether code that comes with a model is run.
-        base: of adapters; empty: where the run had it.
+        checkpoint: not damaged.
+        output_dir: their folder; they are replaced.
+        config: its `trust_remote_code` counts.
+        base: model of the adapters; empty: the run's.
 
     Raises:
         UserError: it lacks something, or the base of its adapters cannot be read; by then
@@ -201,7 +201,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 def read_base(
     path: str, settings: Path, config: CommonConfig, *, is_classifier: bool
 ) -> dict[str, Tensor]:
-    """The weights below adapters, as the run had loaded them."""
+    """The weights of the base of adapters, as the run loaded them."""
     model_config = load.find_config(path, None, config)
     if is_classifier:
         tokenizer = load.load_tokenizer(str(settings), config, needs_eos=False)
@@ -212,26 +212,26 @@ def read_base(
 
 
 def use_folders(config: CommonConfig) -> None:
-    """Wherever a config names a checkpoint as a model, name its `model` in its place. Collective.
+    """Replace checkpoints that a config names as models by their exported `model`. Collective.
 
-    That is made once, in the checkpoint's folder, with which it goes. The ranks check the shards
-    together; rank 0 writes.
+    The checkpoint is exported once, into its folder, and the export is removed with it. The ranks
+    check the shards together; rank 0 writes.
 
     Raises:
-        UserError: it is damaged, or cannot be exported.
+        UserError: a checkpoint is damaged, or cannot be exported.
     """
     fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
     fields = [f for f in fields if f.name not in NOT_MODELS]
     names = dict.fromkeys(name for f in fields for name in values_of(config, f))
-    found = [name for name in names if os.path.isfile(os.path.join(name, layout.MANIFEST))]
-    folders = {name: exported(Path(name), config) for name in distributed.from_rank0(found)}
+    checkpoints = [n for n in names if os.path.isfile(os.path.join(n, layout.MANIFEST))]
+    folders = {name: exported(Path(name), config) for name in distributed.from_rank0(checkpoints)}
     for f in fields:
         new = [folders.get(name, name) for name in values_of(config, f)]
         setattr(config, f.name, new if isinstance(getattr(config, f.name), list) else new[0])
 
 
 def exported(checkpoint: Path, config: CommonConfig) -> str:
-    """The folder `model` in a checkpoint, made if it is not there. Collective."""
+    """The folder `model` in a checkpoint, exported if it is missing. Collective."""
     model, failure = checkpoint / "model", ""
     if distributed.from_rank0(model.is_dir()):
         return str(model)
@@ -239,7 +239,7 @@ def exported(checkpoint: Path, config: CommonConfig) -> str:
         raise UserError(f"the checkpoint {checkpoint} cannot be read: {reason}.")
     if distributed.is_rank0():
         try:
-            with FileLock(checkpoint / ".lock"):  # of two commands one waits
+            with FileLock(checkpoint / ".lock"):  # the second of two commands waits
                 if not model.is_dir():
                     export(checkpoint, checkpoint, config)
                     print(f"the checkpoint {checkpoint} is exported to {model}", flush=True)

@@ -1,13 +1,13 @@
-"""A checkpoint on disk: which folders there are, and whether one is whole.
+"""Files of a checkpoint: names, manifest, checksums, and replacing folders.
 
     checkpoints/step_00000500/
-        shard-00001-model-00001-of-00001.safetensors    a rank's part, and one for each other rank
+        shard-00001-model-00001-of-00001.safetensors    a shard for each rank
         settings/                                       config, tokenizer: a model without weights
         manifest.json                                   step, config, and checksums of the files
         model/                                          once it was exported
 
-It is written under another name, flushed to the disk and renamed, so what has the name was whole
-once; the checksums tell whether it still is. Nothing in it is pickled.
+A checkpoint is written under another name, flushed to the disk and renamed, so a folder with that
+name was complete once. The checksums show later damage. Nothing in it is pickled.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ MANIFEST = "manifest.json"
 NAME = re.compile(r"step_\d{8,}")
 SETTINGS = "settings"  # files other than weights of an exported folder
 NEEDED = ("adapters", "config", "files", "has_reference", "lines", "stage", "step", "sums")
-RECORDS = (METRICS, SAMPLES)  # of the run, a line for each thing that was logged
-PARTIAL = ".partial"  # the end of the name of a folder that is being written
+RECORDS = (METRICS, SAMPLES)  # of the run, a line for each logged item
+PARTIAL = ".partial"  # suffix of a folder that is being written
 
 
 def folder_of(output_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` finished steps is."""
+    """The folder of the checkpoint after `step` finished steps."""
     return output_dir / "checkpoints" / f"step_{step:08d}"
 
 
@@ -42,9 +42,9 @@ def step_of(folder: Path) -> int:
 
 
 def newest_first(output_dir: Path) -> list[Path]:
-    """The folders with a checkpoint's name, whole or not."""
+    """The folders with a checkpoint's name, damaged ones too, the newest first."""
     folder = output_dir / "checkpoints"
-    # Unlike `glob`, `os.listdir` fails for a folder that may not be read: it does not seem empty.
+    # `os.listdir` fails for an unreadable folder; `glob` would return nothing.
     names = filter(NAME.fullmatch, os.listdir(folder) if folder.is_dir() else [])
     return sorted(map(folder.joinpath, names), reverse=True)
 
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the file of `write_manifest`.
 
     Raises:
-        ValueError: it is not there or was changed; the text says so.
+        ValueError: it is missing or was changed.
     """
     try:
         record = json.loads((folder / MANIFEST).read_text())
@@ -82,11 +82,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-# ---- is it whole? --------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 def describe(file: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file, as the manifest keeps them."""
+    """Size and SHA-256 of a file, its entry in the manifest."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         for chunk in iter(lambda: stream.read(1 << 20), b""):
@@ -114,7 +114,7 @@ def _listed(folder: Path) -> tuple[str, dict[str, Any]]:
             return f"{MANIFEST} has no {name!r}: another version has written it", {}
     if NAME.fullmatch(folder.name) and step_of(folder) != contents["step"]:
         return f"{MANIFEST} is of step {contents['step']}", {}
-    # torch reads every file with this ending, whether the manifest knows it or not.
+    # torch reads every file with this suffix, in the manifest or not.
     strays = {path.name for path in folder.glob("*.safetensors")} - contents["files"].keys()
     if strays:
         return f"{min(strays)} does not belong to it", {}
@@ -138,25 +138,25 @@ def _wrong(file: Path, expected: Mapping[str, Any]) -> str:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes the place of `folder` once it is whole."""
-    folder = folder.resolve()  # of a link to another disk what it points to is replaced, there
+    """A new folder to write into; it replaces `folder` when the block ends without an error."""
+    folder = folder.resolve()  # a link stays, and its target is replaced
     partial = folder.with_name(folder.name + PARTIAL)
     discard(partial)
     partial.mkdir(parents=True)
     try:
         yield partial
     except BaseException:
-        discard(partial)  # a disk that is full needs the room
+        discard(partial)  # frees room on a full disk
         raise
     put_in_place(partial, folder)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a whole folder its name, in an order that a power cut cannot turn round."""
-    mode = partial.stat().st_mode & 0o666  # as the umask has it; safetensors' files are the owner's
+    """Rename a complete folder, after flushing its files: a power cut leaves the old or the new."""
+    mode = partial.stat().st_mode & 0o666  # safetensors makes files that only the owner reads
     for path in partial.rglob("*"):
         if path.is_file():
-            with suppress(PermissionError):  # of a file system that has no such thing
+            with suppress(PermissionError):  # of a file system without modes
                 path.chmod(mode)
         flush(path)
     flush(partial)
@@ -167,7 +167,7 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder; one that is half removed does not have its name."""
+    """Remove a folder under another name: after a kill no half of it has the old name."""
     aside = folder.with_name(f"{folder.name}.old{PARTIAL}")
     discard(aside)
     folder.rename(aside)
@@ -175,7 +175,7 @@ def remove(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder, a file, or a link and not what it points to; nothing if none is there."""
+    """Remove a folder, a file, or a link without its target, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -183,7 +183,7 @@ def discard(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file, or a folder's list of entries, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -192,7 +192,7 @@ def flush(path: Path) -> None:
 
 
 def remove_after(output_dir: Path, step: int) -> list[Path]:
-    """Remove what a run that goes on after `step` will make again; returns the checkpoints."""
+    """Remove unfinished checkpoints and those after `step`; returns the latter."""
     for path in (output_dir / "checkpoints").glob(f"*{PARTIAL}"):
         discard(path)
     later = [path for path in newest_first(output_dir) if step_of(path) > step]

@@ -8,18 +8,18 @@ from common.errors import UserError, gist
 
 
 def prepare(config: HubConfig) -> None:
-    """Make the repository before anything is trained for it, if the model is to be pushed.
+    """Create the repository on the hub before training, with `push_to_hub`.
 
     Raises:
         UserError: the hub does not answer, or does not let this user write there.
     """
     from huggingface_hub import HfApi
 
-    private = config.hub_private_repo or None  # as the account has it
+    private = config.hub_private_repo or None  # None: the account's default
     try:
         if config.push_to_hub:
             HfApi().create_repo(config.hub_model_id, private=private, exist_ok=True)
-    except Exception as error:  # of its HTTP library too
+    except Exception as error:  # also of the HTTP library
         raise UserError(
             f"--push_to_hub: {config.hub_model_id} cannot be written on the hub ({gist(error)}); "
             "log in with `hf auth login`, or leave the flag out and upload the folder later."
@@ -27,10 +27,10 @@ def prepare(config: HubConfig) -> None:
 
 
 def push(output_dir: Path, config: HubConfig) -> None:
-    """Upload `model`, and `adapter` into a folder of that name, if asked for. Rank 0 does.
+    """With `push_to_hub`, upload `model`, and `adapter` as a folder of that name. Rank 0 only.
 
     Raises:
-        RuntimeError: that failed; says how to do it by hand.
+        RuntimeError: it failed; says how to upload by hand.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,4 @@
-"""What a run goes on from, and whether what is in its folder is of another run."""
+"""The checkpoint to resume from, and refusals of a folder of another run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,32 +16,32 @@ from common.shutdown import signals
 def find(config: TrainConfig) -> Path | None:
     """The checkpoint that `--resume_from_checkpoint` means, None to start at step 0. Collective.
 
-    A damaged one is named, and the one before it taken. What is there is rank 0's to say.
+    It warns of a damaged one and takes the one before it. Rank 0 lists the folders for all ranks.
 
     Raises:
-        Stopped: this very run is finished, so that a chain of commands can be repeated.
-        UserError: the folder that was named is no whole checkpoint, all of them are damaged,
-            `auto` finds one of a run with another config, or there is none and `output_dir` has a
-            model of another config, or of another stage.
+        Stopped: this run is finished already; so a list of commands can be repeated.
+        UserError: the named folder is no whole checkpoint; or all are damaged; or `auto` finds one
+            of a run with another config; or without a checkpoint, `output_dir` has a model of
+            another config or stage.
     """
     if distributed.is_rank0():
         refuse_other_stage(config)
     wanted = config.resume_from_checkpoint
     leave_finished(config)
-    own: list[Path] = distributed.from_rank0(layout.newest_first(Path(config.output_dir)))
+    folders: list[Path] = distributed.from_rank0(layout.newest_first(Path(config.output_dir)))
     if wanted not in ("auto", "latest"):
-        if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(own, config):
-            wanted = "auto"  # torchrun repeats a command whose run has come further since
+        if distributed.number_in("TORCHELASTIC_RESTART_COUNT") and has_own(folders, config):
+            wanted = "auto"  # torchrun repeats the command, and the run has saved since
         elif wanted in ("", "none"):
             return None
         else:
-            return named(Path(wanted), config, own)
-    for folder in own:
+            return named(Path(wanted), config, folders)
+    for folder in folders:
         if not (reason := layout.damage(folder)):
             refuse_other_run(folder, config, any_config=wanted == "latest")
             return folder
         distributed.print_rank0(f"warning: the checkpoint {folder} is skipped: {reason}.")
-    if own:
+    if folders:
         raise UserError(
             f"no checkpoint in {config.output_dir} is whole; --resume_from_checkpoint none starts "
             "anew."
@@ -58,7 +58,7 @@ def find(config: TrainConfig) -> Path | None:
 
 
 def refuse_other_stage(config: TrainConfig) -> None:
-    """Raise a UserError if the run would replace a model that no run of this stage has written."""
+    """Raise a UserError if the run would replace a model of another stage or of no run."""
     output_dir, stage = Path(config.output_dir), type(config).__name__
     if not has_model(output_dir):
         return
@@ -72,12 +72,12 @@ def refuse_other_stage(config: TrainConfig) -> None:
 
 
 def has_model(output_dir: Path) -> bool:
-    """Whether it has a finished model; a folder that waits for one is empty."""
+    """Whether `output_dir` has a finished model; an empty folder is none."""
     return (output_dir / "model").is_dir() and any((output_dir / "model").iterdir())
 
 
 def leave_finished(config: TrainConfig) -> None:
-    """Raise Stopped if this very run is finished, and would be gone on with. Collective."""
+    """Raise Stopped if this run is finished and `config` would resume it. Collective."""
     goes_on = config.resume_from_checkpoint in ("auto", "latest")
     if distributed.from_rank0(goes_on and distributed.is_rank0() and is_finished(config)):
         raise signals.Stopped(
@@ -87,7 +87,7 @@ def leave_finished(config: TrainConfig) -> None:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether a run of the same config has ended here after its inputs were last changed."""
+    """Whether a run of the same config finished here, and its inputs have not changed since."""
     output_dir = Path(config.output_dir)
     environment, saved = read_config(output_dir, ENVIRONMENT), read_config(output_dir)
     if not (has_model(output_dir) and environment.get("finished")):
@@ -95,11 +95,11 @@ def is_finished(config: TrainConfig) -> bool:
     ended = (output_dir / ENVIRONMENT).stat().st_mtime
     paths = [config.model_name_or_path, getattr(config, "ref_model_name_or_path", "")]
     paths += getattr(config, "reward_funcs", [])
-    read = [Path(path, "config.json") for path in paths if path]
-    read += [Path(path.rpartition(":")[0]) for path in paths if ".py:" in path]
+    inputs = [Path(path, "config.json") for path in paths if path]
+    inputs += [Path(path.rpartition(":")[0]) for path in paths if ".py:" in path]
     rows = Path(config.dataset_name).expanduser()
-    read += rows.iterdir() if rows.is_dir() else [rows]
-    for file in read:
+    inputs += rows.iterdir() if rows.is_dir() else [rows]
+    for file in inputs:
         if file.is_file() and file.stat().st_mtime > ended:
             print(f"{output_dir}/model is trained again: {file} is newer", flush=True)
             return False
@@ -126,12 +126,12 @@ def set_aside_other_model(config: TrainConfig) -> None:
 
 
 def has_own(folders: Sequence[Path], config: TrainConfig) -> bool:
-    """Whether a checkpoint is of a run of this stage with this config. Collective."""
+    """Whether any of the checkpoints is of a run of this stage with this config. Collective."""
 
     def is_own(folder: Path) -> bool:
         try:
             return not other_run(folder, config)
-        except (ValueError, KeyError):  # it cannot be read, or another version has written it
+        except (ValueError, KeyError):  # damaged, or written by another version
             return False
 
     return bool(distributed.from_rank0(any(map(is_own, folders))))
@@ -141,8 +141,8 @@ def named(folder: Path, config: TrainConfig, others: Sequence[Path]) -> Path:
     """The folder of `--resume_from_checkpoint`, checked. Collective.
 
     Raises:
-        UserError: it is not whole, of another stage, or `output_dir` has checkpoints of another
-            run, which would be mixed up with those of this one.
+        UserError: it is damaged or of another stage, or `output_dir` has checkpoints of another
+            run, which those of this one would mix with.
     """
     if reason := layout.damage(folder):
         raise UserError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}.")
@@ -177,8 +177,8 @@ def other_run(folder: Path, config: TrainConfig, *, any_config: bool = False) ->
 def changed_fields(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """Differences to a saved config that make it another run: "seed was 0 and is 1".
 
-    A field that was added since has its default in the saved one. One that was removed and was on,
-    as `dropout: 0.1`, cannot be given again.
+    A field added since counts as its default in the saved config. A removed field that was on, as
+    `dropout: 0.1`, counts as a difference.
     """
     fields = {f.name: f for f in dataclasses.fields(config)}
     gone = [name for name, before in saved.items() if before and name not in fields]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: shards, taken from the sharded modules and put back there."""
+"""The sharded state in a checkpoint: parameters, optimiser, and a reference that changes."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from common.model import lora
 
 State = dict[str, Any]
 CODES = {dtype: code for code, dtype in _TYPES.items()}  # of safetensors
-PARTLY = StateDictOptions(strict=False)  # what is not in the state stays: frozen parameters
+PARTLY = StateDictOptions(strict=False)  # frozen parameters are not in the state and stay
 
 
 def restore_state(
@@ -51,8 +51,8 @@ def restore_state(
         reference: sharded, if it is in the checkpoint.
 
     Raises:
-        UserError: the checkpoint has a reference and there is none here, or the reverse; or it has
-            other adapters, or does not fit the model.
+        UserError: either the checkpoint or this run has no changing reference; or adapters or
+            model differ.
     """
     manifest = layout.read_manifest(folder)
     if manifest["has_reference"] != (reference is not None):
@@ -106,20 +106,23 @@ def cause(error: BaseException) -> str:
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """torch's, but for the file, which torch makes in memory, twice; here tensor by tensor."""
+    """Writes tensor by tensor; torch's own writer holds two copies of the file in memory."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's: safetensors, with the place of each shard."""
+        """Write this rank's shards as safetensors, with their offsets in the whole tensors."""
         items: list[Any] = plan.items
-        header, places, end = {}, {}, 0
+        header, offsets, end = {}, {}, 0
         for item in items:
             name, chunk = item.index.fqn, item.tensor_data.chunk
             dtype = item.tensor_data.properties.dtype  # float32, but for some models' buffers
             begin, end = end, end + dtype.itemsize * chunk.sizes.numel()
-            about = {"shape": [*chunk.sizes], "data_offsets": [begin, end]}
-            header[name] = about | {"dtype": CODES[dtype]}
-            places[name] = {"saved_offsets": [*chunk.offsets]}
-        text = json.dumps({**header, "__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}})
+            header[name] = {
+                "shape": [*chunk.sizes],
+                "data_offsets": [begin, end],
+                "dtype": CODES[dtype],
+            }
+            offsets[name] = {"saved_offsets": [*chunk.offsets]}
+        text = json.dumps({**header, "__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets)}})
         text += " " * (-len(text) % 8)  # numbers start at a multiple of their size
         rank = distributed.rank() + 1
         path = Path(self.path, f"shard-{rank:05d}-model-00001-of-00001.safetensors")
@@ -130,7 +133,7 @@ class ShardWriter(HuggingFaceStorageWriter):
                 file.write(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
         layout.flush(path)
         written: Future[list[WriteResult]] = Future()
-        written.set_result([])  # a manifest is made of what is on the disk
+        written.set_result([])  # our manifest describes the files on the disk
         return written
 
 
@@ -138,7 +141,7 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Shards of model and optimiser, without frozen parameters."""
     is_new = not optimizer.state
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    if is_new:  # what torch filled in for us has counted a step
+    if is_new:  # torch made a step to fill the empty state
         for values in optimizer.state.values():
             values["step"].zero_()
     every = model.named_parameters(remove_duplicate=False)
@@ -148,14 +151,14 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def once_each(module: nn.Module, state: State) -> State:
-    """A module's state with a tied parameter under the first of its names only."""
+    """A module's state with each tied parameter once, under the first of its names."""
     every = (name for name, _ in module.named_parameters(remove_duplicate=False))
     second_names = set(every) - {name for name, _ in module.named_parameters()}
     return {name: value for name, value in state.items() if name not in second_names}
 
 
 def reference_state(reference: nn.Module) -> State:
-    """The shards of a reference that changes: of one inside the policy its adapter only."""
+    """The shards of a reference that changes; only the adapter if it is inside the policy."""
     state: State = get_model_state_dict(reference)
     if isinstance(reference, lora.AdapterReference):
         return {k: v for k, v in state.items() if lora.belongs_to(k, lora.REFERENCE)}
