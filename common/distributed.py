@@ -26,14 +26,14 @@ _limit = timedelta(minutes=30)  # of a collective; `start` sets it
 def start(timeout: float = 1800.0) -> None:
     """Join the process group that torchrun describes, or make a group of one. Idempotent.
 
-    `timeout` is the seconds that this process waits for the others in a collective, and here.
+    `timeout` is the seconds that this process waits for the others, here and in a collective.
     """
     global _limit
     if dist.is_initialized():
         return
     quieten()
-    # With a mask it plans anew for every shape and may give NaN gradients to queries of masked rows
-    # (github.com/pytorch/pytorch/issues/196678); other fused kernels take its place.
+    # With a mask, cuDNN's attention makes a new plan for every shape, and gradients of queries in
+    # masked rows may be NaN (github.com/pytorch/pytorch/issues/196678). Other fused kernels stay.
     torch.backends.cuda.enable_cudnn_sdp(False)
     backend = "gloo"
     if torch.cuda.is_available():
@@ -55,30 +55,30 @@ def start(timeout: float = 1800.0) -> None:
 
 
 def let_segments_grow() -> None:
-    """Have memory of a GPU given out in segments that grow, unless the user has set anything.
+    """Use growing memory segments on a GPU, unless the user has configured the allocator.
 
-    Micro-batches differ in size: in segments of fixed sizes they leave gaps that none fits into.
-    torch reads this at the first allocation.
+    Micro-batches differ in size, and fragment segments of fixed sizes. torch reads this at the
+    first allocation.
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def quieten() -> None:
-    """Silence libraries."""
+    """Silence warnings and progress bars of libraries."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # silences a warning at each fork
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a new reward head is no news
 
 
 def number_in(variable: str, default: int = 0) -> int:
-    """An environment variable's number; the default where it has none, which `start` refuses."""
+    """An environment variable as a number, the default if it is none."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default
 
 
 def rank() -> int:
-    """This process's number, also before `start`."""
+    """Rank of this process, also before `start`."""
     return dist.get_rank() if dist.is_initialized() else number_in("RANK")
 
 
@@ -90,26 +90,26 @@ def world_size() -> int:
 
 
 def is_rank0() -> bool:
-    """Whether this process writes files and prints."""
+    """Whether this is rank 0, which writes files and prints."""
     return rank() == 0
 
 
 def device() -> torch.device:
-    """Where this process computes."""
+    """Device of this process."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator, the same on all ranks: whatever is drawn is drawn alike."""
+    """Seed every generator, the same on all ranks."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries below us read the global generator
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries read the global generator
     torch.manual_seed(seed)
 
 
 def refuse_replicas(num_replicas: int, num_ranks: int) -> None:
-    """Raise a UserError for processes that do not split into so many equal groups."""
+    """Raise a UserError if the processes do not split into that many equal groups."""
     if num_ranks % num_replicas != 0:
         raise UserError(
             f"--num_replicas is {num_replicas}; it must divide the {num_ranks} processes."
@@ -117,7 +117,7 @@ def refuse_replicas(num_replicas: int, num_ranks: int) -> None:
 
 
 def refuse_uneven(batch_size: int, num_ranks: int) -> None:
-    """Raise a UserError for a batch that so many processes cannot share evenly."""
+    """Raise a UserError if the processes cannot share a batch evenly."""
     if batch_size % num_ranks != 0:
         raise UserError(
             f"--batch_size is {batch_size}, which {num_ranks} processes cannot share evenly; "
@@ -133,7 +133,7 @@ def mesh(num_replicas: int = 1) -> DeviceMesh:
     shape = (num_replicas, world_size() // num_replicas)
     result = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard"))
     for group in result.get_all_groups():
-        _set_pg_timeout(_limit, group)  # torch gives a part of the processes its own default
+        _set_pg_timeout(_limit, group)  # else subgroups have torch's default
     return result
 
 
@@ -143,7 +143,7 @@ def another_group() -> Any:
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks, returned as a new tensor on the same device. Collective."""
+    """Sum over ranks, a new tensor on the same device. Collective."""
     result = tensor.detach().clone()
     dist.all_reduce(result)
     return result
@@ -156,7 +156,7 @@ def count_all(counts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
-    """Largest over ranks, returned as a new tensor on the same device. Collective."""
+    """Maximum over ranks, a new tensor on the same device. Collective."""
     result = tensor.detach().clone()
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return result
@@ -165,8 +165,8 @@ def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
 def from_rank0(value: Any) -> Any:
     """Rank 0's value on every rank. Collective.
 
-    torch pickles it on the way: ranks trust each other, as processes of one run that one user
-    started. What comes out of a file is never unpickled.
+    torch pickles it: ranks trust each other, as processes that one user started. No file is ever
+    unpickled.
     """
     values = [value]
     if world_size() > 1:
@@ -175,11 +175,11 @@ def from_rank0(value: Any) -> Any:
 
 
 def from_all_ranks(values: list[Any]) -> list[Any]:
-    """The ranks' lists one after another on every rank, pickled as in `from_rank0`. Collective."""
+    """The ranks' lists concatenated, on every rank, pickled as in `from_rank0`. Collective."""
     lists: list[list[Any]] = [values] * world_size()
     if world_size() > 1:
         dist.all_gather_object(lists, values)
-    return [value for part in lists for value in part]
+    return [value for values in lists for value in values]
 
 
 def barrier() -> None:
@@ -189,12 +189,12 @@ def barrier() -> None:
 
 
 def is_first_on_host() -> bool:
-    """Whether this process is the first of its machine."""
+    """Whether this process is the first of its host."""
     return number_in("LOCAL_RANK") == 0
 
 
 def num_on_host() -> int:
-    """Number of processes on this machine."""
+    """Number of processes on this host."""
     return number_in("LOCAL_WORLD_SIZE", 1)
 
 
@@ -205,13 +205,13 @@ def print_rank0(*values: object, **options: Any) -> None:
 
 
 def peak_resident_gb() -> float:
-    """Largest memory of this process on the host so far, in GB."""
+    """Peak host memory of this process so far, in GB."""
     scale = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
 
 
 def peak_memory_gb() -> float:
-    """Largest memory of any process so far, in GB: of the GPU if there is one. Collective."""
+    """Peak memory of any process so far, in GB, of the GPU if there is one. Collective."""
     has_gpu = torch.cuda.is_available()
-    own = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else peak_resident_gb()
-    return float(all_reduce_max(torch.tensor(own, dtype=torch.float64)))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if has_gpu else peak_resident_gb()
+    return float(all_reduce_max(torch.tensor(peak, dtype=torch.float64)))

@@ -1,4 +1,4 @@
-"""How a script starts and ends: its config, what is printed of an error, and the exit status."""
+"""Start and end of a script: its config, error messages, and the exit status."""
 
 import atexit
 import os
@@ -22,10 +22,10 @@ PATIENCE = 5.0  # seconds; torchrun looks at its processes ten times a second
 def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     """Run a stage with the config that the command line gives.
 
-    Exits with status 2 and one sentence after a user error, with 1 and the traceback after any
-    other. Every rank ends: in a collective it waits for its peers for at most `ddp_timeout`
-    seconds, and torchrun ends it within 30 s of a failure on its host.
-    What a run writes is never writable for everybody: who changes a model changes what others run.
+    A user error exits with status 2 and one sentence, any other with 1 and the traceback. Every
+    rank ends: a collective waits for its peers for at most `ddp_timeout` seconds, and torchrun ends
+    a rank within 30 s of a failure on its host. Files of a run are never writable for everybody,
+    because a model may be loaded by others.
     """
     from common.checkpoint import best, hf_folder, push
     from common.flags.parser import parse
@@ -59,22 +59,22 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
 
 
 def leave() -> None:
-    """End the process groups; one of several processes leaves with status 0."""
+    """End the process groups; with several ranks also the process, with status 0."""
     num_ranks = distributed.world_size()
     dist.destroy_process_group()
     if num_ranks > 1:
-        # FSDP still refers to groups, which keeps gloo's threads. One that sees a peer's connection
-        # close while C++ takes this process apart could crash it.
+        # FSDP still holds groups, and so gloo's threads. One of them could crash this process if a
+        # peer's connection closes while C++ objects are destroyed.
         atexit._run_exitfuncs()
         close_and_exit(0)
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Say what ended this rank, on stderr and in torchrun's summary, and leave.
+    """Report an error on stderr and in torchrun's summary, and exit.
 
-    Torchrun ends the ranks of a host as soon as one has left. So the first rank of a host speaks at
-    once, and the others, who may have the same to say, only if they are still there after
-    `PATIENCE`; so does a rank that lost its peers, of whom one is the cause.
+    Torchrun ends the ranks of a host as soon as one has exited. So the first rank of a host reports
+    at once, and the others, which may have the same error, only after `PATIENCE`. A rank that lost
+    its peers also waits, because one of them is the cause.
     """
     from common.shutdown import failures, processes, signals
 
@@ -96,7 +96,7 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def close_and_exit(status: int) -> NoReturn:
-    """Leave at once, without waiting for peers that may be inside a collective."""
+    """Exit at once, without waiting for peers that may be inside a collective."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

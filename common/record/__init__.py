@@ -1,5 +1,5 @@
-"""What a run records and shows while it runs.
+"""Records of a run, and what it shows while it runs.
 
-Face: glossary (every metric), metrics (Accumulator), logger, terminal, jsonl,
-folder (what a run writes where), tracking (wandb, tensorboard), profile, output_lock.
+Face: glossary (every metric), metrics (Accumulator), logger, terminal, jsonl, run_folder (file
+names and readers), tracking (wandb, tensorboard), profile, output_lock.
 """

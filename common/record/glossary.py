@@ -1,11 +1,11 @@
-"""The metrics that runs record, defined in docs/metrics.md."""
+"""Names of the metrics that runs record; docs/metrics.md defines them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 FUNCTION_PREFIX = "reward/"
 LOGGED_PREFIX = "logged/"
-# Of names that a run makes up.
+# Prefixes of names that depend on the run: of reward functions, and of what they log.
 PREFIXES = (FUNCTION_PREFIX, LOGGED_PREFIX, f"eval_{FUNCTION_PREFIX}")
 ENDS = ("_low", "_high")  # of a 95% interval: eval_reward_low, eval_reward_low/gold
 
@@ -26,8 +26,7 @@ METRICS = (
     *("eval_stop_rate", "eval_<name>_low", "eval_<name>_high"),
 )
 
-# What a console line and the bar show, in this order, a prefix for all that begin with it;
-# metrics.jsonl has everything.
+# Metrics on a console line, in this order; a prefix stands for all names that begin with it.
 CONSOLE = (
     *("loss", "eval_loss", "accuracy", "eval_accuracy", "reward", FUNCTION_PREFIX, "eval_reward"),
     *(f"eval_{FUNCTION_PREFIX}", "kl", "eval_kl"),
@@ -38,28 +37,28 @@ POSTFIX = ("loss", "accuracy", "reward", "kl")
 
 
 def is_defined(name: str) -> bool:
-    """Whether a metric is in `METRICS`, made up behind one of `PREFIXES`, or an end of either."""
-    head, slash, made_up = name.partition("/")
+    """Whether a metric is in `METRICS`, begins with one of `PREFIXES`, or is an interval end."""
+    head, slash, function = name.partition("/")
     for end in ENDS if head.startswith("eval_") else ():
         head = head.removesuffix(end)
-    name = head + slash + made_up
+    name = head + slash + function
     return name in METRICS or any(name.startswith(p) and len(name) > len(p) for p in PREFIXES)
 
 
 def with_interval(name: str, value: float, *ends: float | None) -> dict[str, float]:
-    """A metric and the ends of its 95% interval, by their names; without an interval alone."""
+    """A metric, and the ends of its 95% interval that are not None, by name."""
     values = zip((name, *ends_of(name)), (value, *ends), strict=True)
     return {end: number for end, number in values if number is not None}
 
 
 def ends_of(name: str) -> list[str]:
     """The names of the ends of a metric's interval."""
-    head, slash, made_up = name.partition("/")
-    return [f"{head}{end}{slash}{made_up}" for end in ENDS]
+    head, slash, function = name.partition("/")
+    return [f"{head}{end}{slash}{function}" for end in ENDS]
 
 
 def recorded(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Which of the metrics the records have; a prefix stands for all that begin with it."""
+    """The recorded ones of `names`; one of `PREFIXES` stands for all names that begin with it."""
     present = sorted({name for record in records for name in record})
     return [
         name

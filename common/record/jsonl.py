@@ -1,4 +1,4 @@
-"""JSON lines, written line by line by a run that may be killed at any of them."""
+"""JSON lines files: reading, cutting, and atomic writing."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a `.jsonl` file, [] if it does not exist.
 
-    An unfinished last line, left by a run that was killed while writing it, is dropped.
+    An unfinished last line, as a killed run leaves it, is dropped.
 
     Raises:
         RuntimeError: another line is not JSON.
@@ -43,7 +43,7 @@ def num_lines(path: Path) -> int:
 
 
 def keep_lines(path: Path, number: int) -> None:
-    """Cut a file after so many lines; one with fewer stays as it is."""
+    """Cut a file to its first `number` lines; a shorter one stays as it is."""
     if path.exists():
         with path.open("rb+") as file:
             for _ in range(number):
@@ -54,17 +54,17 @@ def keep_lines(path: Path, number: int) -> None:
 def rewind_jsonl(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Keep the lines up to `start_step`; a run from step 0 starts an empty file. Atomic.
 
-    The steps after the checkpoint that a run resumes from will be made, and logged, again. Damaged
-    lines, as a power cut leaves them, are dropped with a warning.
+    A resumed run logs the later steps again. Damaged lines, as a power cut leaves them, are dropped
+    with a warning.
 
     Returns:
-        What was kept.
+        The records that stay.
     """
     lines = []
     if start_step > 0 and path.exists():
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = [_logged(line) for line in lines if line]
-    torn = bool(lines and lines[-1])  # the end of a file that was being written
+    torn = bool(lines and lines[-1])  # the last line is unfinished
     if num_damaged := records[: len(records) - torn].count(None):
         print(f"warning: {num_damaged} damaged lines of {path} are dropped.", flush=True)
     kept = [record for record in records if record and record["step"] <= start_step]
@@ -97,15 +97,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, lines: Iterable[str]) -> None:
-    """Write a text file: it holds all of the lines, flushed to the disk, or what it held before."""
+    """Replace a text file: after a crash it has all of the lines, or its old content."""
     with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def json_line(record: Mapping[str, Any]) -> str:
     """One line of a `.jsonl` file."""
-    # JSON has no NaN or infinity. null keeps the file readable and the gap visible; a run whose
-    # loss or gradient is not finite stops by itself, with the value in its error message.
+    # JSON has no NaN or infinity, so they are null. A loss or gradient that is not finite stops the
+    # run, with the value in the error message.
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()

@@ -1,4 +1,4 @@
-"""Where a run's metrics and samples go: files, the bar, the terminal, wandb, tensorboard.
+"""Logging of metrics and samples: files, progress bar, terminal, wandb, tensorboard.
 
 `metrics.jsonl` holds an object per logged step, `{"step": n, name: value, ...}`: training metrics
 and evaluations are separate lines. A name outside `common/record/glossary.py` gets a warning.
@@ -26,19 +26,19 @@ from common.shutdown.failures import note_step
 
 
 class RunLogger:
-    """Shows and records a run. Call it on every rank: rank 0 writes and prints, others do nothing.
+    """Records and shows a run. Every rank calls it; only rank 0 writes and prints.
 
     Args:
         config: of the run; rank 0 writes it, and the environment, into its `output_dir`.
         total_steps: optimiser steps of the whole run.
-        start_step: the step resumed from; what was logged after it is dropped.
+        start_step: the step resumed from; later lines of the files are dropped.
 
     Raises:
         UserError: the run was resumed beyond its end.
     """
 
     def __init__(self, config: TrainConfig, total_steps: int, start_step: int = 0) -> None:
-        """Open the files, the bar, and what `report_to` names."""
+        """Open the files, the bar, and the trackers in `report_to`."""
         if start_step > total_steps:
             raise UserError(
                 f"the checkpoint is at step {start_step} and the run has {total_steps} steps; "
@@ -83,7 +83,7 @@ class RunLogger:
         self.log(step, values)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step in every place, and print a short line of them."""
+        """Record metrics of a step in files and trackers, and print a short line of them."""
         if not self._active:
             return
         for name in metrics:
@@ -105,18 +105,17 @@ class RunLogger:
         self._mark = time.monotonic()
 
     def status(self, text: str) -> None:
-        """Say in the bar what is happening ("sampling 34/56 tokens"); "" for nothing special.
+        """Show a short text in the bar ("sampling 34/56 tokens"); "" removes it.
 
-        Cheap enough for every token: the bar is redrawn at its own pace.
+        It is cheap enough for every token: the bar limits how often it redraws.
         """
         if self._active:
             show_status(self._bar, f"{self.stage}: {text}" if text else self.stage)
 
     def update(self, step: int) -> None:
-        """End a step: move the bar, and count the time since the last call as the step's.
+        """End a step: move the bar, and add the time since the last call to the step's time.
 
-        `log` and `samples` restart that clock, so what is done between `update` and them, which is
-        evaluation, is not part of any step.
+        `log` and `samples` restart that clock: evaluation before them is not part of a step.
         """
         now = time.monotonic()
         self._step_seconds += now - self._mark
@@ -131,10 +130,10 @@ class RunLogger:
         rows: Sequence[Mapping[str, Any]],
         shown: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Add completions to `samples.jsonl`; of all, or `shown`, a table in every other place.
+        """Add completions to `samples.jsonl`; log `shown`, else all of them, as a table.
 
-        Rows are of the same columns: text, numbers, None, or what is measured of single tokens.
-        Those are lists, which go to `samples.jsonl` only.
+        Rows have the same columns: text, numbers, None, or lists of values per token, which go to
+        `samples.jsonl` only.
         """
         if not self._active or not rows:
             return
@@ -149,7 +148,7 @@ class RunLogger:
         self._mark = time.monotonic()
 
     def close(self) -> None:
-        """End the bar, the files and what `report_to` names. The run is complete."""
+        """Close the bar, the files and the trackers, and unlock `output_dir`."""
         if not self._active:
             return
         self._active = False
@@ -161,7 +160,7 @@ class RunLogger:
         output_lock.release(self.output_dir)
 
     def _append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file; if somebody has removed it, that is written anew."""
+        """Add lines to a file; a file that was removed is written again."""
         file, path = self._files[name], self.output_dir / name
         try:
             if not path.exists():
@@ -171,9 +170,9 @@ class RunLogger:
                 self._files[name] = path.open("a+", encoding="utf-8")
                 self._files[name].write(file.read())
             self._files[name].writelines(map(json_line, records))
-            self._files[name].flush()  # for readers, and for the next run after a crash
+            self._files[name].flush()  # for readers, and for a resumed run after a crash
         except OSError as error:
-            error.filename = str(path)  # `write` names none, as where the disk is full
+            error.filename = str(path)  # `write` names none
             raise
 
     @staticmethod
@@ -181,4 +180,4 @@ class RunLogger:
         if sys.stderr.isatty():
             tqdm.write(text, file=sys.stdout)  # above the bar
         else:
-            print(text, flush=True)  # tqdm.write would redraw the bar at every line of a log file
+            print(text, flush=True)  # in a log file, tqdm.write would print the bar at every line

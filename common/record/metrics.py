@@ -1,4 +1,4 @@
-"""What a stage counts in its steps: exact means over micro-batches and ranks."""
+"""Exact means of metrics over micro-batches and ranks."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from common.distributed import all_reduce_sum, from_all_ranks, world_size
 
-# The phases of a step, in its order: what `Accumulator.timed` takes, and a profile shows.
+# Phases of a step, in order: names for `Accumulator.timed`, and labels in a profile.
 PHASES = ("sample_seconds", "score_seconds", "reference_seconds", "update_seconds")
 
 
 class Accumulator:
     """Means over micro-batches and ranks, as sums and counts in float64.
 
-    A mean of means weighs a short micro-batch like a long one; a sum over a count does not, so the
-    result does not depend on how the rows were split.
+    A sum over a count weighs every value equally, so the result does not depend on how the rows
+    were split; a mean of means would weigh a short micro-batch like a long one.
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        """Start empty; sums live on `device`, where the totals are computed."""
+        """Start empty; sums are on `device`, where the totals are computed."""
         self.device = device
         self._sums: dict[str, Tensor] = {}  # name -> (2,) float64: sum, count
         self._on_gpu = torch.device(device).type == "cuda"
         self._phases: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # not yet measured
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1) -> None:
-        """Add the 0-d sum of `count` values, 0 where this rank has none. Local.
+        """Add the 0-d sum of `count` values, which may be 0. Local.
 
-        What is added is detached, and does not wait for the device.
+        The sum is detached, and this does not wait for the device.
         """
         if name not in self._sums:
             self._sums[name] = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -40,9 +40,9 @@ class Accumulator:
         sums[1] += count.detach() if isinstance(count, Tensor) else count
 
     def add_values(self, **values: Tensor | float) -> None:
-        """Add values of the whole step, each the same on every rank, which count once together.
+        """Add values of the whole step, equal on all ranks; together the ranks count once.
 
-        So a run may be resumed between two lines with another number of ranks.
+        So a run may resume with another number of ranks between two lines.
         """
         share = 1 / world_size()
         for name, value in values.items():
@@ -54,11 +54,11 @@ class Accumulator:
         return self._sums[name][0]
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of this rank's sums and counts, (2,) by name, but for the times of phases."""
+        """Copies of this rank's sums and counts, (2,) by name, without the phases."""
         return {name: sums.clone() for name, sums in self._sums.items() if name not in PHASES}
 
     def restore(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Go on from the sum and count of each name."""
+        """Replace the sums and counts, by name."""
         self._sums = {
             name: torch.tensor(values, dtype=torch.float64, device=self.device)
             for name, values in sums.items()
@@ -68,12 +68,12 @@ class Accumulator:
     def timed(self, name: str) -> Iterator[None]:
         """Add the wall time of the block to one of `PHASES`, and label the block in a profile.
 
-        Entered several times in a step, a phase is the sum; a block inside another counts in both.
-        Does not wait for a GPU: there, the time is from when the device gets to the block until it
-        has done the block's work, so phases one after another do not overlap.
+        Times of a phase in a step are added; a block inside another counts in both. On a GPU the
+        time is the device's, between the start and the end of the block's work, and the host does
+        not wait for it.
         """
         assert name in PHASES, f"{name!r} is not a phase; those of PHASES are {PHASES}"
-        # A label costs 6 microseconds even when no profiler runs, asking for one 0.05.
+        # Without a profiler a label costs 6 microseconds, this check 0.05.
         profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         with torch.profiler.record_function(name) if profiled else nullcontext():
             if self._on_gpu:
@@ -91,9 +91,9 @@ class Accumulator:
     def reduce(self, num_steps: int = 1) -> dict[str, float]:
         """Global means by sorted name; then empty. Collective: one all-reduce, one device wait.
 
-        The ranks exchange their names first, on the host: one may be missing on some. Names that
-        counted nothing on any rank are left out. Phases (`PHASES`) are means over the `num_steps`
-        optimiser steps since the last call and over all ranks, 0 seconds where nothing was timed.
+        The ranks exchange their names first, on the host, because they may differ. Names with a
+        count of 0 on all ranks are left out. Phases (`PHASES`) are means over all ranks and the
+        `num_steps` optimiser steps since the last call; a rank that timed nothing counts as 0.
         """
         assert num_steps > 0, num_steps
         for name, started, ended in self._phases:

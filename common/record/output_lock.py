@@ -1,7 +1,6 @@
-"""One live run per `output_dir`: two would mix their records and remove each other's checkpoints.
+"""A lock on `output_dir`: two runs would mix their records and remove each other's checkpoints.
 
-The lock is the operating system's, so that it goes with the process however that ends, SIGKILL
-included.
+The operating system holds it and releases it when the process ends, also by SIGKILL.
 """
 
 import errno
@@ -12,18 +11,18 @@ from filelock import BaseFileLock, FileLock, Timeout
 from common.errors import UserError
 
 NAME = ".lock"
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system without them
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a file system without locks
 
-_held: dict[Path, BaseFileLock] = {}  # by their folder
+_held: dict[Path, BaseFileLock] = {}  # by folder
 
 
 def take(output_dir: Path) -> None:
-    """Make the folder, hold it until `release` or the end of this process; idempotent. Rank 0 only.
+    """Make and lock the folder until `release` or the end of this process. Idempotent; rank 0 only.
 
-    A file system without locks is not guarded.
+    On a file system without locks, nothing is locked.
 
     Raises:
-        UserError: another process holds it, or nothing can be made there.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
     folder = output_dir.absolute()
     if folder in _held:
@@ -46,6 +45,6 @@ def take(output_dir: Path) -> None:
 
 
 def release(output_dir: Path) -> None:
-    """Let another run write there; nothing happens if this process does not hold it."""
+    """Release the lock, if this process holds it."""
     if lock := _held.pop(output_dir.absolute(), None):
         lock.release()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a few steps under torch.profiler, as a trace and as tables.
+"""Time of a step by phase and operator: a few steps under torch.profiler.
 
 With `--profile true` rank 0 records `profile_steps` steps after two of warm-up and writes, into
 `output_dir/profile`, `trace.json` (for https://ui.perfetto.dev or chrome://tracing) and
@@ -18,12 +18,14 @@ NUM_ROWS = 25  # of a table
 
 
 def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
-    """A started `torch.profiler.profile`; its `step` ends a step, and writes behind the last one.
+    """A started `torch.profiler.profile`; its `step` ends a step and writes after the last one.
 
-    What lies between that call and the next step, such as an evaluation, counts as the next step's.
+    Time between that call and the next step, such as an evaluation, counts for the next step.
 
-    Of `num_left` steps to make, at least 1 and perhaps fewer than asked for, those there are are
-    recorded, a single one without warm-up; `start_step` were made by earlier launches.
+    Args:
+        config: `profile_steps` are recorded after the warm-up, or as many as are left.
+        num_left: steps that the run has left, at least 1; a single one gets no warm-up.
+        start_step: number of steps made by earlier launches.
     """
     skip = min(WARMUP_STEPS, num_left - 1)
     num_steps = min(config.profile_steps, num_left - skip)
@@ -47,12 +49,12 @@ def start_profiler(config: TrainConfig, num_left: int, start_step: int) -> Any:
 
 
 def tables(profile: torch.profiler.profile) -> str:
-    """Torch's tables: the step, its phases and what takes longest in them; on a GPU its kernels."""
+    """Tables of the slowest operators and phases; on a GPU also of its kernels."""
     events = profile.key_averages()
     orders = ["cpu_time_total"] + ["self_cuda_time_total"] * torch.cuda.is_available()
-    found = [events.table(sort_by=order, row_limit=NUM_ROWS) for order in orders]
+    texts = [events.table(sort_by=order, row_limit=NUM_ROWS) for order in orders]
     return (
         "The profiler itself slows a step: compare shares, and take seconds from metrics.jsonl. On "
         "a GPU the host runs ahead, so that a phase may end before its kernels do.\n\n"
-        + "\n".join(f"```\n{table.strip()}\n```\n" for table in found)
+        + "\n".join(f"```\n{table.strip()}\n```\n" for table in texts)
     )

@@ -1,4 +1,4 @@
-"""What a person reads in a terminal: numbers, aligned tables, the progress bar."""
+"""Output in a terminal: numbers, aligned tables, the progress bar."""
 
 import io
 import math
@@ -19,7 +19,7 @@ MIN_TEXT_WIDTH = 12  # characters below which a wrapped column is no longer read
 
 
 def format_number(value: float) -> str:
-    """A number for people: about four significant digits, no exponent where it can be avoided.
+    """A number as text: about four significant digits, no exponent where it can be avoided.
 
     Examples: 12,346; 123.5; 1.235; 0.01235; 3.0e-05.
     """
@@ -33,7 +33,7 @@ def format_number(value: float) -> str:
 def format_cell(value: Any) -> str:
     """A table cell of one line: numbers shortened, line breaks shown, None as an en dash.
 
-    A model may emit anything: what a terminal would obey instead of show is replaced.
+    Control characters, which a model may generate, are replaced.
     """
     if value is None:
         return NOT_MEASURED
@@ -46,8 +46,8 @@ def format_cell(value: Any) -> str:
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """An aligned Markdown table: first column to the left, the others to the right.
 
-    Rows have as many cells as there are headers. In a cell `|` is escaped, and what a terminal
-    would obey is replaced.
+    Rows have as many cells as there are headers. In a cell `|` is escaped, and control characters
+    are replaced.
     """
     cells = [[format_cell(cell).replace("|", "\\|") for cell in row] for row in [headers, *rows]]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
@@ -90,7 +90,7 @@ def wrapped_table(rows: Sequence[dict[str, Any]], width: int, max_lines: int = 4
 
 
 def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
-    """At most so many lines, with an ellipsis where some are left out."""
+    """The last or the first `most` lines, with an ellipsis where others are left out."""
     if len(lines) <= most:
         return lines
     if keep_end:
@@ -99,14 +99,14 @@ def _cut(lines: list[str], most: int, keep_end: bool) -> list[str]:
 
 
 def keep_printing() -> None:
-    """From now on a character that the terminal's encoding has not got is printed as an escape."""
+    """Print characters outside the terminal's encoding as escapes from now on."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # and not what somebody has put in its place
+        if isinstance(stream, io.TextIOWrapper):  # and not a replacement of it
             stream.reconfigure(errors="backslashreplace")
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run what needs no process group; a `UserError` ends it with its sentence and status 2."""
+    """Run a command without a process group; a `UserError` ends it with status 2."""
     keep_printing()
     try:
         main()
@@ -118,10 +118,10 @@ def run_command(main: Callable[[], None]) -> None:
 def progress_bar(
     description: str, total: int, initial: int = 0, *, unit: str = "step", active: bool = True
 ) -> Any:
-    """A tqdm bar on stderr; off a terminal it prints a line every 30 seconds instead.
+    """A tqdm bar on stderr; without a terminal it prints a line every 30 seconds instead.
 
-    A bar of another unit than steps is inside a run and vanishes at its end. It is not active on
-    the ranks that print nothing.
+    A bar with another unit than steps is inside a run and disappears at its end. It is `active` on
+    rank 0 only.
     """
     from tqdm import tqdm
 
@@ -146,7 +146,7 @@ def progress_bar(
         leave=unit == "step",
         disable=not active,
     )
-    bar.shown_at = time.monotonic()  # for `show_status`, which is as patient
+    bar.shown_at = time.monotonic()  # for `show_status`
     return bar
 
 

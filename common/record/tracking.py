@@ -1,7 +1,4 @@
-"""Other places for the names and tables of `metrics.jsonl` and of evaluation: wandb, tensorboard.
-
-Nothing here stops a run.
-"""
+"""Logging of metrics and tables to wandb and tensorboard; their errors do not stop a run."""
 
 import importlib.util
 import sys
@@ -19,7 +16,7 @@ Rows = Sequence[Sequence[Any]]
 
 
 def refuse_impossible(report_to: Sequence[str]) -> None:
-    """Raise a UserError for what is not installed."""
+    """Raise a UserError for tensorboard if it is not installed."""
     # wandb is a requirement, tensorboard is not
     if "tensorboard" in report_to and not importlib.util.find_spec("tensorboard"):
         advice = "`pip install tensorboard`, or leave it out"
@@ -29,12 +26,12 @@ def refuse_impossible(report_to: Sequence[str]) -> None:
 class Wandb:
     """A wandb run. Mode, entity and project are wandb's own settings (`WANDB_MODE=offline`, ...).
 
-    A resumed run goes on in the same wandb run; its id is kept in `output_dir/wandb/run_id`. What a
-    run logs last stands in wandb's summary under the same name.
+    A resumed run continues the wandb run whose id is in `output_dir/wandb/run_id`. The last values
+    are in wandb's summary under the same names.
     """
 
     def __init__(self, config: Any, start_step: int) -> None:
-        """Start it, or go on with it."""
+        """Start the wandb run, or resume it."""
         import wandb
 
         output_dir = Path(config.output_dir)
@@ -51,7 +48,7 @@ class Wandb:
             resume="allow" if resumed else None,
             settings=wandb.Settings(init_timeout=60),
         )
-        # Our own axis: wandb's counter refuses a step that a resumed run logs a second time.
+        # A separate axis: wandb's counter refuses steps that a resumed run logs again.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -66,7 +63,7 @@ class Wandb:
         self._run.log({**values, name: table})
 
     def finish(self, summary: Mapping[str, float]) -> None:
-        """End it, with numbers for its summary."""
+        """End the wandb run, with numbers for its summary."""
         self._run.summary.update(dict(summary))
         self._run.finish()
 
@@ -74,7 +71,7 @@ class Wandb:
 class TensorBoard:
     """Event files in `output_dir/tensorboard`: scalars by step, tables as texts.
 
-    A resumed run adds a file, and hides what earlier ones hold of the steps that it makes again.
+    A resumed run adds a file, and hides the steps in earlier files that it makes again.
     """
 
     def __init__(self, config: Any, start_step: int) -> None:
@@ -85,7 +82,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(folder, purge_step=start_step and start_step + 1)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Log values by name, at the one called `step`."""
+        """Log values by name, at `values["step"]`."""
         for name in values.keys() - {"step"}:
             self._writer.add_scalar(name, values[name], values["step"])
         self._writer.flush()
@@ -96,37 +93,38 @@ class TensorBoard:
         self._writer.add_text(name, markdown_table(columns, texts), step)
 
     def finish(self, summary: Mapping[str, float]) -> None:
-        """End it, with numbers that no step has."""
+        """Close the file, with final numbers at step 0."""
         self.log({**summary, "step": 0})
         self._writer.close()
 
 
-PLACES: Mapping[str, Callable[[Any, int], Any]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+TRACKERS: Mapping[str, Callable[[Any, int], Any]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Tracker:
     """The trackers of `report_to`; one that fails is dropped with a warning."""
 
     def __init__(self, config: Any, start_step: int = 0) -> None:
-        """Start them, or go on with them from a step; without any every call does nothing."""
+        """Start the trackers, or resume them from a step."""
         self.output_dir = Path(config.output_dir)
-        self._places: dict[str, Any] = {}
-        for name in PLACES.keys() & config.report_to:
-            with self._outlived(name, "did not start"):
-                self._places[name] = PLACES[name](config, start_step)
+        self._trackers: dict[str, Any] = {}
+        for name in TRACKERS.keys() & config.report_to:
+            with self._dropped_on_error(name, "did not start"):
+                self._trackers[name] = TRACKERS[name](config, start_step)
 
     def call(self, method: str, *args: Any, **values: Any) -> None:
-        """Call a method of all: `log`, `log_table` (a new table at every step) or `finish`."""
-        for name, place in list(self._places.items()):
-            with self._outlived(name):
-                getattr(place, method)(*args, **values)
+        """Call a method of every tracker: `log`, `log_table` or `finish`."""
+        for name, tracker in list(self._trackers.items()):
+            with self._dropped_on_error(name):
+                getattr(tracker, method)(*args, **values)
 
     @contextmanager
-    def _outlived(self, name: str, what: str = "stopped") -> Iterator[None]:
-        """A block that may fail: a run of hours outlives its dashboard."""
+    def _dropped_on_error(self, name: str, event: str = "stopped") -> Iterator[None]:
+        """Drop a tracker, with a warning, if the block fails."""
         try:
             yield
         except Exception as error:
-            self._places.pop(name, None)
+            self._trackers.pop(name, None)
             advice = f"metrics go to {self.output_dir} only"
-            print(f"warning: {name} {what} ({gist(error)}); {advice}.", file=sys.stderr, flush=True)
+            text = f"warning: {name} {event} ({gist(error)}); {advice}."
+            print(text, file=sys.stderr, flush=True)
