@@ -115,6 +115,7 @@ class CommonConfig:
     micro_batch_size: int = free_flag(1024, "rows (GRPO, scoring: completions) in a pass", gt=0)
     generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
     generation_cache_tokens: int = free_flag(65536, "tokens in sampling's cache on a process", gt=0)
+    cuda_graphs: bool = free_flag(True, "replay sampling's steps on a GPU as a captured graph")
     bf16: bool = flag(False, "compute in bfloat16; parameters and reductions stay in float32")
     gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")
     reshard_after_forward: bool = free_flag(

@@ -16,6 +16,7 @@ class RewardConfig(TrainConfig):
     unused: ClassVar = (
         "generation_batch_size",
         "generation_cache_tokens",
+        "cuda_graphs",
         "offload_frozen",
         "sample_steps",
     )

@@ -136,6 +136,7 @@ class Settings:
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token
     top_k: int = 0  # see `restrict`; log-probabilities are those before restricting
     top_p: float = 1.0
+    cuda_graphs: bool = False
 
 
 def refuse_nan(logps: Tensor) -> None:
@@ -193,7 +194,7 @@ def decode(
     if settings.layout == "shared_prefix":
         from common.sampling.shared import SharedDecoder
 
-        decoder = SharedDecoder(lm, prompts, num_samples, max_length)
+        decoder = SharedDecoder(lm, prompts, num_samples, max_length, settings.cuda_graphs)
     else:
         decoder = CopyingDecoder(lm, prompts, num_samples, settings.pad_id)
     uniforms = on_device(uniforms, device)

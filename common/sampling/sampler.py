@@ -147,8 +147,10 @@ class Sampler:
         The noise depends on the prompts' row numbers and on the `step` of the run; for the other
         arguments see `Settings`. `report` is called with a text for a progress bar.
         """
-        stop_ids, pad_id = self.vocabulary.stop_ids, self.vocabulary.pad_id
-        settings = Settings(stop_ids, pad_id, self.config.layout, temperature, top_k, top_p)
+        config, stop_ids, pad_id = self.config, self.vocabulary.stop_ids, self.vocabulary.pad_id
+        settings = Settings(
+            stop_ids, pad_id, config.layout, temperature, top_k, top_p, config.cuda_graphs
+        )
         seed = noise.derive_seed(self.config.seed, "sampling", step)
         return self.draw(examples, num_samples, settings, seed, report)
 

@@ -1,26 +1,35 @@
 """Decoding from one copy of a prompt's keys and values, however many samples are drawn from it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from common.errors import UserError, gist
 from common.forward import shared_prefix_hidden
 from common.model import shared_prefix
 from common.model.shared_attention import ranges, to_branches
 from common.padding import Layout, on_device, shared_prefix_batch
+
+FIRST_WIDTH = 64  # keys of a sample that are read at first; doubled when they are full
 
 
 class SharedDecoder:
     """Next-token logits of samples that attend to one copy of their prompt's keys and values."""
 
     def __init__(
-        self, lm: Any, prompts: Sequence[Sequence[int]], num_samples: int, max_length: int
+        self,
+        lm: Any,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        max_length: int,
+        cuda_graphs: bool = False,
     ) -> None:
         """Prefill N prompts, in one row without padding; `logits` (N*K, V) follow them.
 
-        The model is one that `shared_prefix.use_shared_prefix` was called on.
+        The model is one that `shared_prefix.use_shared_prefix` was called on. With `cuda_graphs`
+        the steps on a GPU are replayed from a graph.
         """
         device = lm.get_input_embeddings().weight.device
         packed = shared_prefix_batch(prompts, [[]] * len(prompts), 0).to(device)
@@ -35,10 +44,20 @@ class SharedDecoder:
         last = on_device(lengths.cumsum(0) - 1, device)  # (N,)
         logits = lm.get_output_embeddings()(hidden[last])  # (N, V)
         self.logits = logits.repeat_interleave(num_samples, 0)
+        self.graph = StepGraph() if cuda_graphs and device.type == "cuda" else None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B',) to every row; logits (B', V) of the next."""
-        self.cache.length += 1
+        """Append a token (B',) to every row; logits (B', V) of the next, until the next step."""
+        has_grown = self.cache.grow()
+        if self.graph is None:
+            return self.forward(tokens)
+        if has_grown:
+            self.graph.forget()
+        return self.graph.step(self.forward, tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The part of a step that the device computes, the same operations every time."""
+        self.cache.append()
         hidden = shared_prefix.last_hidden_states(
             self.lm, tokens[:, None], self.positions[:, None], self.cache
         )[:, 0]  # (B', D)
@@ -50,16 +69,63 @@ class SharedDecoder:
         """Go on with some rows, by their indices on the host, which it returns on the device."""
         kept = self.cache.keep(kept)
         self.positions = self.positions[kept]
+        if self.graph is not None:
+            self.graph.forget()
         return kept
+
+
+class StepGraph:
+    """A decoding step as a CUDA graph: hundreds of small kernels that are launched at once.
+
+    Else launching them takes most of a step. The first step of a shape runs as it is, which lets
+    libraries choose their kernels; the second is captured.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is captured yet."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Capture anew, since tensors of the step were replaced."""
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.is_warm = False
+
+    def step(self, forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+        """Logits (B', V) of `forward`, which must not wait for the device; for one step only.
+
+        Raises:
+            UserError: the model cannot be captured.
+        """
+        if not self.is_warm:
+            self.is_warm = True
+            return forward(tokens)
+        if self.graph is None:
+            self.tokens = tokens.clone()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads may use the device meanwhile, as one that writes a checkpoint does.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.logits = forward(self.tokens)
+            except RuntimeError as error:
+                raise UserError(
+                    "the model's forward pass cannot be captured as a CUDA graph; use "
+                    f"--cuda_graphs false ({gist(error)})."
+                ) from error
+            self.graph = graph
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.logits
 
 
 class DecodingCache:
     """Keys and values of N prompts, once each, and of the samples drawn from them so far.
 
-    Every forward appends a token to every live sample.
+    Every forward appends a token to every live sample. On a CPU it reads the keys so far. Elsewhere
+    a graph is replayed, in which all shapes are fixed: it reads `width` keys and masks the rest.
 
     Attributes:
         length: Tokens of each sample that the samples' keys hold, with the one of this forward.
+        width: Keys of each sample that are read, the rest masked.
         rows: (B',) int64 on the host, the samples still decoded, out of N * K, prompt-major.
     """
 
@@ -68,16 +134,34 @@ class DecodingCache:
     ) -> None:
         """Start without keys of the prompts, which stand in the row that is prefilled."""
         self.max_length = max_length
-        self.length = 0
+        self.length, self.width = 0, min(FIRST_WIDTH, max_length)
+        self.is_fixed = has_fixed_shapes(device)
+        self.column = torch.full((1,), -1, device=device)  # (1,), of a sample's newest key
         self.longest = prompts.longest + max_length
         self.index, self.mask = ranges([(s, e) for s, e, _, _ in prompts.trunks], device)  # (N, P)
         self.is_padded = len({e - s for s, e, _, _ in prompts.trunks}) > 1
         self.rows = torch.arange(len(prompts.trunks) * num_samples)
         self.num_samples = num_samples
-        self.bias: Tensor | None = None  # (N, 1, 1, P), -inf where there is no prompt
+        self.bias: Tensor | None = None  # (B', 1, 1, P + C) of scores, -inf where there is no key
         self.prompt_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (N, H', P, d) each
         self.sample_keys: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, (B', H', C, d) each
         self._place_rows()
+
+    def grow(self) -> bool:
+        """Count the token of the next forward; whether its shapes differ from the last one's."""
+        self.length += 1
+        if not self.is_fixed:
+            self.width = self.length
+        if self.length <= self.width:
+            return False
+        self.width = min(2 * self.width, self.max_length)
+        return True
+
+    def append(self) -> None:
+        """Move to the next column of the samples' keys."""
+        self.column += 1
+        if self.bias is not None:
+            self.bias[..., self.index.shape[1] :].index_fill_(-1, self.column, 0.0)
 
     def keep(self, kept: Tensor) -> Tensor:
         """Go on with some of the rows; see `SharedDecoder`."""
@@ -85,6 +169,8 @@ class DecodingCache:
         kept = on_device(kept, self.index.device)
         for layer, (keys, values) in self.sample_keys.items():
             self.sample_keys[layer] = keys[kept], values[kept]
+        if self.bias is not None:
+            self.bias = self.bias[kept]
         self._place_rows()
         return kept
 
@@ -108,10 +194,12 @@ class DecodingCache:
 
     def take_prompts(self, kept: dict[int, tuple[Tensor, Tensor]]) -> None:
         """Take the prompts' keys and values (1, H', T, d) by layer, as the prefill left them."""
+        if self.is_padded or self.is_fixed:
+            is_hidden = nn.functional.pad(~self.mask, (0, self.max_length), value=True)
+            bias = torch.zeros(is_hidden.shape, device=is_hidden.device)
+            bias = bias.masked_fill(is_hidden, float("-inf"))[:, None, None]
+            self.bias = bias.repeat_interleave(self.num_samples, 0)
         for layer, (key, value) in kept.items():
-            if self.bias is None and self.is_padded:
-                bias = torch.zeros_like(self.mask, dtype=key.dtype)
-                self.bias = bias.masked_fill(~self.mask, float("-inf"))[:, None, None]
             # Contiguous: a batched product would copy them all for every token that is drawn.
             keys, values = (to_branches(x, self.index).contiguous() for x in (key, value))
             self.prompt_keys[layer] = keys, values
@@ -125,15 +213,18 @@ class DecodingCache:
 
         Its query is (B', H, 1, d), its key and value (B', H', 1, d), which are stored.
         """
-        keys, values = (stored[:, :, : self.length] for stored in self.sample_keys[layer])
-        keys[:, :, -1:], values[:, :, -1:] = key, value
+        keys, values = (stored[:, :, : self.width] for stored in self.sample_keys[layer])
+        keys.index_copy_(2, self.column, key)
+        values.index_copy_(2, self.column, value)
         grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (B', H', r, d)
         prompt_keys, prompt_values = self.prompt_keys[layer]  # (N, H', P, d)
         prompt_scores = product(self._by_prompt(grouped), prompt_keys.mT)  # (N, H', G r, P)
-        if self.bias is not None:
-            prompt_scores = prompt_scores + self.bias
         scores = torch.cat([self._by_row(prompt_scores), product(grouped, keys.mT)], -1)
-        shares = (scores * scaling).softmax(-1).to(value.dtype)  # (B', H', r, P + L)
+        if self.bias is None:
+            scores = scores * scaling
+        else:
+            scores = torch.add(self.bias[..., : scores.shape[-1]], scores, alpha=scaling)
+        shares = scores.softmax(-1).to(value.dtype)  # (B', H', r, P + width)
         prompt_shares, sample_shares = shares.split([prompt_keys.shape[2], keys.shape[2]], -1)
         output = self._by_row(product(self._by_prompt(prompt_shares), prompt_values))
         output.add_(product(sample_shares, values))
@@ -149,6 +240,11 @@ class DecodingCache:
         """Values by prompt (N, H', G r, ...) as values of rows, (B', H', r, ...)."""
         values = values.unflatten(2, (self.group, -1)).transpose(1, 2).flatten(0, 1)
         return values if self.places is None else values[self.places]
+
+
+def has_fixed_shapes(device: torch.device) -> bool:
+    """Whether decoding computes as many keys in every step, so that a graph can be replayed."""
+    return device.type != "cpu"
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -579,6 +579,29 @@ def test_gpt2_written_out_computes_what_its_modules_do(fields):
             tokens = logits.argmax(-1)
 
 
+def test_fixed_shapes_give_the_same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph replays on a GPU: keys of all columns that are filled later are masked.
+
+    80 tokens of 6 samples, more than the first width; after 70 of them one prompt's sample stops.
+    """
+    lm = tiny.causal_lm("llama", max_position_embeddings=128)
+    prompts = [[5, 6, 7] * 3, [6] * 4]
+    with torch.no_grad():
+        growing = shared.SharedDecoder(lm, prompts, 3, 80)
+        monkeypatch.setattr(shared, "has_fixed_shapes", lambda device: True)
+        fixed = shared.SharedDecoder(lm, prompts, 3, 80)
+        tokens, widths = torch.tensor([3, 9, 11, 4, 5, 8]), set()
+        for position in range(80):
+            if position == 70:
+                kept = torch.tensor([0, 2, 3, 4, 5])
+                tokens = tokens[growing.keep(kept)]
+                fixed.keep(kept)
+            logits = growing.step(tokens)
+            torch.testing.assert_close(fixed.step(tokens), logits, atol=1e-5, rtol=1e-5)
+            tokens, widths = logits.argmax(-1), widths | {fixed.cache.width}
+    assert widths == {64, 80}
+
+
 @pytest.fixture
 def products_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only a GPU has: `torch.bmm` of bfloat16 numbers that puts out float32."""
@@ -607,16 +630,17 @@ def one_token(
     generator = torch.Generator().manual_seed(0)
     query = scale * torch.randn(len(kept), 4, 1, 8, generator=generator)
     key, value = torch.randn(2, len(kept), 2, 1, 8, generator=generator).to(dtype)
-    query, cache.length = query.to(dtype), 1
+    cache.grow()
+    cache.append()
     with Operators() as ran:
-        found = cache.attend(0, tiny.on_gpu(query), key, value, 0.4)
+        found = cache.attend(0, tiny.on_gpu(query.to(dtype)), key, value, 0.4)
     expected = []
     for row, i in enumerate(kept):
         n = i // 3
         seen = [part[n][:, : len(prompts[n])] for part in cache.prompt_keys[0]]  # (H', P, d)
         seen = [torch.cat([a, b[row]], 1) for a, b in zip(seen, (key, value), strict=True)]
         keys, values = (x.double().repeat_interleave(2, 0) for x in seen)  # (H, P + 1, d)
-        shares = (query[row].double() @ keys.mT * 0.4).softmax(-1)
+        shares = (query[row].to(dtype).double() @ keys.mT * 0.4).softmax(-1)
         expected.append(shares @ values)
     numbers = cache.prompt_keys[0][0].numel()
     return found.as_subclass(Tensor).double(), torch.stack(expected), ran, numbers

@@ -86,7 +86,7 @@ MICRO_BATCHES = {
     "grpo lora": MicroBatch(95, 174, 4, 0),
     "grpo padded": MicroBatch(41, 170, 4, 0),
 }
-TOKENS = {"shared_prefix": Token(25, 36, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
+TOKENS = {"shared_prefix": Token(24, 38, 1 / 8, 2), "padded": Token(12, 51, 1 / 8, 6)}
 # Of the host: for whether an update's norm is finite, for the scores of a whole split, and for the
 # metrics of a step that is logged.
 WAITS = {"update": 1, "scoring": 1, "step": 1}
