@@ -34,17 +34,8 @@ class MappedRows(Sequence[Example]):
         """An example, or a list of some."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        cells = self.rows[range(len(self))[index]]
-        columns, messages = json.loads(cells["others"])
-        return Example(
-            row=cells["row"],
-            prompt=cells["prompt"],
-            prompt_ids=cells["prompt_ids"],
-            completions=cells["completions"],
-            columns=columns,
-            source=cells["source"],
-            messages=messages,
-        )
+        cell = self.rows[range(len(self))[index]]["example"]
+        return Example(**json.loads(cell))
 
 
 def once_per_host(make: Callable[[], list[Example]]) -> Sequence[Example]:
@@ -81,20 +72,12 @@ def write(folder: Path, examples: Sequence[Example]) -> None:
     import datasets
 
     try:
-        others = [json.dumps([e.columns, e.messages]) for e in examples]
+        cells = [json.dumps(vars(example)) for example in examples]
     except TypeError:  # of a Parquet file's dates, for example
         return
-    ids = datasets.List(datasets.Value("int32"))
-    types = {"row": datasets.Value("int64"), "prompt": datasets.Value("string"), "prompt_ids": ids}
-    types |= {"completions": datasets.List(ids), "source": datasets.Value("string")}
-    cells: dict[str, list[Any]] = {name: [getattr(e, name) for e in examples] for name in types}
-    cells |= {
-        "others": others,
-        "lengths": [[len(e.prompt_ids), *map(len, e.completions)] for e in examples],
-    }
-    types |= {"others": datasets.Value("string"), "lengths": datasets.List(datasets.Value("int64"))}
+    lengths = [[len(e.prompt_ids), *map(len, e.completions)] for e in examples]
     datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_dict(cells, features=datasets.Features(types))
+    rows = datasets.Dataset.from_dict({"example": cells, "lengths": lengths})
     try:
         rows.save_to_disk(str(folder))
     except OSError:
