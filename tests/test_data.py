@@ -265,11 +265,6 @@ def test_cues_are_kept_by_a_cut(gpt2):
         assert example.prompt.endswith(f"\n\n{end}")
     assert examples[60].prompt == tokenize(rows, gpt2, **limits)[0][0].prompt
     assert examples[61].prompt.endswith(".")
-    before, after = mixed[61]["prompt"][-60:], examples[61].prompt[-60:]
-    assert f"  row 62's prompt ended in {before!r}, now {after!r}\n" in str(report)
-    _, report = tokenize(own[50:], gpt2, **limits)
-    assert report.num_prompts_truncated > 5
-    assert "prompt ended in" not in str(report), "of the shown part nothing has changed"
     examples, _ = tokenize(own[:9], gpt2, prompt_cue="Subject:", **limits)
     assert all(example.prompt.endswith("\nSubject:") for example in examples)
     assert any(not example.prompt.endswith("In short.\nSubject:") for example in examples)
@@ -430,18 +425,16 @@ def test_losses_are_counted_and_rows_keep_their_numbers(gpt2):
         tokenize(rows[2:3], gpt2, kind="preference", max_dropped_fraction=1.0, **limits)
 
 
-def test_the_report_is_two_lines_and_one_of_a_truncated_prompt(gpt2):
+def test_the_report_is_two_lines(gpt2):
     rows = [{"prompt": "p " * n, "completion": " c"} for n in range(1, 101)]
     _, report = tokenize(rows, gpt2, max_prompt_length=99)
     lines = str(report).split("\n")
     assert lines[0] == (
         "train: 100 of 100 rows, truncated 2 prompts and 0 completions, 0 duplicates"
     )
-    assert lines[1].startswith("  row 99's prompt ended in 'p p ")
-    assert "prompt 51/91/99/99" in lines[2]  # "p p p " is n + 1 tokens
-    assert "completion 2/2/2/2; 0 of 100 would merge" in lines[2]
-    assert len(lines) == 3
-    assert len(str(tokenize(rows, gpt2)[1]).split("\n")) == 2
+    assert "prompt 51/91/99/99" in lines[1]  # "p p p " is n + 1 tokens
+    assert "completion 2/2/2/2; 0 of 100 would merge" in lines[1]
+    assert len(lines) == 2
 
 
 def test_boundary_merges_are_found(gpt2):

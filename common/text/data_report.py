@@ -42,7 +42,6 @@ class DataReport:
     dropped: dict[str, int] = field(default_factory=Counter)  # by the reason
     first_dropped: int = 0  # its row, counted from 1
     num_prompts_truncated: int = 0
-    truncated_prompt: str = ""  # the row of them that changed most, before and after
     num_completions_truncated: int = 0
     num_duplicates: int = 0
     num_boundary_merges: int = 0
@@ -71,8 +70,6 @@ class DataReport:
             f"{self.num_prompts_truncated} prompts and {self.num_completions_truncated} "
             f"completions, {self.num_duplicates} duplicates",
         ]
-        if self.truncated_prompt:
-            lines.append(f"  {self.truncated_prompt}")
         lengths = (self.prompt_lengths, self.completion_lengths)
         prompt, completion = ("/".join(map(str, quantiles)) for quantiles in lengths)
         lines.append(f"  tokens at 50/90/99/100 %: prompt {prompt}")

@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from common.text.truncate import (
 )
 
 MERGE_SAMPLE = 1000  # rows whose prompt-completion boundary is checked
-SHOWN_CHARACTERS = 60  # of a truncated prompt, in the report
+SHOWN_CHARACTERS = 60  # of each end of a long text in `marked`
 
 
 class _Text(NamedTuple):
@@ -103,22 +103,19 @@ def tokenize_rows(
     examples: list[Example] = []
     pairs: list[list[tuple[str, str]]] = []  # prompt and completion, as tokenised, per example
     distinct: set[tuple[str, ...]] = set()
-    cut: dict[int, tuple[str, str]] = {}  # prompts before and after
     tokenized = _in_chunks(rows, vocabulary, config)
     for row, (prompt, *completions) in zip(rows, tokenized, strict=True):
         if reason := _drop_reason(row, prompt, completions):
             report.dropped[reason] += 1
             report.first_dropped = report.first_dropped or row.number + 1
             continue
-        if prompt.is_truncated:
-            cut[row.number] = (row.prompt, prompt.text)
+        report.num_prompts_truncated += prompt.is_truncated
         report.num_completions_truncated += sum(text.is_truncated for text in completions)
         examples.append(_example(row, prompt, completions))
         pairs.append([(prompt.text, completion.text) for completion in completions])
         distinct.add((row.prompt, *row.completions))
-    report.num_kept, report.num_prompts_truncated = len(examples), len(cut)
+    report.num_kept = len(examples)
     report.num_duplicates = len(examples) - len(distinct)
-    report.truncated_prompt = _before_and_after(cut, config.prompt_truncation)
     report.prompt_lengths = _quantiles([len(e.prompt_ids) for e in examples])
     report.completion_lengths = _quantiles([len(c) for e in examples for c in e.completions])
     report.conversations = _conversations(rows)
@@ -232,19 +229,6 @@ def marked(example: Example, tokenizer: Any) -> str:
         shown.append(repr(short)[1:-1])
     prompt, completion = shown
     return f"{prompt}[[{completion}]]"
-
-
-def _before_and_after(cut: Mapping[int, tuple[str, str]], truncation: str) -> str:
-    """A line that shows the side at which prompts were cut, of the row that changed most there."""
-    side = slice(SHOWN_CHARACTERS) if truncation == "start" else slice(-SHOWN_CHARACTERS, None)
-    verb = "began with" if truncation == "start" else "ended in"
-    shown = {i: (before[side], after[side]) for i, (before, after) in cut.items()}
-    changed = [i for i, (before, after) in shown.items() if before != after]
-    if not changed:
-        return ""
-    index = min(changed, key=lambda i: len(os.path.commonprefix([s[::-1] for s in shown[i]])))
-    before, after = shown[index]
-    return f"row {index + 1}'s prompt {verb} {before!r}, now {after!r}"
 
 
 def tokenize_completions(
