@@ -27,6 +27,10 @@ Step = tuple[int, float]  # index in the completion of the step's last token, re
 Reward = float | Sequence[Step] | None  # None: the function does not apply to the row
 RewardFunction = Callable[..., Sequence[Reward]]
 
+ARGUMENTS = (  # of a reward function, which are no columns
+    *("prompts", "completions", "completion_ids", "prompt_ids", "has_stop"),
+    *("trainer_state", "log_extra", "log_metric"),
+)
 LARGEST = (2 - 2.0**-23) * 2.0**127  # the largest number of float32
 WORD = re.compile(r"\w+")
 # A number, as people write one, that is not a part of something longer (18th, 1/2, 3 1/2, 1.2.3).
@@ -240,8 +244,6 @@ def is_collective(function: RewardFunction) -> bool:
 
 def needed_columns(function: RewardFunction) -> list[str]:
     """The columns of a row that a function cannot be called without."""
-    from common.text.schemas import ARGUMENTS
-
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     needed = [p.name for p in parameters if p.kind in by_name and p.default is p.empty]

@@ -7,7 +7,6 @@ messages of a conversation, or in two of these places. Afterwards it is in `prom
 import operator
 import os
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -16,15 +15,10 @@ from common.errors import UserError
 from common.text.chat import content, is_call, is_messages
 from common.text.rows import COMPLETION_COLUMNS, RawRow
 
-FOREIGN = {"conversations", "instruction", "text"}  # columns of schemas that are not TRL's
 # Columns that may hold the question of a pair
 QUESTIONS = ("question", "instruction", "input", "query", "messages", "conversations")
-# Arguments of a reward function that are no columns
-ARGUMENTS = (
-    *("prompts", "completions", "completion_ids", "prompt_ids", "has_stop"),
-    *("trainer_state", "log_extra", "log_metric"),
-)
 LIST = "list of messages, each with the texts 'role' and 'content'"
+PAGE = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 
 
 def rename_columns(
@@ -66,10 +60,13 @@ def standardise(
     if columns:
         rows = _without_repetitions(rows, columns, source, tell)
         rows = [_with_shared_prompt(row, columns) for row in rows]
+    shared = [rows[i] for i in implicit if isinstance(rows[i].get("prompt"), str)]
+    if num := sum(not _blank_column(row, ("prompt", *columns)) for row in shared):
+        tell(f"{source}: prompt taken from what both texts share in {num} of {len(rows)} rows")
     with_system = [_with_system(row) for row in rows]
     if num := sum(map(operator.is_not, with_system, rows)):
         tell(f"{source}: `system` put first in {num} of {len(rows)} rows")
-    rows = _empty_blank_rows(with_system, ("prompt", *columns), implicit, source, tell)
+    rows = _empty_blank_rows(with_system, ("prompt", *columns), source, tell)
     for number, row in enumerate(rows, start=1):
         if fault := _fault(row, kind):
             raise UserError(f"{source}, row {number}: {fault}.")
@@ -91,26 +88,14 @@ def _from_messages(row: RawRow, columns: Sequence[str]) -> RawRow:
 
 def _advice(row: RawRow, kind: str, column: str) -> str:
     """Advice about a missing column, a clause, by the schema of the row."""
-    if "labels" in row and "completions" in row:
-        return "stepwise supervision has no stage; join the steps to one text"
-    if kind == "preference" and row.keys() >= {"completion", "label"}:
-        return "unpaired preferences (KTO) have no stage; pair a good and a bad completion"
     if kind == "preference" and isinstance(row.get("chosen"), str) and (name := _question(row)):
         return (
             f"{name!r} is not in the beginning that both texts share; "
             f"--column_map prompt={name} takes it as prompt, other={name} leaves it aside"
         )
-    if row.keys() & FOREIGN and not row.keys() & {"prompt", "chosen", "completion"}:
-        return "docs/data.md has a short `map` for rows of ShareGPT, Alpaca and plain text"
-    if kind == "preference" and row.keys() & {"messages", "completion"}:
-        return "train_sft.py takes such rows; a pair is `chosen` and `rejected`"
-    if kind == "sft" and row.keys() >= {"chosen", "rejected"}:
-        return "train_reward.py and train_dpo.py take pairs; here --column_map completion=chosen"
-    if kind == "prompts" and "chosen" in row:
-        return "of pairs it is needed in a column of its own"
-    if row.keys() == {"prompt"}:
-        return "train_grpo.py takes prompts alone"
-    return f"--column_map {column}=NAME takes another one"
+    if "messages" in row and not is_messages(row["messages"]):
+        return f"'messages' is no {LIST}; {PAGE}"
+    return f"--column_map {column}=NAME takes another one; {PAGE}"
 
 
 def _question(row: RawRow, shared: str = "") -> str:
@@ -139,26 +124,16 @@ def _blank_column(row: RawRow, columns: Sequence[str]) -> str:
 
 
 def _empty_blank_rows(
-    rows: list[RawRow],
-    columns: Sequence[str],
-    implicit: Sequence[int],
-    source: str,
-    tell: Callable[[str], None],
+    rows: list[RawRow], columns: Sequence[str], source: str, tell: Callable[[str], None]
 ) -> list[RawRow]:
-    """Make texts of a row with a blank cell, that one empty; `implicit`: rows without a prompt."""
+    """Make texts of a row with a blank cell, that one empty."""
     blank = {i: name for i, row in enumerate(rows) if (name := _blank_column(row, columns))}
-    unshared = [i for i in implicit if blank.get(i) == "prompt"]
-    if num := sum(isinstance(rows[i].get("prompt"), str) and i not in blank for i in implicit):
-        tell(f"{source}: prompt taken from what both texts share in {num} of {len(rows)} rows")
-    if unshared:
+    if blank:
+        first = min(blank)
         tell(
-            f"{source}: {len(unshared)} of {len(rows)} rows have no prompt, since their "
-            f"completions share no beginning, and are dropped, the first is row {unshared[0] + 1}"
-        )
-    if others := sorted(blank.keys() - set(unshared)):
-        tell(
-            f"{source}: {len(others)} of {len(rows)} rows have a blank or null cell or no answer "
-            f"and are dropped, the first is row {others[0] + 1}, column {blank[others[0]]!r}"
+            f"{source}: {len(blank)} of {len(rows)} rows have a blank or null cell, no answer or "
+            "nothing that both texts share, and are dropped, the first is row "
+            f"{first + 1}, column {blank[first]!r}"
         )
     empty = {i: {**rows[i], **dict.fromkeys(columns, "-"), name: ""} for i, name in blank.items()}
     return [empty.get(i, row) for i, row in enumerate(rows)]
@@ -266,47 +241,21 @@ def _with_shared_prompt(row: RawRow, columns: Sequence[str]) -> RawRow:
 def _fault(row: RawRow, kind: str) -> str:
     """The reason that a row does not fit the schema of its kind, empty if it does."""
     for column in ("prompt", *COMPLETION_COLUMNS[kind]):
-        if fault := _column_fault(row, column, kind):
-            return f"column {column!r} {fault}"
-        if is_messages(row[column]) != is_messages(row["prompt"]):
+        if column not in row:
+            there = ", ".join(map(repr, row)) or "none"
+            advice = _advice(row, kind, column)
+            return f"column {column!r} is missing; the columns are {there}: {advice}"
+        value = row[column]
+        if not isinstance(value, str) and not is_messages(value):
+            kind_of_value = type(value).__name__
+            return f"column {column!r} holds {kind_of_value}, it must be text or a {LIST}"
+        if is_messages(value) != is_messages(row["prompt"]):
             return f"{column!r} and 'prompt' must both be text or both be messages"
-        if column != "prompt" and is_messages(row[column]):
-            roles = ", ".join(message["role"] for message in row[column])
+        if column != "prompt" and is_messages(value):
+            roles = ", ".join(message["role"] for message in value)
             if roles != "assistant" and not (kind == "sft" and roles.startswith("assistant,")):
                 return (
                     f"column {column!r} has messages of {roles} behind those that all completions "
                     "share; it must be one, of the assistant"
                 )
-    clash = sorted(row.keys() & ARGUMENTS) if kind == "prompts" else []
-    rename = "has the name of a reward function's argument; rename it"
-    return f"column {clash[0]!r} {rename}" if clash else ""
-
-
-def _column_fault(row: RawRow, column: str, kind: str) -> str:
-    """The fault of a text column, empty if it has none."""
-    if column not in row:
-        advice = _advice(row, kind, column)
-        if "messages" in row and not is_messages(row["messages"]):
-            advice = f"'messages' is no {LIST}{_odd(row['messages'])}"
-        return f"is missing; the columns are {', '.join(map(repr, row)) or 'none'}: {advice}"
-    value = row[column]
-    if not isinstance(value, str) and not is_messages(value):
-        return f"holds {type(value).__name__}, it must be text or a {LIST}{_odd(value)}"
-    text = value if isinstance(value, str) else "".join(map(content, value))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON may escape half of a pair, which no file can hold
-        half = text[error.start].encode("unicode_escape").decode()
-        return f"holds {half}, half of a surrogate pair, which is no character; remove it"
     return ""
-
-
-def _odd(value: Any) -> str:
-    """The end of a sentence: the first item of a list that is no message, and what to do."""
-    turns = value if isinstance(value, list) else []
-    turn = next((t for t in turns if not is_messages([t])), None)
-    if not isinstance(turn, dict):
-        return ""
-    if "from" in turn:
-        return "; docs/data.md has a short `map` for rows of ShareGPT"
-    return f"; {reprlib.repr(turn)} is none: make its content one text"

@@ -1,5 +1,6 @@
 """Sources of rows: local files, folders of `save_to_disk`, data sets of the hub."""
 
+import codecs
 import functools
 import gzip
 import json
@@ -63,13 +64,9 @@ def data_files(dataset_name: str, split: str) -> list[Path]:
 def _advice(name: str) -> str:
     """The command that makes a missing folder `data/...` of a recipe; empty for another one."""
     for recipe in sorted(RECIPES.glob("*/*.yaml")) if name.startswith("data/") else ():
-        text = recipe.read_text(encoding="utf-8")
-        is_named = re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.MULTILINE)
-        if is_named and re.search(r"^# Data: (?!as for)", text, re.MULTILINE):
-            maker = recipe.with_name("make_rows.py")
-            if maker.is_file():
-                return f"`python {maker}` makes it; its first lines say from what"
-            return f"the first lines of {recipe} say how it is made"
+        maker, text = recipe.with_name("make_rows.py"), recipe.read_text(encoding="utf-8")
+        if re.search(rf"^dataset_name: {re.escape(name)}\b", text, re.M) and maker.is_file():
+            return f"`python {maker}` makes it; its first lines say from what"
     return ""
 
 
@@ -147,46 +144,23 @@ def _read_file(path: Path) -> Iterator[RawRow]:
 
 def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
     """Rows of a JSON list of objects, or of one object per line."""
-    is_list = None  # until there is more than white space
+    is_first = True
     # Lines of bytes: a JSON string may hold U+2028, which is a line break of texts.
     for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        is_list = is_first and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        is_first = False
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if not text.strip():
-                continue
-            is_list = is_list is None and text.lstrip().startswith("[")
-            decoded = _DECODER.decode(text + stream.read().decode() if is_list else text.rstrip())
+            rows = json.loads(line + stream.read()) if is_list else [json.loads(line)]
         except (ValueError, RecursionError) as error:
-            fault, line_number = gist(error), number
-            if isinstance(error, json.JSONDecodeError):
-                fault = f"it is not JSON, at column {error.colno}: {error.msg}"
-                line_number += error.lineno - 1
-            elif isinstance(error, UnicodeDecodeError):
-                byte = f"byte 0x{error.object[error.start]:02x}"
-                fault = f"{byte} is no text in UTF-8; save the file in that encoding"
-                line_number += bool(is_list) + error.object.count(b"\n", 0, error.start)
-            raise UserError(f"{source}, line {line_number}: {fault}.") from None
-        for index, row in enumerate(decoded if is_list else [decoded], start=1):
+            raise UserError(f"{source}, from line {number} on: {gist(error)}.") from None
+        for index, row in enumerate(rows, start=1 if is_list else number):
             if not isinstance(row, dict):
-                place = f"row {index}" if is_list else f"line {number}"
-                raise UserError(
-                    f"{source}, {place}: expected an object with named columns, found "
-                    f"{type(row).__name__}."
-                )
+                place = f"{'row' if is_list else 'line'} {index}"
+                kind = type(row).__name__
+                raise UserError(f"{source}, {place}: expected named columns, found {kind}.")
             yield row
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of two equal keys, Python alone would silently keep the last."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice in an object")
-    return values
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_without_doubles)
 
 
 # ---- data sets of the hub and of `save_to_disk` --------------------------------------------------

@@ -78,64 +78,59 @@ END = "<|im_end|>"
 QUESTION = f"<|im_start|>user\nWhat color is the sky?{END}\n<|im_start|>assistant\n"
 BRIEF = f"<|im_start|>system\nBe brief.{END}\n{QUESTION}"
 CALLED = f"{END}\n<|im_start|>tool\nblue{END}\n<|im_start|>assistant\n"
-CHOSEN = "--column_map completion=chosen"
-OF_PAIRS = "of pairs it is needed in a column of its own"
-NO_PAIR = "a pair is `chosen` and `rejected`"
-NO_ANSWER = "train_grpo.py takes prompts alone"
-DOCS = "docs/data.md has a short `map` for rows of ShareGPT, Alpaca and plain text"
+DOCS = "docs/data.md has the rows that each stage reads, and a short `map` for others"
 # By the schema: what SFT, the stages with pairs, and GRPO read: a prompt with its completions, each
 # with the stop token; or what they say.
 READ: dict[str, tuple[tuple[str, ...] | str, tuple[str, ...] | str, tuple[str, ...] | str]] = {
     "text": (DOCS,) * 3,
-    "messages": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
+    "messages": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
     "conversations": (DOCS,) * 3,
     "conversations in other words": (DOCS,) * 3,
-    "system beside": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
-    "one system": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
-    "system beside a prompt": ((BRIEF, "It is blue."), NO_PAIR, (BRIEF,)),
-    "system beside a pair": (CHOSEN, (BRIEF, "It is blue.", "It is green."), OF_PAIRS),
-    "system beside text": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
+    "system beside": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
+    "one system": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
+    "system beside a prompt": ((BRIEF, "It is blue."), DOCS, (BRIEF,)),
+    "system beside a pair": (DOCS, (BRIEF, "It is blue.", "It is green."), DOCS),
+    "system beside text": (("The sky is", " blue."), DOCS, ("The sky is",)),
     "other roles": (
         (f"{QUESTION}look(){CALLED}", "It is blue."),
-        NO_PAIR,
+        DOCS,
         (f"{QUESTION}look(){CALLED}",),
     ),
-    "other names": ("'role' and 'content'; docs/data.md has a short `map` for rows of ShareGPT",)
-    * 3,
-    "parts": ("'role': 'user'} is none: make its content one text",) * 3,
+    "other names": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
+    "parts": (f"each with the texts 'role' and 'content'; {DOCS}",) * 3,
     "alpaca": (DOCS,) * 3,
     "dolly": (DOCS,) * 3,
-    "prompt": (NO_ANSWER, NO_ANSWER, ("The sky is",)),
-    "chat prompt": (NO_ANSWER, NO_ANSWER, (QUESTION,)),
-    "completion": (("The sky is", " blue."), NO_PAIR, ("The sky is",)),
-    "chat completion": ((QUESTION, "It is blue."), NO_PAIR, (QUESTION,)),
-    "pair": (CHOSEN, ("The sky is", " blue.", " green."), ("The sky is",)),
+    "prompt": (DOCS, DOCS, ("The sky is",)),
+    "chat prompt": (DOCS, DOCS, (QUESTION,)),
+    "completion": (("The sky is", " blue."), DOCS, ("The sky is",)),
+    "chat completion": ((QUESTION, "It is blue."), DOCS, (QUESTION,)),
+    "pair": (DOCS, ("The sky is", " blue.", " green."), ("The sky is",)),
     "implicit pair": (
-        CHOSEN,
+        DOCS,
         ("The sky is", " blue.", " green."),
-        OF_PAIRS,
+        DOCS,
     ),
-    "alpaca pair": (CHOSEN, "--column_map prompt=instruction takes it", OF_PAIRS),
-    "question beside": (CHOSEN, "--column_map prompt=question takes it", OF_PAIRS),
-    "question inside": (CHOSEN, ("The sky is", " blue.", " green."), OF_PAIRS),
+    "alpaca pair": (DOCS, "--column_map prompt=instruction takes it", DOCS),
+    "question beside": (DOCS, "--column_map prompt=question takes it", DOCS),
+    "question inside": (DOCS, ("The sky is", " blue.", " green."), DOCS),
     "messages beside": (
         (QUESTION, "It is blue."),
         "--column_map prompt=messages takes it",
         (QUESTION,),
     ),
-    "conversations beside": (CHOSEN, "--column_map prompt=conversations takes it", OF_PAIRS),
+    "conversations beside": (DOCS, "--column_map prompt=conversations takes it", DOCS),
     "chat pair": (
-        CHOSEN,
+        DOCS,
         (QUESTION, "It is blue.", "It is green."),
         (QUESTION,),
     ),
     "implicit chat pair": (
-        CHOSEN,
+        DOCS,
         (QUESTION, "It is blue.", "It is green."),
-        OF_PAIRS,
+        DOCS,
     ),
-    "unpaired": (("The sky is", " blue."), "unpaired preferences (KTO)", ("The sky is",)),
-    "stepwise": (*["stepwise supervision has no stage"] * 2, "a reward function's argument"),
+    "unpaired": (("The sky is", " blue."), DOCS, ("The sky is",)),
+    "stepwise": (DOCS, DOCS, ("Which number is larger, 9.8 or 9.11?",)),
 }
 KINDS = ("sft", "preference", "prompts")
 
@@ -233,8 +228,8 @@ PAIR, CHAT = ROWS["pair"], ROWS["chat pair"]
             {"messages": [*ASKED, {**BLUE[0], "content": " "}]},
             "completion",
         ),
-        ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, ""),
-        ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, ""),
+        ("preference", CHAT, {"chosen": BLUE, "rejected": GREEN}, "prompt"),
+        ("preference", IMPLICIT, {"chosen": "Blue.", "rejected": "Green."}, "prompt"),
         ("prompts", ROWS["prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["chat prompt"], {"prompt": None}, "prompt"),
         ("prompts", ROWS["messages"], {"messages": None}, "prompt"),
@@ -245,10 +240,9 @@ def test_a_blank_or_null_cell_drops_its_row(tmp_path, tokenizer, capsys, kind, g
     examples = read(tmp_path, tokenizer, kind, rows, max_dropped_fraction=0.4)
     assert [example.row for example in examples] == [0, 1, 3, 5]
     output = capsys.readouterr().out
-    blank = "a blank or null cell or no answer"
-    unshared = "no prompt, since their completions share no beginning,"
-    assert f"2 of 6 rows have {blank if column else unshared} and are dropped" in output
-    first = f"the first is row 3, column {column!r}" if column else "the first is row 3\n"
+    blank = "a blank or null cell, no answer or nothing that both texts share,"
+    assert f"2 of 6 rows have {blank} and are dropped" in output
+    first = f"the first is row 3, column {column!r}"
     assert first in output
     shared = "prompt taken from what both texts share in 4 of 6 rows"
     assert (shared in output) == ("prompt" not in good and good.get("chosen") == IMPLICIT["chosen"])
