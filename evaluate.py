@@ -25,7 +25,7 @@ Writes `results.json`, `scores.jsonl` (what every system scores on every pair), 
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from common import data, distributed, launch, self_checks
 from common.data import Example
 from common.evaluation import judges, measure, records, runs, split, summary
-from common.evaluation.config import EvaluateConfig, settle, split_of
+from common.evaluation.config import EvaluateConfig, split_of, with_pairs_known
 from common.evaluation.records import Generation, PairScores, PromptRecord, Results, collect
 from common.evaluation.split import ImplicitReward
 from common.forward import Policy
@@ -51,7 +51,7 @@ WRITTEN = ("results.json", "report.html", "report.md", records.SCORES, records.C
 def main(config: EvaluateConfig) -> None:
     """Score pairs and generations with every system, write the results, print the table."""
     distributed.seed_everything(config.seed)
-    settle(config)
+    config = with_pairs_known(config)
 
     # Load; every folder is checked before the first model is loaded
     policies = [config.ref_model_name_or_path, *config.policies] if config.policies else []
@@ -62,7 +62,8 @@ def main(config: EvaluateConfig) -> None:
     names, models = rewards.short, list(rewards.reward_models)
     pairs, prompts = load_data(config, vocabulary, rewards)
     dataset = config.dataset_name if config.score_pairs else config.prompts_dataset_name
-    split_name = config.dataset_test_split = split_of(dataset, config)
+    split_name = split_of(dataset, config)
+    config = replace(config, dataset_test_split=split_name)
     table = PairScores(records.describe_pairs(pairs, dataset, split_name))
     start_folder(config)
     mesh = distributed.mesh(config.num_replicas)

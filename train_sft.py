@@ -21,7 +21,7 @@ The exported `output_dir/model` is the next stages' `--model_name_or_path`.
 """
 
 from common import data, distributed, launch, self_checks
-from common.config import SFTConfig
+from common.config.stages import SFTConfig
 from common.forward import Policy
 from common.losses import sft_loss
 from common.model import fsdp, load
@@ -61,7 +61,8 @@ def main(config: SFTConfig) -> None:
             run.logger.log(step, {"eval_loss": eval_loss})
 
     def show_samples(step: int) -> None:
-        run.logger.samples(step, sampler.table(eval_set or train_set))
+        shown = (eval_set or train_set)[: config.num_sample_prompts]
+        run.logger.samples(step, sampler.table(shown))
 
     # Loop
     for step in run.steps():

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from common import distributed
-from common.config import AUTO, CommonConfig, TrainConfig
+from common.config.fields import AUTO
+from common.config.stages import CommonConfig, RowsConfig, TrainConfig
 from common.errors import UserError
 from common.noise import permutation
 from common.padding import MAKERS, AnyBatch
@@ -106,7 +107,7 @@ class BatchOrder:
     world_size: int = 1
 
     @classmethod
-    def of_training(cls, config: TrainConfig, lengths: Sequence[int]) -> "BatchOrder":
+    def of_training(cls, config: RowsConfig, lengths: Sequence[int]) -> "BatchOrder":
         """Order of this process, for a training set of rows with these lengths.
 
         Raises:

@@ -1,18 +1,13 @@
-"""User errors: the exception, the wording of its sentence, and checks of a field's values."""
+"""User errors: the exceptions, and the wording of their sentences."""
 
-import dataclasses
 import difflib
-import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 OTHERWISE = "see --help for the flags"  # the hint where no name is alike
-SMALLEST_TEMPERATURE = 1e-6  # logits are divided by it
-WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # see `operator`
 
 
 class UserError(ValueError):
@@ -57,35 +52,3 @@ def why_missing(path: str) -> str:
     stage = re.search("sft|reward|dpo|grpo", os.path.basename(run))
     script = f"train_{stage[0]}.py" if stage else "a training script"
     return f"; {script} with --output_dir {run} writes it"
-
-
-def values_of(config: Any, f: dataclasses.Field) -> list[Any]:
-    """A field's value, or the items of its list."""
-    value = getattr(config, f.name)
-    return value if isinstance(value, list) else [value]
-
-
-def check_fields(config: Any) -> None:
-    """Raise a UserError for a value that its field excludes by itself.
-
-    A path loses the slash at its end: `model/` is the same folder as `model`.
-    """
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if f.metadata["required"] and not value:
-            raise UserError(f"--{f.name} is required: {f.metadata['help']}.")
-        for item in values_of(config, f):
-            if needed := missed(item, **f.metadata):
-                raise UserError(f"--{f.name} is {item!r}; it must be {needed}.")
-        if f.metadata["is_path"]:
-            paths = [path.rstrip("/") or path for path in values_of(config, f)]
-            setattr(config, f.name, paths if isinstance(value, list) else paths[0])
-
-
-def missed(value: Any, choices: Sequence[Any] | None, bounds: Mapping[str, float], **_: Any) -> str:
-    """The requirement that a value misses; empty if it meets all."""
-    if choices and value not in choices:
-        return f"one of {choices}"
-    if not all(getattr(operator, name)(value, bound) for name, bound in bounds.items()):
-        return " and ".join(f"{WORDS[name]} {bound:,}" for name, bound in bounds.items())
-    return ""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig
+from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
 
 Config = TypeVar("Config", bound=CommonConfig)
@@ -28,7 +28,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
     because a model may be loaded by others.
     """
     from common.checkpoint import best, hf_folder, push
-    from common.flags.parser import parse
+    from common.config.parser import parse
     from common.record import run_folder, terminal, tracking
     from common.shutdown import processes, signals
 
@@ -48,8 +48,7 @@ def run(main: Callable[[Config], Any], config_class: type[Config]) -> None:
             tracking.refuse_impossible(getattr(config, "report_to", ()))
             if isinstance(config, TrainConfig):
                 push.prepare(config)
-        hf_folder.use_folders(config)
-        main(config)
+        main(hf_folder.with_folders(config))
         dist.barrier()
     except signals.Stopped as stopped:
         distributed.print_rank0(stopped)

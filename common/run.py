@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common import distributed
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.data import BatchOrder
 from common.errors import EngineError, UserError, gist
 from common.model import fsdp

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig
+from common.config.stages import CommonConfig, TrainConfig
 from common.data import Example
 from common.errors import UserError
 from common.forward import CompletionScores, RewardModel

@@ -29,10 +29,10 @@ from typing import Any
 
 import yaml
 
-from common.config import flag
-from common.errors import UserError, check_fields, hint
-from common.flags.parser import parse
-from common.flags.recipes import read_recipe
+from common.config.fields import check_fields, flag
+from common.config.parser import parse
+from common.config.recipes import read_recipe
+from common.errors import UserError, hint
 from common.report.blocks import Block, Section, Table
 from experiments.outcomes import (
     OUTCOMES,
@@ -205,7 +205,7 @@ def stages_with(override: str, names: Sequence[str]) -> list[str]:
     known = {}
     for taker in names:
         cls = config_class(CHAIN[taker])
-        known[taker] = {f.name for f in fields(cls)} - {*cls.unused, "seed", "output_dir"}
+        known[taker] = {f.name for f in fields(cls)} - {"seed", "output_dir"}
     takers = [taker for taker in names if flag_name in known[taker] and stage in ("", taker)]
     if not equals or not takers:
         raise UserError(

@@ -10,31 +10,24 @@ score them, and `pair_method` says who is compared: `all` makes six pairs of fou
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from common import distributed, launch
 from common.errors import UserError
 from common.model import load
-from common.pairs.config import DPOConfig
+from common.pairs.config import RolloutPairConfig, refuse_rollouts
 from common.pairs.from_rollouts import pairs_from_rollouts
 from common.record.run_folder import save_run_files
 from common.text.reading import test_split
 
 
 @dataclass
-class PairsConfig(DPOConfig):
+class PairsConfig(RolloutPairConfig):
     """Rows have the column `prompt`."""
-
-    unused: ClassVar = (
-        *("optimisation", "logging, evaluation, checkpoints", "planning", "LoRA", "hub"),
-        "objective",
-        *("reference", "pairs_from", "require_stop_token", "gradient_checkpointing"),
-    )
 
     def __post_init__(self) -> None:
         """Refuse values that make no pairs."""
-        self.pairs_from = "rollouts"
         super().__post_init__()
+        refuse_rollouts(self)
 
 
 def main(config: PairsConfig) -> None:

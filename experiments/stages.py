@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from common.checkpoint.layout import describe
+from common.config.parser import parse
+from common.config.recipes import read_recipe
 from common.errors import UserError
-from common.flags.parser import parse
-from common.flags.recipes import read_recipe
 from common.record.jsonl import write_atomically
 from common.record.terminal import run_command
 

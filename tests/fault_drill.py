@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import untimed_lines
+from tests.ranks import of_stage, untimed_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 12
@@ -61,7 +61,7 @@ COMMON = {
 }
 OF_STAGE: dict[str, dict[str, Any]] = {
     "sft": {},
-    "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 16, "sample_steps": 0},
+    "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 16},
     "dpo": {},
     "grpo": {
         "eval_pairs_dataset_name": "synthetic",
@@ -121,7 +121,7 @@ class Tally:
 
 def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
     """What a user would type; it is the same when the run is started again."""
-    flags = COMMON | OF_STAGE[case.stage] | case.flags
+    flags = of_stage(case.stage, COMMON | OF_STAGE[case.stage] | case.flags)
     flags |= {
         "model_name_or_path": str(folder / "gpt2.json"),
         "tokenizer_name_or_path": str(folder / "tokenizer"),

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.checkpoint import export
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.launch import close_and_exit, leave
 from common.model import fsdp, optim
 from common.record.glossary import is_defined
@@ -207,13 +207,19 @@ def serve() -> None:
         close_and_exit(0)
 
 
+def of_stage(stage: str, flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags that stages share, without those of sampling for a reward model."""
+    of_policies = ("sample_steps", "generation_batch_size") if stage == "reward" else ()
+    return {name: value for name, value in flags.items() if name not in of_policies}
+
+
 def run_stages(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Run each job's stage on this rank, in order; returns what was seen inside each."""
     records = []
     for job in jobs:
         module_name, config_name = STAGES[job["stage"]]
         module = importlib.import_module(module_name)
-        flags = job["flags"]
+        flags = of_stage(job["stage"], job["flags"])
         arguments = [text for key, value in flags.items() for text in flag(key, value)]
         config = parse(getattr(module, config_name), arguments)
         # Pictures have their own tests, and take longer than the steps that are drawn.

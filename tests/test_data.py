@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from common import data, distributed
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.data import (
     BatchOrder,
     Example,

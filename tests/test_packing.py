@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common import distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.data import (
     BatchOrder,
     PromptGroup,

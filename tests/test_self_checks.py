@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, padding, self_checks
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.data import Example
 from common.errors import UserError
 from common.evaluation import split

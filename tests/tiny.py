@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from common import distributed
 from common.checkpoint.checkpointer import Checkpointer
-from common.config import TrainConfig
+from common.config.stages import SFTConfig
 from common.data import Example
 from common.model import fsdp, shared_prefix
 from common.padding import PaddedBatch, left_pad, position_ids, right_pad
@@ -100,10 +100,10 @@ def like_pretrained(lm: Any) -> Any:
     return lm
 
 
-def train_config(**fields: Any) -> TrainConfig:
+def train_config(**fields: Any) -> SFTConfig:
     """A config that names no folder that would be read or written."""
     needed = {"output_dir": "unused", "model_name_or_path": "unused", "micro_batch_size": 4}
-    return TrainConfig(**(needed | fields))
+    return SFTConfig(**(needed | fields))
 
 
 def checkpointer(

@@ -1,5 +1,5 @@
 """Checkpoints, resuming, and the exported model.
 
-Face: resume.find, checkpointer.Checkpointer, export, hf_folder.use_folders. best, layout and
+Face: resume.find, checkpointer.Checkpointer, export, hf_folder.with_folders. best, layout and
 sharded_state serve them.
 """

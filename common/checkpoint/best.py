@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common import distributed
 from common.checkpoint import layout
-from common.config import CommonConfig, TrainConfig
+from common.config.stages import CommonConfig, TrainConfig
 from common.errors import UserError
 from common.record.glossary import METRICS, is_defined
 from common.record.run_folder import read_metrics

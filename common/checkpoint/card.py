@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.record.run_folder import short_path
 from common.text.sources import is_id
 

@@ -31,7 +31,7 @@ from common.checkpoint.sharded_state import (
     restore_state,
     trained_state,
 )
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp, lora
 from common.record import output_lock

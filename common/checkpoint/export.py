@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 from common import distributed
 from common.checkpoint import hf_folder, layout, push
 from common.checkpoint.sharded_state import cause, once_each
-from common.config import CommonConfig, HubConfig, TrainConfig, path_flag
+from common.config.fields import path_flag
+from common.config.groups import HubFlags, ModelFlags
+from common.config.parser import parse
+from common.config.stages import TrainConfig
 from common.errors import UserError
-from common.flags.parser import parse
 from common.model import fsdp
 from common.record.run_folder import refuse_unwritable
 from common.record.terminal import run_command
@@ -63,13 +65,8 @@ def save_pretrained(
 
 
 @dataclass
-class ExportConfig(HubConfig):
+class ExportConfig(HubFlags, ModelFlags):
     """The checkpoint to export."""
-
-    unused: ClassVar = (
-        *("seed", "tokenizer_name_or_path", "stop_token", "data", CommonConfig._speed),
-        "checks and watching",
-    )
 
     _what: ClassVar = "what"
     checkpoint: str = path_flag("", "its folder; also as first word, without --", required=True)
@@ -95,7 +92,7 @@ def main(config: ExportConfig) -> None:
     if (model := output_dir / "model").exists():
         raise UserError(f"{model} is there already; remove it or name another --output_dir.")
     distributed.quieten()
-    hf_folder.use_folders(config)
+    config = hf_folder.with_folders(config)
     push.prepare(config)
     hf_folder.export(checkpoint, output_dir, config, config.model_name_or_path)
     print(f"the model is in {model}", flush=True)

@@ -6,13 +6,13 @@ their base.
 """
 
 import copy
-import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -26,12 +26,15 @@ from transformers.dynamic_module_utils import custom_object_save
 from common import distributed
 from common.checkpoint import card, layout
 from common.checkpoint.sharded_state import once_each
-from common.config import CommonConfig, TrainConfig
-from common.errors import UserError, gist, values_of
+from common.config.fields import values_of
+from common.config.groups import ModelFlags
+from common.config.stages import TrainConfig
+from common.errors import UserError, gist
 from common.model import checks, fsdp, load, lora
 from common.record.run_folder import CONFIG
 from common.text.example import Vocabulary
 
+Config = TypeVar("Config", bound=ModelFlags)
 NOT_MODELS = ("output_dir", "resume_from_checkpoint", "checkpoint")  # paths of other things
 OF_MODEL = ("config.json", "generation_config.json")  # in the folder of whole weights only
 
@@ -138,7 +141,7 @@ def fold_reward_shift(lm: Any, state: dict[str, Tensor], shift: float) -> bool:
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
-def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str = "") -> None:
+def export(checkpoint: Path, output_dir: Path, config: ModelFlags, base: str = "") -> None:
     """Write a checkpoint's `model`, its `adapter` if it has one, and the `config.yaml` of its run.
 
     Needs no process group, and memory for one copy of the weights.
@@ -162,10 +165,10 @@ def export(checkpoint: Path, output_dir: Path, config: CommonConfig, base: str =
         lm: Any = load.build(auto_class, str(folder), model_config, config)
     state = read_weights(checkpoint)
     if manifest["adapters"]:
-        of_adapter, config = lora.read_settings(str(folder)), copy.copy(config)
+        of_adapter = lora.read_settings(str(folder))
         if not base:
-            base = config.model_name_or_path = manifest["adapters"]["model_name_or_path"]
-            config.model_revision = of_adapter.revision or "main"
+            base, revision = manifest["adapters"]["model_name_or_path"], of_adapter.revision
+            config = replace(config, model_name_or_path=base, model_revision=revision or "main")
         lora.inject(lm, of_adapter, lora.TRAINED)
         lm.peft_config = {lora.TRAINED: of_adapter}
 
@@ -199,7 +202,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_base(
-    path: str, settings: Path, config: CommonConfig, *, is_classifier: bool
+    path: str, settings: Path, config: ModelFlags, *, is_classifier: bool
 ) -> dict[str, Tensor]:
     """The weights of the base of adapters, as the run loaded them."""
     model_config = load.find_config(path, None, config)
@@ -211,8 +214,8 @@ def read_base(
     return once_each(lm, lm.state_dict())
 
 
-def use_folders(config: CommonConfig) -> None:
-    """Replace checkpoints that a config names as models by their exported `model`. Collective.
+def with_folders(config: Config) -> Config:
+    """A config in which checkpoints named as models are their exported `model`. Collective.
 
     The checkpoint is exported once, into its folder, and the export is removed with it. The ranks
     check the shards together; rank 0 writes.
@@ -220,17 +223,18 @@ def use_folders(config: CommonConfig) -> None:
     Raises:
         UserError: a checkpoint is damaged, or cannot be exported.
     """
-    fields = [f for f in dataclasses.fields(config) if f.metadata["is_path"]]
-    fields = [f for f in fields if f.name not in NOT_MODELS]
-    names = dict.fromkeys(name for f in fields for name in values_of(config, f))
+    paths = [f for f in fields(config) if f.metadata["is_path"] and f.name not in NOT_MODELS]
+    names = dict.fromkeys(name for f in paths for name in values_of(config, f))
     checkpoints = [n for n in names if os.path.isfile(os.path.join(n, layout.MANIFEST))]
     folders = {name: exported(Path(name), config) for name in distributed.from_rank0(checkpoints)}
-    for f in fields:
+    changed: dict[str, Any] = {}
+    for f in paths if folders else ():
         new = [folders.get(name, name) for name in values_of(config, f)]
-        setattr(config, f.name, new if isinstance(getattr(config, f.name), list) else new[0])
+        changed[f.name] = new if isinstance(getattr(config, f.name), list) else new[0]
+    return replace(config, **changed)
 
 
-def exported(checkpoint: Path, config: CommonConfig) -> str:
+def exported(checkpoint: Path, config: ModelFlags) -> str:
     """The folder `model` in a checkpoint, exported if it is missing. Collective."""
     model, failure = checkpoint / "model", ""
     if distributed.from_rank0(model.is_dir()):

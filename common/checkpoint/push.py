@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from common import distributed
-from common.config import HubConfig
+from common.config.groups import HubFlags
 from common.errors import UserError, gist
 
 
-def prepare(config: HubConfig) -> None:
+def prepare(config: HubFlags) -> None:
     """Create the repository on the hub before training, with `push_to_hub`.
 
     Raises:
@@ -26,7 +26,7 @@ def prepare(config: HubConfig) -> None:
         ) from None
 
 
-def push(output_dir: Path, config: HubConfig) -> None:
+def push(output_dir: Path, config: HubFlags) -> None:
     """With `push_to_hub`, upload `model`, and `adapter` as a folder of that name. Rank 0 only.
 
     Raises:

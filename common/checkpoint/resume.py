@@ -7,7 +7,7 @@ from typing import Any
 
 from common import distributed
 from common.checkpoint import layout
-from common.config import MODELS, TrainConfig
+from common.config.stages import MODELS, TrainConfig
 from common.errors import UserError
 from common.record.run_folder import ENVIRONMENT, read_config
 from common.shutdown import signals

@@ -1,10 +1,10 @@
 """The configuration of an evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from common.config import AUTO, REPORT_TO, flag, free_flag, path_flag
+from common.config.fields import AUTO, REPORT_TO, flag, free_flag, path_flag
 from common.errors import UserError
 from common.evaluation import records, runs
 from common.sampling.vllm.config import EngineConfig
@@ -14,14 +14,11 @@ from common.sampling.vllm.config import EngineConfig
 class EvaluateConfig(EngineConfig):
     """Pairs have `prompt`, `chosen`, `rejected`; prompts to sample from have `prompt`."""
 
-    unused: ClassVar = (
-        *("gradient_checkpointing", "reshard_after_forward", "offload_frozen"),
-        "num_sample_prompts",
-    )
-
+    _data: ClassVar = "data"
     dataset_test_split: str = flag(
         AUTO, "the split to evaluate on; auto: validation, else test", required=True
     )
+    num_eval_rows: int = flag(0, "evaluate on the first rows only (0: all)")
 
     _systems: ClassVar = "what is evaluated"
     policies: list[str] = path_flag([], "folders or hub ids of causal language models")
@@ -82,8 +79,8 @@ class EvaluateConfig(EngineConfig):
         return bool(self.policies and self.num_prompts)
 
 
-def settle(config: EvaluateConfig) -> None:
-    """Set `score_pairs` to whether there are any.
+def with_pairs_known(config: EvaluateConfig) -> EvaluateConfig:
+    """The config with `score_pairs` only where there are any.
 
     Raises:
         UserError: there is nothing to do.
@@ -92,12 +89,13 @@ def settle(config: EvaluateConfig) -> None:
 
     name = config.dataset_name
     if config.score_pairs:
-        config.score_pairs = has_pairs(config, split_of(name, config))
+        config = replace(config, score_pairs=has_pairs(config, split_of(name, config)))
     if not config.score_pairs and not config.generates:
         raise UserError(
             f"nothing to evaluate on: no pairs of {name} are judged (columns chosen and rejected), "
             "and no policy generates; give --policies and --num_prompts."
         )
+    return config
 
 
 def split_of(name: str, config: EvaluateConfig) -> str:

@@ -13,7 +13,7 @@ from common.evaluation.intervals import Floats
 from common.evaluation.records import BASELINES, Generation
 
 if TYPE_CHECKING:
-    from common.config import CommonConfig
+    from common.config.stages import CommonConfig
     from common.data import Example
     from common.evaluation.config import EvaluateConfig
     from common.forward import Policy
@@ -41,7 +41,7 @@ def policy_scores(
         kinds: `logp_per_token` is the log-probability divided by the completion's length.
         logps: (N, 2) log-probabilities of the completions, nats.
         lengths: (N, 2) tokens of the completions.
-        implicit_rewards: (N, 2) by which its loss judges (`score.ImplicitReward`); None where they
+        implicit_rewards: (N, 2) by which its loss judges (`split.ImplicitReward`); None where they
             need a reference and there is none, as for the reference itself, whose ratios are 0
             everywhere: the log-probabilities, as `logp`, take their place.
     """

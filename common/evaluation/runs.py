@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.record.run_folder import config_of_run
 
 if TYPE_CHECKING:
-    from common.config import CommonConfig
+    from common.config.stages import CommonConfig
     from common.evaluation.split import ImplicitReward
 
 

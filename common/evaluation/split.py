@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common import data, distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig, TrainConfig
 from common.data import Example, PromptGroup
 from common.forward import sequence_scores
 from common.losses import PER_TOKEN_LOSSES, REFERENCE_FREE_LOSSES, sequence_logps, wins
@@ -237,7 +237,7 @@ def add_pair_metrics(metrics: "Accumulator", rewards: Tensor, real: Tensor) -> N
 
 
 def pair_table(
-    examples: Sequence[Example], scores: Tensor, vocabulary: Vocabulary, config: CommonConfig
+    examples: Sequence[Example], scores: Tensor, vocabulary: Vocabulary, config: TrainConfig
 ) -> list[dict[str, Any]]:
     """Rows to print: prompt end, both completions and their scores (N, 2)."""
     table = []

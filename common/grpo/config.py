@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.advantages import BASELINES, REJECTION_METHODS, SCALES
-from common.config import TrainConfig, flag, path_flag
-from common.errors import SMALLEST_TEMPERATURE
+from common.config.fields import SMALLEST_TEMPERATURE, flag, path_flag
+from common.config.groups import FrozenFlags, SampleTableFlags
+from common.config.stages import TrainConfig
 from common.grpo.sampler_correction import SAMPLER_CORRECTIONS
 from common.losses import (
     AGGREGATIONS,
@@ -17,12 +18,11 @@ from common.sampling.vllm.config import EngineConfig
 
 
 @dataclass
-class GRPOConfig(TrainConfig, EngineConfig):
+class GRPOConfig(SampleTableFlags, FrozenFlags, TrainConfig, EngineConfig):
     """Rows have the column `prompt`; any other column reaches the reward functions."""
 
     stage: ClassVar = "GRPO"
     eval_metrics: ClassVar = ("eval_reward", "eval_stop_rate", "eval_accuracy")
-    unused: ClassVar = ("require_stop_token",)
 
     _rollouts: ClassVar = "rollouts: batch_size prompts per step"
     num_generations: int = flag(8, "completions of a prompt that are trained on", ge=2)

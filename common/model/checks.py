@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.errors import UserError, gist, hint, why_missing
 from common.text import sources
 

@@ -29,7 +29,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common import distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.model.projection import exact_tf32
 
 M = TypeVar("M", bound=nn.Module)

@@ -23,7 +23,8 @@ from transformers import (
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from common import distributed
-from common.config import CommonConfig
+from common.config.groups import ModelFlags
+from common.config.stages import CommonConfig
 from common.errors import UserError, gist, why_missing
 from common.noise import derive_seed
 from common.text.example import Vocabulary
@@ -41,7 +42,7 @@ HEAD_STDS: dict[str, Callable[[int], float]] = {
 HEAD_INITS = tuple(HEAD_STDS)
 
 
-def revision_of(path: str, config: CommonConfig) -> str:
+def revision_of(path: str, config: ModelFlags) -> str:
     """Revision of a hub id: `model_revision` for the `model_name_or_path`, else main.
 
     It has no effect on a folder.
@@ -65,7 +66,7 @@ def load_vocabulary(
 
 
 def load_tokenizer(
-    path: str, config: CommonConfig, *, needs_eos: bool = True
+    path: str, config: ModelFlags, *, needs_eos: bool = True
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id or folder, or of the embedded task (`synthetic`).
 
@@ -165,7 +166,7 @@ def read_model_config(
 
 
 def find_config(
-    path: str, tokenizer: PreTrainedTokenizerBase | None, config: CommonConfig
+    path: str, tokenizer: PreTrainedTokenizerBase | None, config: ModelFlags
 ) -> PretrainedConfig:
     """The configuration of a hub id or folder, or of a .json with the tokenizer's vocabulary.
 
@@ -173,8 +174,9 @@ def find_config(
         UserError: there is no model, or it is an adapter.
     """
     from common.model import checks
+    from common.text import sources
 
-    revision, is_own = revision_of(path, config), path == config.model_name_or_path
+    revision = revision_of(path, config)
     checks.check_location(path, "model")
     try:
         if path.endswith(".json"):
@@ -188,9 +190,8 @@ def find_config(
         model_config: PretrainedConfig = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=config.trust_remote_code
         )
-        if is_own:
-            file = cached_file(path, "config.json", revision=revision)
-            config.model_commit = extract_commit_hash(file, None) or ""
+        file = cached_file(path, "config.json", revision=revision)
+        sources.model_commits[path] = extract_commit_hash(file, None) or ""
         return model_config
     except UserError:
         raise
@@ -200,14 +201,14 @@ def find_config(
 
 
 def load_policy(
-    path: str, model_config: PretrainedConfig, config: CommonConfig, *, trains: bool = False
+    path: str, model_config: PretrainedConfig, config: ModelFlags, *, trains: bool = False
 ) -> PreTrainedModel:
     """A causal language model in float32: real on rank 0, on the meta device elsewhere.
 
     With `trains` and `lora_r` the model gets new adapters, and everything else is frozen.
     """
     lm = load(AutoModelForCausalLM, path, model_config, config)
-    if trains and getattr(config, "lora_r", 0) > 0:
+    if trains and config.lora_r > 0:
         from common.model import lora
 
         lora.add_adapters(lm, path, config)
@@ -230,7 +231,7 @@ def load_reward_model(
     path: str,
     model_config: PretrainedConfig,
     tokenizer: Any,
-    config: CommonConfig,
+    config: ModelFlags,
     head_init: str = HEAD_INITS[0],
     *,
     trains: bool = False,
@@ -269,7 +270,7 @@ def load_reward_model(
         with torch.no_grad():
             std = HEAD_STDS[head_init](head.shape[1])
             head.copy_(torch.randn(head.shape, generator=generator) * std)
-    if trains and getattr(config, "lora_r", 0) > 0:
+    if trains and config.lora_r > 0:
         from common.model import lora
 
         lora.add_adapters(lm, path, config)
@@ -277,7 +278,7 @@ def load_reward_model(
 
 
 def load(
-    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
+    auto_class: Any, path: str, model_config: PretrainedConfig, config: ModelFlags
 ) -> PreTrainedModel:
     """Read or initialise on rank 0 in float32; build on the meta device elsewhere.
 
@@ -288,7 +289,7 @@ def load(
     from common.model import checks
 
     revision, is_config = revision_of(path, config), path.endswith(".json")
-    if is_config and getattr(config, "lora_r", 0) > 0 and path == config.model_name_or_path:
+    if is_config and config.lora_r > 0 and path == config.model_name_or_path:
         needed = "a folder or hub id with --lora_r: a config has no weights to adapt"
         raise config.refused("model_name_or_path", needed)
     if not distributed.is_rank0():
@@ -326,7 +327,7 @@ def load(
 
 
 def build(
-    auto_class: Any, path: str, model_config: PretrainedConfig, config: CommonConfig
+    auto_class: Any, path: str, model_config: PretrainedConfig, config: ModelFlags
 ) -> PreTrainedModel:
     """A model with random weights, or without storage on the meta device."""
     return auto_class.from_config(model_config, trust_remote_code=config.trust_remote_code)

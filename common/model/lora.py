@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import CommonConfig, TrainConfig
+from common.config.groups import ModelFlags
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.model import fsdp
 from common.noise import derive_seed
@@ -56,7 +57,7 @@ def save_adapter(lm: Any, state: Mapping[str, Tensor], folder: Path) -> None:
 def add_adapters(
     lm: Any,  # real, or on the meta device
     path: str,  # of the model
-    config: CommonConfig,  # of a stage, with `lora_r`
+    config: ModelFlags,  # of a training stage, with `lora_r`
 ) -> None:
     """Freeze a model and add adapters to it, in place.
 
@@ -69,7 +70,7 @@ def add_adapters(
     assert isinstance(config, TrainConfig)
     settings = new_settings(lm, path, config)
     torch.manual_seed(derive_seed(config.seed, "LoRA adapters"))
-    has_moving_reference = getattr(config, "ref_update_steps", 0) > 0
+    has_moving_reference = config.ref_update_steps > 0
     adapters = (TRAINED, REFERENCE) if has_moving_reference else (TRAINED,)
     for adapter in adapters:
         inject(lm, settings, adapter)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 
 
 def build_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from common import distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.model import fsdp
 
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, flag, path_flag
-from common.errors import SMALLEST_TEMPERATURE, UserError
+from common.config.fields import SMALLEST_TEMPERATURE, flag, path_flag
+from common.config.groups import CompletionFlags, FrozenFlags, SampleTableFlags
+from common.config.stages import RowsConfig, TrainConfig
+from common.errors import UserError
 from common.evaluation.split import ImplicitReward
 from common.losses import (
     PER_TOKEN_LOSSES,
@@ -17,7 +19,32 @@ PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 
 @dataclass
-class DPOConfig(TrainConfig, EngineConfig):
+class RolloutPairConfig(FrozenFlags, RowsConfig, EngineConfig):
+    """The flags of what makes pairs of a policy's own completions."""
+
+    _pairs: ClassVar = "pairs"
+    pair_method: str = flag(
+        "rso_tournament",
+        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
+        "all: every pair",
+        PAIR_METHODS,
+    )
+    num_candidates: int = flag(8, "completions sampled per prompt")
+    num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
+    rejection_temperature: float = flag(
+        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
+    )
+    temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
+    reward_funcs: list[str] = path_flag(
+        [], "as in train_grpo.py: built-ins, file.py:function (your file is run as code), folders"
+    )
+    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
+    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
+    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
+
+
+@dataclass
+class DPOConfig(RolloutPairConfig, SampleTableFlags, CompletionFlags, TrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`; for rollouts `prompt` will do."""
 
     stage: ClassVar = "DPO"
@@ -48,24 +75,6 @@ class DPOConfig(TrainConfig, EngineConfig):
     pairs_from: str = flag(
         "dataset", "dataset: its columns; rollouts: of the starting policy", ["dataset", "rollouts"]
     )
-    pair_method: str = flag(
-        "rso_tournament",
-        "rso_tournament: random pairs of what rejection sampling accepts; best_worst: one pair; "
-        "all: every pair",
-        PAIR_METHODS,
-    )
-    num_candidates: int = flag(8, "completions sampled per prompt")
-    num_generations: int = flag(4, "rso_tournament: candidates accepted, twice the pairs; even")
-    rejection_temperature: float = flag(
-        0.5, "of rejection sampling, in units of reward", ge=SMALLEST_TEMPERATURE
-    )
-    temperature: float = flag(1.0, "of sampling", ge=SMALLEST_TEMPERATURE)
-    reward_funcs: list[str] = path_flag(
-        [], "as in train_grpo.py: built-ins, file.py:function (your file is run as code), folders"
-    )
-    reward_weights: list[float] = flag([], "one per reward function (empty: 1 each)")
-    missing_eos_penalty: float = flag(-1.0, "reward of a completion that did not stop")
-    penalize_missing_eos: bool = flag(True, "false: such a completion keeps its own reward")
 
     def __post_init__(self) -> None:
         """Refuse values that no DPO run may have."""
@@ -104,7 +113,7 @@ def refuse_losses(config: DPOConfig) -> None:
         raise config.refused("ld_alpha", f"1 {where}")
 
 
-def refuse_rollouts(config: DPOConfig) -> None:
+def refuse_rollouts(config: RolloutPairConfig) -> None:
     """Raise a UserError for rollouts that give no pairs."""
     if not config.reward_funcs:
         raise UserError("--reward_funcs is required: gold, file.py:function, or model folders.")

@@ -25,7 +25,7 @@ from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load
 from common.noise import derive_seed, hash_counters, uniform
-from common.pairs.config import DPOConfig
+from common.pairs.config import DPOConfig, RolloutPairConfig
 from common.record import output_lock
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.terminal import progress_bar, show_status
@@ -67,7 +67,7 @@ def pairs_of_run(
 
 
 def pairs_from_rollouts(
-    config: DPOConfig,
+    config: RolloutPairConfig,
     vocabulary: Vocabulary,
     model_config: Any,
     mesh: DeviceMesh,

@@ -3,23 +3,18 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import TrainConfig, flag, path_flag
+from common.config.fields import flag, path_flag
+from common.config.groups import CompletionFlags
+from common.config.stages import TrainConfig
 from common.model.load import HEAD_INITS
 
 
 @dataclass
-class RewardConfig(TrainConfig):
+class RewardConfig(CompletionFlags, TrainConfig):
     """Rows have the columns `prompt`, `chosen` and `rejected`."""
 
     stage: ClassVar = "reward model"
     eval_metrics: ClassVar = ("eval_accuracy",)
-    unused: ClassVar = (
-        "generation_batch_size",
-        "generation_cache_tokens",
-        "cuda_graphs",
-        "offload_frozen",
-        "sample_steps",
-    )
 
     _reward: ClassVar = "reward model"
     head_init: str = flag(

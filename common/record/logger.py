@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.distributed import is_rank0, peak_memory_gb, world_size
 from common.errors import UserError
 from common.record import output_lock, run_folder

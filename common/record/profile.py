@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.record.jsonl import replacing
 
 WARMUP_STEPS = 2  # allocators fill, kernels are chosen; in the second the profiler gets ready

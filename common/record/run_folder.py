@@ -39,6 +39,8 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
     """Write `config.yaml` and `environment.json`. Rank 0 only."""
     import torch
 
+    from common.text import sources
+
     installed = {n: one.version for n in PACKAGES for one in metadata.distributions(name=n)}
     environment = {
         "python": platform.python_version(),
@@ -47,10 +49,10 @@ def save_run_files(output_dir: Path, config: Any, world_size: int) -> None:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise
         "world_size": world_size,
         **accelerator(world_size),
-        "compute_dtype": "bfloat16" if getattr(config, "bf16", False) else "float32",
+        "compute_dtype": "bfloat16" if config.bf16 else "float32",
         "git_commit": git_commit(),
-        "model_commit": getattr(config, "model_commit", "") or None,
-        "dataset_commit": getattr(config, "dataset_commit", "") or None,
+        "model_commit": sources.model_commits.get(config.model_name_or_path) or None,
+        "dataset_commit": sources.dataset_commits.get(config.dataset_name) or None,
         "packages": {name: installed.get(name) for name in PACKAGES},
         "script": Path(sys.argv[0]).name,
         "stage": type(config).__name__,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import data, distributed, self_checks
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.data import PromptGroup
 from common.errors import UserError
 from common.forward import RewardModel

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
 
 from common.advantages import StepRewards
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.data import Example
 from common.errors import UserError, gist
 from common.rewards.functions import (

@@ -149,10 +149,11 @@ def refuse_nan(logps: Tensor) -> None:
 
 
 def rows_to_keep(finished: Tensor, num_rows: int, position: int) -> Tensor | None:
-    """Indices on the host of the rows to go on with, of those (B',) left of `num_rows`; None: all.
+    """Indices on the host of the rows to decode on; None: all, while too few could leave.
 
-    On a CPU those that have not finished. Elsewhere this is looked at now and then, and some that
-    have finished stay, so that a half, a quarter ... of `num_rows` (rounded up) are few shapes.
+    `finished` (B',) are the rows that are left of `num_rows`. On a CPU the unfinished ones stay. On
+    a GPU this is looked at every `CHECK_EVERY` tokens, and num_rows / 2, / 4, ... stay, finished
+    ones among them, so that there are few shapes. Rows leave if `DROP_FRACTION` of them can.
     """
     is_on_cpu = finished.device.type == "cpu"
     if not is_on_cpu and (position + 1) % CHECK_EVERY:

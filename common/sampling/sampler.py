@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from common import distributed, noise
-from common.config import CommonConfig
+from common.config.stages import SamplingConfig
 from common.data import Example, row_numbers
 from common.model import rollout_copy
 from common.padding import right_pad
@@ -106,7 +106,7 @@ def uniforms(seed: int, rows: Tensor, samples: range, max_length: int) -> Tensor
     )
 
 
-def decoded_at_once(longest: int, num_samples: int, config: CommonConfig) -> tuple[int, int]:
+def decoded_at_once(longest: int, num_samples: int, config: SamplingConfig) -> tuple[int, int]:
     """Number of prompts of up to `longest` tokens to decode together, and of samples of each.
 
     As many whole groups as the limits on completions and on cached tokens allow; of one group that
@@ -123,7 +123,7 @@ def decoded_at_once(longest: int, num_samples: int, config: CommonConfig) -> tup
 class Sampler:
     """Samples from a policy that is being trained, through a plain copy of its weights."""
 
-    def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: CommonConfig) -> None:
+    def __init__(self, policy: nn.Module, vocabulary: Vocabulary, config: SamplingConfig) -> None:
         """Prepare the copy; `policy.lm` is the Hugging Face model."""
         self.policy = policy
         self.vocabulary = vocabulary
@@ -221,7 +221,7 @@ class Sampler:
     ) -> list[dict[str, Any]]:
         """A table of K completions of each of N prompts. Collective without rollouts.
 
-        Without them the first `num_sample_prompts` are completed with their most likely tokens. A
+        Without them every prompt is completed with its most likely tokens. A
         row has the prompt, the completion, the further columns' value for it, why it stopped, and
         as lists, which are not printed, its `tokens` and their `token_logps` (nats, at the
         temperature sampled at; at 1 where the most likely token was taken).
@@ -229,7 +229,6 @@ class Sampler:
         from common.sampling import token_records
 
         if rollouts is None:
-            examples = examples[: self.config.num_sample_prompts]
             if not examples:
                 return []  # and no weights are gathered
             rollouts = self.sample(examples, temperature=0)

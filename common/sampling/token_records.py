@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from common import data, distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.data import Example
 from common.model import fsdp
 from common.text.example import Vocabulary

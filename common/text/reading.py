@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from common import distributed
-from common.config import AUTO, CommonConfig
+from common.config.fields import AUTO
+from common.config.stages import CommonConfig
 from common.errors import UserError
 from common.text import schemas, sources
 from common.text.data_report import progress
@@ -86,6 +87,7 @@ def _read(
         return name, islice(sources.read(paths), share.start, share.stop)
     data = sources.rows_of(dataset_name, split, config, revision)
     if commit := sources.commit_of(data):
+        sources.dataset_commits[dataset_name] = commit
         tell(f"{source} is of commit {commit}")
     return source, (row for p in data.with_format("arrow").iter(1000) for row in p.to_pylist())
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from common.text.rows import RawRow
 
 RECIPES = Path("assets/recipes")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+# Commits of what was read from the hub, by name; "" of a folder
+model_commits: dict[str, str] = {}
+dataset_commits: dict[str, str] = {}
 HUB_TIMEOUT = 5  # seconds for the hub's first answer
 ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 OURS = ("assets", "data", "output")  # folders that recipes name, there or not
@@ -228,13 +231,6 @@ def rows_of(name: str, split: str, config: str, revision: str) -> Any:
             f"dataset_name {name!r} ({of}) is no local file or folder and cannot be "
             f"loaded from the hub: {gist(error)}{there}."
         ) from None
-
-
-def commit_read(name: str, split: str, source: Mapping[str, Any]) -> str:
-    """The commit that a split was read at; empty for a local one."""
-    if not is_id(name) or is_saved(os.path.expanduser(name)):
-        return ""
-    return commit_of(rows_of(name, split, source["dataset_config"], source["dataset_revision"]))
 
 
 def commit_of(data: Any) -> str:

@@ -11,9 +11,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from common import distributed
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.errors import UserError
-from common.text import shared_rows, sources
+from common.text import shared_rows
 from common.text.chat import render
 from common.text.data_report import DataReport, progress
 from common.text.example import Example, Vocabulary
@@ -63,8 +63,6 @@ def load(
         raw_rows = load_rows(
             dataset_name, split, kind=kind, num_rows=num_rows, tell=notes.append, **source
         )
-        if dataset_name == config.dataset_name:  # kept with the run
-            config.dataset_commit = sources.commit_read(dataset_name, split, source)
         rows = [
             row
             for number, raw in enumerate(progress(raw_rows, "rendering", len(raw_rows)))

@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from common import distributed
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.record import run_folder
 from experiments.overoptimization import page
 from experiments.overoptimization.config import OveroptimizationConfig

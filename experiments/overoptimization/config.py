@@ -3,18 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.config import CommonConfig, flag, path_flag
+from common.config.fields import flag, path_flag
+from common.config.stages import SamplingConfig
 from common.errors import UserError
 
 
 @dataclass
-class OveroptimizationConfig(CommonConfig):
+class OveroptimizationConfig(SamplingConfig):
     """What is optimised, how far, and how it is measured; `seed` is that of the data only.
 
     `dataset_name` has pairs; prompts are those of its rows unless `prompts_dataset_name` has some.
     """
-
-    unused: ClassVar = ("num_eval_rows",)
 
     _stages: ClassVar = "stages"
     sft_recipe: str = flag("", "recipe of train_sft.py (with model_name_or_path: none is trained)")

@@ -62,7 +62,7 @@ class Chain:
         self.config = replace(config, seed=seed)
         self.folder = Path(config.output_dir) / f"seed_{seed}"
         self.sft = Path(config.model_name_or_path or self.make("sft", "sft", config.sft_recipe))
-        self.config.model_name_or_path = str(self.sft)
+        self.config = replace(self.config, model_name_or_path=str(self.sft))
         self.folder.mkdir(parents=True, exist_ok=True)
         name = config.dataset_name
         how = options(config, name)

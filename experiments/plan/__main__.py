@@ -12,8 +12,8 @@ import argparse
 import sys
 
 from common import distributed
+from common.config.parser import parse
 from common.errors import UserError
-from common.flags.parser import parse
 from experiments.plan import page
 from experiments.stages import config_class
 

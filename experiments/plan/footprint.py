@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.pytorch_utils import Conv1D
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError, gist
 from common.model import fsdp, load, lora, shared_prefix
 from common.model.checks import Kind

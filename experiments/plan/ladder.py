@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.config import SFTConfig, TrainConfig
+from common.config.stages import SFTConfig, TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.pairs.reward_config import RewardConfig
@@ -42,7 +42,6 @@ COMMON: dict[str, Any] = {
     "bf16": True,
     "batch_size": 512,
     "micro_batch_tokens": 4096,
-    "generation_batch_size": 64,
     "max_prompt_length": 512,
     "max_completion_length": 56,
     "save_steps": 500,

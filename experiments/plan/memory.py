@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.config.stages import SamplingConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.sampling.sampler import decoded_at_once
@@ -212,7 +213,7 @@ def sampling_moments(run: Run, ranks: int, base: Parts) -> list[Moment]:
     if isinstance(config, DPOConfig) and config.pairs_from == "rollouts":
         base = resident(run, ranks, [run.policy, *run.reward_models], trains=False)
     elif not isinstance(config, GRPOConfig):
-        if config.stage == "reward model" or not config.num_sample_prompts:
+        if not (isinstance(config, SamplingConfig) and config.num_sample_prompts):
             return []
         return [rollout_moment(run, ranks, base, config.num_sample_prompts, 1)]
     rows, is_here = config.batch_size // ranks, not config.rollout_server
@@ -228,6 +229,7 @@ def rollout_moment(run: Run, ranks: int, base: Parts, num_prompts: int, num_samp
     Of the logits there are the model's, their logarithms, and of these a filled-up copy, a
     temporary, and what is drawn from.
     """
+    assert isinstance(run.config, SamplingConfig)
     prompts, samples = decoded_at_once(run.config.max_prompt_length, num_samples, run.config)
     prompts = min(prompts, num_prompts)
     parts = {

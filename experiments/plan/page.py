@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import distributed
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.grpo.config import GRPOConfig
 from common.model.checks import Kind
 from common.pairs.config import DPOConfig

@@ -8,7 +8,7 @@ sizes of GPT-2).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from experiments.plan.footprint import Decoder, Footprint

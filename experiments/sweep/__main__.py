@@ -17,8 +17,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from common.config.parser import Parser
 from common.errors import UserError
-from common.flags.parser import Parser
 from common.record.run_folder import run_cost
 from common.report.blocks import Block, Picture, Section, Table
 from experiments.outcomes import (

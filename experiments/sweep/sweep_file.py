@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.config.recipes import read_recipe
 from common.errors import UserError
-from common.flags.recipes import read_recipe
 from experiments.stages import Stage
 
 Entry = TypeVar("Entry")

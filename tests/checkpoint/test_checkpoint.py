@@ -282,9 +282,9 @@ def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> No
 
 def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = layout.read_manifest
-    other = {"stage": "SFTConfig"}
+    other = {"stage": "DPOConfig"}
     monkeypatch.setattr(layout, "read_manifest", lambda folder: read(folder) | other)
-    with pytest.raises(UserError, match="the stage was SFTConfig and is TrainConfig"):
+    with pytest.raises(UserError, match="the stage was DPOConfig and is SFTConfig"):
         find(saved)
 
 
@@ -321,12 +321,12 @@ def test_a_model_of_another_stage_is_not_replaced(saved: Path) -> None:
     (saved / "model").mkdir()
     assert find(saved) is not None  # as on a disk that a link leads to: nothing is lost
     (saved / "model" / "config.json").touch()
-    with pytest.raises(UserError, match="a folder 'model' of no run, and this run of TrainConfig"):
+    with pytest.raises(UserError, match="a folder 'model' of no run, and this run of SFTConfig"):
+        find(saved)
+    (saved / "environment.json").write_text('{"stage": "DPOConfig"}')
+    with pytest.raises(UserError, match="a folder 'model' of DPOConfig"):
         find(saved)
     (saved / "environment.json").write_text('{"stage": "SFTConfig"}')
-    with pytest.raises(UserError, match="a folder 'model' of SFTConfig"):
-        find(saved)
-    (saved / "environment.json").write_text('{"stage": "TrainConfig"}')
     assert find(saved) is not None
 
 

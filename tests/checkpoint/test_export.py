@@ -23,7 +23,7 @@ from common import distributed
 from common.checkpoint import card, export, hf_folder, layout, push
 from common.checkpoint.checkpointer import Checkpointer
 from common.checkpoint.export import ExportConfig
-from common.config import SFTConfig
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
@@ -64,7 +64,7 @@ def test_a_checkpoint_named_as_a_model_is_exported_into_it_once(run: Path) -> No
             reward_funcs=["gold", str(before)],
             resume_from_checkpoint=str(before),
         )
-        hf_folder.use_folders(config)
+        config = hf_folder.with_folders(config)
         assert config.model_name_or_path == config.ref_model_name_or_path == str(newest / "model")
         assert config.reward_funcs == ["gold", str(before / "model")]
         assert config.resume_from_checkpoint == str(before)
@@ -118,7 +118,7 @@ def test_what_is_no_checkpoint_or_damaged_is_refused(
     reason = "settings/config.json has 2 bytes, not "
     assert f"{newest} cannot be exported: {reason}" in refused(newest)
     with pytest.raises(UserError, match=f"{newest} cannot be read: {reason}"):
-        hf_folder.use_folders(tiny.train_config(model_name_or_path=str(newest)))
+        hf_folder.with_folders(tiny.train_config(model_name_or_path=str(newest)))
 
 
 def test_a_checkpoint_that_the_run_may_remove_is_no_input_of_it(run: Path) -> None:

@@ -58,7 +58,7 @@ GRPO = {
     "reward_funcs": "gold",
     "missing_eos_penalty": -0.2,
 }
-OWN: dict[str, dict[str, Any]] = {"grpo": GRPO, "reward": {"sample_steps": 0}}
+OWN: dict[str, dict[str, Any]] = {"grpo": GRPO}
 
 
 def flags(task: str, base: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM
 import evaluate
 from common import distributed
 from common.checkpoint import export
+from common.config.parser import parse
 from common.data import Example
 from common.evaluation import measure, records, summary
 from common.evaluation.intervals import mean_over_prompts
 from common.evaluation.records import BASELINES, REFERENCE, read_scores
 from common.evaluation.win_rates import all_win_rates
-from common.flags.parser import parse
 from common.forward import Policy, RewardModel
 from common.model import fsdp, load
 from common.rewards.score import RewardFunctions

@@ -22,9 +22,9 @@ import train_reward
 import train_sft
 from common import data, distributed
 from common.checkpoint import export
+from common.config.parser import parse
 from common.errors import UserError
 from common.evaluation import split
-from common.flags.parser import parse
 from common.forward import Policy, RewardModel
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
@@ -44,7 +44,6 @@ RECIPES = ROOT / "assets" / "recipes"
 LIMITS: dict[str, Any] = {
     "max_prompt_length": 90,
     "max_completion_length": 32,
-    "num_sample_prompts": 0,
 }
 SCRIPTS: dict[str, Any] = {
     "train_sft.py": (train_sft.main, train_sft.SFTConfig),

@@ -29,7 +29,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.record.jsonl import read_jsonl
 from common.report import plots
 from common.text import synthetic

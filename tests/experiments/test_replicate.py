@@ -15,8 +15,8 @@ import yaml
 from scipy import stats
 from stages_here import run_here
 
+from common.config.parser import parse
 from common.errors import UserError
-from common.flags.parser import parse
 from experiments import replicate
 from experiments.replicate import (
     Published,

@@ -25,7 +25,7 @@ import tiny
 import torch
 from mistakes import STAGES, Refusals, arguments
 
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.model import load
 
 ROOT = Path(__file__).resolve().parents[2]

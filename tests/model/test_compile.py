@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import train_grpo
 import train_sft
-from common.config import SFTConfig
+from common.config.stages import SFTConfig
 from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
 from common.report import plots

@@ -38,6 +38,7 @@ from common.model import fsdp, load
 from common.model.rollout_copy import PackedLinear, RolloutCopy
 from common.model.rollout_copy import packed as packed_weights
 from common.padding import padded_batch
+from common.pairs.config import DPOConfig
 
 BLOCKS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 MODELS = {  # name -> family, are the embeddings tied
@@ -208,7 +209,8 @@ def test_an_exported_model_is_transformers_own(tmp_path: Path, family: str, layo
 def test_only_frozen_models_are_offloaded_where_only_they_are_asked_for() -> None:
     """A unit of FSDP's in one process of float32 is one that offloads; one that moves stays."""
     distributed.start()
-    config, mesh = tiny.train_config(offload_frozen=True), distributed.mesh()
+    config = DPOConfig(output_dir="unused", model_name_or_path="unused", offload_frozen=True)
+    mesh = distributed.mesh()
     batch = padded_batch([[3, 4, 5]], [[[6, 7]]], 1)
     scores = {}
     for name, moves in (("policy", False), ("frozen", False), ("moving", True)):

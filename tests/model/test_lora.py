@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from common import distributed
 from common.checkpoint import export, hf_folder, layout
 from common.checkpoint.export import ExportConfig
-from common.config import TrainConfig
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
@@ -62,7 +62,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
-def lora_config(path: str, config: Any = TrainConfig, **fields: Any) -> Any:
+def lora_config(path: str, config: Any = SFTConfig, **fields: Any) -> Any:
     """Rank 4, scale 2."""
     lengths = {"max_prompt_length": 40, "max_completion_length": 20}
     needed = {"output_dir": "unused", "micro_batch_size": 4, "lora_r": 4, "lora_alpha": 8}

@@ -32,7 +32,7 @@ from transformers import (
 
 from common import distributed
 from common.checkpoint import export
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.forward import Policy, RewardModel
 from common.model import fsdp, optim
@@ -107,7 +107,7 @@ def test_a_revision_is_read_of_the_model_that_was_named(tmp_path, monkeypatch):
         expected = AutoModelForCausalLM.from_pretrained(cache / "snapshots" / commit)
         assert torch.equal(weight, expected.get_input_embeddings().weight)
         assert num_ids == len(tiny.tokenizer()) + (name == "v2")
-        assert config.model_commit == commit
+        assert sources.model_commits["lab/tiny"] == commit
     # another model of the run, as a judge, is not meant
     (tmp_path / "models--lab--judge").symlink_to(cache)
     assert read("lab/judge", config)[1] == len(tiny.tokenizer())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from common import distributed
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, optim

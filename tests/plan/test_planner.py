@@ -16,7 +16,7 @@ import ranks
 import tiny
 import torch
 
-from common.config import TrainConfig
+from common.config.stages import TrainConfig
 from common.errors import UserError
 from common.forward import Policy
 from common.grpo.config import GRPOConfig

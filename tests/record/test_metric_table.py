@@ -7,7 +7,7 @@ from pathlib import Path
 from ranks import run_stages
 
 import evaluate
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.record.glossary import METRICS
 from common.record.jsonl import read_jsonl
 

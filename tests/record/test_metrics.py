@@ -17,7 +17,7 @@ from ranks import launch
 
 import train_sft
 from common import distributed
-from common.config import SFTConfig
+from common.config.stages import SFTConfig
 from common.errors import UserError
 from common.record import logger as run_logger
 from common.record import metrics, tracking

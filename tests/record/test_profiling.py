@@ -18,9 +18,9 @@ from ranks import launch
 
 from common import distributed
 from common.checkpoint import hf_folder
-from common.config import SFTConfig, TrainConfig
+from common.config.parser import parse
+from common.config.stages import SFTConfig, TrainConfig
 from common.errors import UserError
-from common.flags.parser import parse
 from common.record import logger as run_logger
 from common.record import metrics
 from common.record.glossary import METRICS

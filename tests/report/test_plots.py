@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from common.config.parser import parse
 from common.evaluation import records
 from common.evaluation.records import Generation, PromptRecord, Results
-from common.flags.parser import parse
 from common.record.glossary import METRICS, PREFIXES
 from common.report import evaluation_report, figures, plots
 from common.report.evaluation_report import systems_table, write_report

@@ -19,8 +19,8 @@ from stand_in import StandIn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import evaluate
+from common.config.parser import parse
 from common.errors import EngineError, UserError
-from common.flags.parser import parse
 from common.forward import Policy
 from common.grpo.config import GRPOConfig
 from common.model import lora

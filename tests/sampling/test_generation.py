@@ -797,8 +797,8 @@ def test_texts_leave_out_the_stop_token_only(gpt2):
 
 
 def test_the_table_shows_why_a_row_stopped(gpt2):
-    sampler = new_sampler(gpt2, num_sample_prompts=2)
-    greedy = sampler.table(EXAMPLES)
+    sampler = new_sampler(gpt2)
+    greedy = sampler.table(EXAMPLES[:2])
     assert [row["prompt"] for row in greedy] == ["prompt 0", "prompt 1"]
     completed = sampler.sample(EXAMPLES[:2], temperature=0)
     assert [row["completion"] for row in greedy] == completed.texts(tiny.tokenizer())

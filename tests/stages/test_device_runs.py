@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +23,7 @@ from test_device import COMMON, VARIANTS
 
 import evaluate
 from common.checkpoint import layout
-from common.config import CommonConfig
-from common.flags.parser import parse
+from common.config.parser import parse
 from common.model import optim
 from common.report import evaluation_report
 
@@ -81,7 +81,7 @@ def runs(
         known |= {"tokenizer_name_or_path": str(tokenizer_folder)}
         shared = COMMON
         if stage == "evaluate":
-            known_here = set(vars(CommonConfig)) - {*evaluate.EvaluateConfig.unused}
+            known_here = {f.name for f in fields(evaluate.EvaluateConfig)}
             shared = {name: COMMON[name] for name in COMMON if name in known_here}
             flags = {"policies": [trained["sft"]], "reward_models": [trained["reward"]]}
             flags |= {"reward_funcs": ["gold"], "num_prompts": 4}

@@ -23,7 +23,7 @@ from ranks import launch, run_stages
 from safetensors.torch import load_file
 
 from common import distributed, noise
-from common.config import CommonConfig
+from common.config.stages import CommonConfig
 from common.record.jsonl import read_jsonl
 from common.record.metrics import PHASES
 from common.rewards.models import RewardModelFunction

@@ -30,8 +30,8 @@ from safetensors.torch import load_file, save_file
 
 from common import launch, self_checks
 from common.checkpoint import export
+from common.config.parser import parse
 from common.errors import UserError
-from common.flags.parser import parse
 from common.model import load
 from common.record.jsonl import read_jsonl
 from common.shutdown import signals

@@ -16,7 +16,8 @@ import train_dpo
 import train_grpo
 import train_reward
 import train_sft
-from common.config import TrainConfig
+from common.config.groups import CompletionFlags, FrozenFlags, SampleTableFlags
+from common.config.stages import TrainConfig
 from common.sampling.vllm.config import EngineConfig
 from tests.variants import OF_STAGE, VARIANTS, Run, compare, job_of, label, largest_difference, row
 
@@ -26,7 +27,8 @@ CONFIGS: dict[str, Any] = {
     "dpo": train_dpo.DPOConfig,
     "grpo": train_grpo.GRPOConfig,
 }
-SHARED = {f.name for config in (TrainConfig, EngineConfig) for f in fields(config)}
+GROUPS = (TrainConfig, EngineConfig, SampleTableFlags, CompletionFlags, FrozenFlags)
+SHARED = {f.name for group in GROUPS for f in fields(group)}
 OWN = [(stage, f) for stage, config in CONFIGS.items() for f in fields(config)]
 OWN = [(stage, f) for stage, f in OWN if f.name not in SHARED]
 

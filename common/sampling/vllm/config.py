@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from common.config import CommonConfig, free_flag
+from common.config.fields import free_flag
+from common.config.stages import SamplingConfig
 
 LEAST_TEMPERATURE = 0.01  # vLLM takes a lower one for this
 
 
 @dataclass
-class EngineConfig(CommonConfig):
+class EngineConfig(SamplingConfig):
     """The fields of every stage that samples what it scores."""
 
     _engine: ClassVar = "what samples (docs/rollout_engine.md)"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from common.config.hints import TRL
+from common.config.parser import parse
 from common.errors import UserError
-from common.flags.hints import TRL
-from common.flags.parser import parse
 from experiments.stages import config_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-trl.md"
@@ -73,7 +73,7 @@ def test_the_page_has_every_flag_of_trl_and_no_other() -> None:
 
 def test_what_the_page_names_is_a_flag_that_the_stage_uses() -> None:
     classes = {stage: config_class(script) for stage, script in STAGES.items()}
-    used = {stage: fields_of(cls) - set(cls.unused) for stage, cls in classes.items()}
+    used = {stage: fields_of(cls) for stage, cls in classes.items()}
     every = set.intersection(*used.values())
     by_section = {**used, EVERY: every} | dict.fromkeys([SCRIPTS], set.union(*used.values()))
     for row in read_page():

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
+from common.config.hints import answer
+from common.config.recipes import read_recipe
 from common.errors import UserError, hint
-from common.flags.hints import answer
-from common.flags.recipes import read_recipe
 
 Config = TypeVar("Config")
 # What argparse is to read as a value and not as a flag; left to itself it takes -1e-3 for a flag
@@ -49,9 +49,8 @@ def parse(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     titles = headings(cls)
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
-    unused = getattr(cls, "unused", ())
     for name, f in fields.items():
-        add_flag(groups[titles[name]], f, hidden=name in unused or titles[name] in unused)
+        add_flag(groups[titles[name]], f)
     given = vars(parser.parse_known_args(argv)[0])
     recipe = recipe_arguments(given["config"], fields) if "config" in given else []
     arguments, strays = parser.parse_known_args([*recipe, *argv])
@@ -80,8 +79,8 @@ def headings(cls: type) -> dict[str, str]:
     return found
 
 
-def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
-    """Give a field its flag, in the help or hidden; that which turns a truth off always is."""
+def add_flag(group: Any, f: dataclasses.Field) -> None:
+    """Give a field its flag."""
     from transformers.hf_argparser import string_to_bool
 
     is_list, default = get_origin(f.type) is list, f.metadata["default"]
@@ -91,16 +90,13 @@ def add_flag(group: Any, f: dataclasses.Field, *, hidden: bool) -> None:
     choices = f.metadata["choices"]
     group.add_argument(
         f"--{f.name}",
-        help=argparse.SUPPRESS if hidden else text,
+        help=text,
         type=string_to_bool if kind is bool else kind,
         nargs="*" if is_list else "?" if kind is bool else None,
         const=True if kind is bool else None,
         choices=choices,
         metavar=None if choices else kind.__name__.upper(),
     )
-    if default is True:
-        negation = {"dest": f.name, "action": "store_false", "help": argparse.SUPPRESS}
-        group.add_argument(f"--no_{f.name}", **negation)
 
 
 def recipe_arguments(file: str, fields: Mapping[str, dataclasses.Field]) -> list[str]:

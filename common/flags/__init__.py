@@ -1,1 +1,0 @@
-"""From a command line and recipes to a config: `parser.parse`, `recipes.read_recipe`."""
