@@ -159,6 +159,18 @@ def lose_manifest(folder: Path) -> None:
     (folder / "manifest.json").unlink()
 
 
+def add_stray_shard(folder: Path) -> None:
+    """Torch would read it, and the older numbers in it."""
+    other = folder.with_name("step_00000002") / SHARD
+    (folder / "copy.safetensors").write_bytes(other.read_bytes())
+
+
+def write_as_another_version(folder: Path) -> None:
+    contents = layout.read_manifest(folder)
+    del contents["sums"]
+    layout.write_manifest(folder, contents)
+
+
 DAMAGE = [
     (truncate, f"{SHARD} has 1000 bytes, not "),
     (flip, f"{SHARD} does not have its checksum"),
@@ -166,6 +178,8 @@ DAMAGE = [
     (edit_manifest, "manifest.json is damaged"),
     (rename, "manifest.json is of step 2"),
     (lose_manifest, "it has no manifest.json"),
+    (add_stray_shard, "copy.safetensors does not belong to it."),
+    (write_as_another_version, "manifest.json has no 'sums': another version has written it."),
 ]
 
 
@@ -181,21 +195,6 @@ def test_damage_is_named_and_the_one_before_is_taken(
         assert f"{newest} is skipped: {reason}" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"no whole checkpoint: {reason}"):
         find(saved, str(newest))
-
-
-def test_a_stray_shard_is_damage(saved: Path) -> None:
-    """Torch would read it, and the older numbers in it."""
-    newest, before, _ = layout.newest_first(saved)
-    (newest / "copy.safetensors").write_bytes((before / SHARD).read_bytes())
-    assert layout.damage(newest) == "copy.safetensors does not belong to it"
-
-
-def test_a_manifest_without_an_entry_is_of_another_version(saved: Path) -> None:
-    folder = layout.newest_first(saved)[0]
-    contents = layout.read_manifest(folder)
-    del contents["sums"]
-    layout.write_manifest(folder, contents)
-    assert layout.damage(folder) == "manifest.json has no 'sums': another version has written it"
 
 
 def test_if_all_are_damaged_the_run_does_not_start_anew(saved: Path) -> None:
@@ -264,28 +263,33 @@ def test_auto_refuses_another_config_and_names_the_fields(saved: Path) -> None:
     assert find(saved, "latest", seed=5) is not None
 
 
-def test_auto_refuses_a_flag_that_was_on_and_is_gone(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"stage": "DPOConfig"}, "the stage was DPOConfig and is SFTConfig"),
+        (
+            {"config": {"dropout": 0.1, "was_off": False}},
+            "of another run: dropout was 0.1 and is no flag any more;",
+        ),
+    ],
+)
+def test_auto_refuses_another_stage_and_a_flag_that_was_on_and_is_gone(
+    entries: dict[str, Any], reason: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = layout.read_manifest
-    gone: dict[str, Any] = {"dropout": 0.1, "was_off": False}
-    other = {"config": read(layout.folder_of(saved, 3))["config"] | gone}
-    monkeypatch.setattr(layout, "read_manifest", lambda folder: read(folder) | other)
-    with pytest.raises(UserError, match="of another run: dropout was 0.1 and is no flag any more;"):
+
+    def changed(folder: Path) -> dict[str, Any]:
+        contents = read(folder)
+        return contents | entries | {"config": contents["config"] | entries.get("config", {})}
+
+    monkeypatch.setattr(layout, "read_manifest", changed)
+    with pytest.raises(UserError, match=reason):
         find(saved)
 
 
 def test_auto_goes_on_where_only_the_way_of_computing_differs(saved: Path) -> None:
     fields = {"micro_batch_tokens": 99, "layout": "padded", "save_steps": 5, "logging_steps": 5}
     assert find(saved, **fields) == layout.folder_of(saved, 3)
-
-
-def test_auto_refuses_another_stage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = layout.read_manifest
-    other = {"stage": "DPOConfig"}
-    monkeypatch.setattr(layout, "read_manifest", lambda folder: read(folder) | other)
-    with pytest.raises(UserError, match="the stage was DPOConfig and is SFTConfig"):
-        find(saved)
 
 
 def test_a_checkpoint_of_elsewhere_is_not_mixed_with_others(saved: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from common.record import metrics, tracking
 from common.record.glossary import CONSOLE, METRICS, POSTFIX, PREFIXES, is_defined
 from common.record.jsonl import json_line, read_jsonl, write_atomically
 from common.record.logger import RunLogger
-from common.record.metrics import Accumulator
+from common.record.metrics import PHASES, Accumulator
 from common.record.terminal import format_number, markdown_table, wrapped_table
 from common.report import plots
 from common.run import Run
@@ -145,8 +145,9 @@ def test_a_stage_that_logs_a_metric_without_definition_goes_on_and_draws_it(
     assert (run_dir / "plots" / "curves.png").is_file()
 
 
-def test_what_is_shown_is_defined() -> None:
-    assert set(CONSOLE) | set(POSTFIX) <= {*METRICS, *PREFIXES}
+def test_names_in_the_code_are_defined() -> None:
+    assert {*CONSOLE, *POSTFIX} <= {*METRICS, *PREFIXES}
+    assert {*PHASES} <= {*METRICS}
 
 
 # --- files ---
@@ -432,14 +433,10 @@ def test_wandb_offline_records_a_run_and_resumes_it(
     first = (tmp_path / "wandb" / "run_id").read_text()
     (recorded,) = (tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb")
     expected = (b"reward/gold", b"sft-7", b"learning_rate")
-    deadline = (
-        time.monotonic() + 120
-    )  # wandb 0.31 offline: finish() returns before the file is whole
-    while time.monotonic() < deadline and not all(
-        text in recorded.read_bytes() for text in expected
-    ):
+    deadline = time.monotonic() + 120  # offline, wandb 0.31 ends before the file is whole
+    while missing := [text for text in expected if text not in recorded.read_bytes()]:
+        assert time.monotonic() < deadline, missing
         time.sleep(0.05)
-    assert [text for text in expected if text not in recorded.read_bytes()] == []
     (table,) = recorded.parent.rglob("*.table.json")
     assert json.loads(table.read_text())["data"] == [["a table row", 1.0]]
 
@@ -449,16 +446,27 @@ def test_wandb_offline_records_a_run_and_resumes_it(
     assert (tmp_path / "wandb" / "run_id").read_text() != first
 
 
-def test_a_run_goes_on_without_wandb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(**_: Any) -> None:
-        raise OSError("no route to host\nsecond line")
+def no_service(**_: Any) -> None:
+    raise OSError("no route to host\nsecond line")
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail, Settings=dict))
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (SimpleNamespace(init=no_service, Settings=dict), "no route to host second line"),
+        (None, "import of wandb halted; None in sys.modules"),  # not installed
+    ],
+)
+def test_a_run_goes_on_without_wandb(
+    module: Any,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", module)
     run = logger(tmp_path, report_to=["wandb"])
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    reason = "no route to host second line"
     assert warnings == [f"warning: wandb did not start ({reason}); metrics go to {tmp_path} only."]
     run.log(1, {"loss": 1.0})
     run.close()
@@ -493,17 +501,6 @@ def test_a_run_outlives_wandb_that_fails_on_the_way(
         f"warning: wandb stopped (the service has gone); metrics go to {tmp_path} only."
     ]
     assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_a_run_goes_on_where_wandb_is_not_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it then fails
-    run = logger(tmp_path, report_to=["wandb"])
-    run.log(1, {"loss": 1.0})
-    run.close()
-    assert "warning: wandb did not start (import of wandb halted" in capsys.readouterr().err
-    assert [line["loss"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1.0]
 
 
 # --- tensorboard ---
