@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import of_stage, untimed_lines
+from tests.ranks import launch, of_stage, run_stages, untimed_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 12
@@ -119,8 +119,8 @@ class Tally:
     wrong: list[str] = field(default_factory=list)  # what differs, and where; how it failed
 
 
-def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
-    """What a user would type; it is the same when the run is started again."""
+def flags_of(case: Case, folder: Path, output_dir: Path) -> dict[str, Any]:
+    """The flags of a run; they are the same when it is started again."""
     flags = of_stage(case.stage, COMMON | OF_STAGE[case.stage] | case.flags)
     flags |= {
         "model_name_or_path": str(folder / "gpt2.json"),
@@ -129,6 +129,12 @@ def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
     }
     if case.stage != "sft":  # policy and reference start from the same weights
         flags["model_name_or_path"] = str(folder / "sft" / "model")
+    return flags
+
+
+def command(case: Case, folder: Path, output_dir: Path) -> list[str]:
+    """What a user would type."""
+    flags = flags_of(case, folder, output_dir)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     arguments = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
     launcher = [*torchrun, str(case.num_ranks)] if case.num_ranks > 1 else []
@@ -156,14 +162,19 @@ def finish(process: subprocess.Popen, log: Path) -> None:
         raise RuntimeError(f"a run failed; the end of {log}:\n{log.read_text()[-3000:]}")
 
 
+def run_undisturbed(case: Case, folder: Path, output_dir: Path) -> None:
+    """Run a case in one go, on forks of a process that has imported the scripts."""
+    jobs = [{"stage": case.stage, "flags": flags_of(case, folder, output_dir)}]
+    launch(run_stages, case.num_ranks, folder, timeout=600, jobs=jobs)
+
+
 def prepare(folder: Path) -> None:
     """Make the tokenizer, the model's shape and the SFT model that later stages start from."""
     from common.text import synthetic
 
     synthetic.train_tokenizer(512).save_pretrained(folder / "tokenizer")
     (folder / "gpt2.json").write_text(json.dumps(SHAPE))
-    log = folder / "sft.log"
-    finish(start(command(Case("sft"), folder, folder / "sft"), log), log)
+    run_undisturbed(Case("sft"), folder, folder / "sft")
 
 
 # ---- killing -------------------------------------------------------------------------------------
@@ -265,7 +276,7 @@ def drill(case: Case, kinds: Sequence[str], folder: Path, draw: random.Random) -
     base = Path(tempfile.mkdtemp(dir=folder))
     whole, log = base / "whole", base / "log.txt"
     try:
-        finish(start(command(case, folder, whole), log), log)
+        run_undisturbed(case, folder, whole)
         while left or not tally.runs:
             tally.runs += 1
             output_dir = base / f"killed_{tally.runs}"
@@ -280,7 +291,7 @@ def drill(case: Case, kinds: Sequence[str], folder: Path, draw: random.Random) -
             tally.identical += not odd
             tally.lost_steps += num_lost(whole, output_dir)
             tally.wrong += [f"run {tally.runs} differs in {', '.join(odd)}"] if odd else []
-    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+    except (AssertionError, RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         print(f"{case} on {case.num_ranks}: {error}", file=sys.stderr, flush=True)
         tally.wrong.append(f"run {tally.runs} failed")
     return tally

@@ -52,6 +52,14 @@ STAGES = {
 }
 TIMINGS = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
 Job = dict[str, Any]  # "stage", and its "flags" without their dashes
+SHORT_RUN: dict[str, Any] = {  # on the embedded task
+    "dataset_name": "synthetic",
+    "num_sample_prompts": 0,
+    "max_prompt_length": 128,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+}
 PRELOADED = ("ranks", *(module for module, _ in STAGES.values()))
 SERVERS: list["subprocess.Popen[str]"] = []  # by rank
 

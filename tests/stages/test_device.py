@@ -12,25 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from ranks import launch, run_stages, untimed_lines
+from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 from sim_device import decode_simulated, run_simulated
 
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "num_train_rows": 12,
     "num_eval_rows": 4,
-    "num_sample_prompts": 2,
-    "max_prompt_length": 128,
     "max_completion_length": 12,
-    "batch_size": 4,
     "micro_batch_size": 2,
-    "learning_rate": 1e-3,
     "max_steps": 2,
-    "logging_steps": 1,
     "eval_steps": 2,
 }
 GRPO = {
     "eval_steps": 0,
+    "max_completion_length": 8,
     "temperature": 0.7,
     "num_candidates": 4,
     "num_generations": 3,
@@ -38,18 +33,20 @@ GRPO = {
     "missing_eos_penalty": -0.2,
     "beta": 0.05,
 }
+SAMPLED = {"num_sample_prompts": 2}  # in a table
 EXACT = {"kl_estimator": "full", "ref_update_steps": 1, "num_minibatches": 2}
+RESAMPLE = {"zero_variance": "resample", "max_resamples": 2, "aggregation": "prompt"}
 LORA = {"lora_r": 2, "kl_in": "reward", "baseline": "kept", "kl_estimator": "k1"}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "sft": {},
+    "sft": SAMPLED,
     "sft padded": {"layout": "padded"},
     "sft bf16": {"bf16": True},
     "reward": {"sft_dataset_name": "synthetic", "num_sft_rows": 9},
     "dpo": {},
     "dpo lora": {"lora_r": 2, "eval_steps": 0},
-    "grpo": GRPO | {"num_iterations": 2, "reward_funcs": ["REWARD MODEL", "gold"]},
+    "grpo": GRPO | SAMPLED | {"num_iterations": 2, "reward_funcs": ["REWARD MODEL", "gold"]},
     "grpo exact": GRPO | EXACT,
-    "grpo resample": GRPO | {"zero_variance": "resample", "aggregation": "prompt"},
+    "grpo resample": GRPO | RESAMPLE,
     "grpo lora": GRPO | LORA | {"sampler_correction": "token_truncate"},
     "grpo bf16": GRPO | {"bf16": True},
     "grpo padded": GRPO | {"layout": "padded", "entropy_coef": 0.01, "top_p": 0.9},

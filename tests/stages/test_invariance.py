@@ -19,13 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import launch, run_stages
+from ranks import SHORT_RUN, TIMINGS, launch, run_stages
 from safetensors.torch import load_file
 
 from common import distributed, noise
 from common.config.stages import CommonConfig
 from common.record.jsonl import read_jsonl
-from common.record.metrics import PHASES
 from common.rewards.models import RewardModelFunction
 from common.sampling.decode import draw, draw_token
 
@@ -35,21 +34,16 @@ LONG_TASKS = TASKS[:4]
 
 # 19 rows in batches of 8 leave 3 for the third step, 5 filler rows, and on 4 ranks nothing for the
 # last one; in GRPO's batches of 4 prompts 3 are left for the fifth step.
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "num_train_rows": 19,
     "num_eval_rows": 7,
-    "num_sample_prompts": 2,
-    "max_prompt_length": 128,
     "max_completion_length": 24,
     "lr_scheduler_type": "constant",  # the same for runs of 5 and of 50 steps
     "warmup_steps": 2,
     "weight_decay": 0.1,
-    "logging_steps": 1,
     "eval_steps": SHORT,
     "batch_size": 8,
     "micro_batch_size": 8,
-    "learning_rate": 1e-3,
 }
 GRPO = {
     "max_completion_length": 16,
@@ -252,8 +246,7 @@ def test_equal_completions_get_equal_rewards() -> None:
 
 @pytest.mark.parametrize(("variant", "task"), RUNS)
 def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task: str) -> None:
-    timings = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second"}
-    rounding = {"sampler_kl", "peak_memory_gb"}  # 0 up to rounding; not a result
+    ignored = TIMINGS | {"sampler_kl"}  # which is 0 up to rounding
     whole_run = {"reward_shift"}  # at the end of a short run, and not at that step of a long one
     first = [
         [
@@ -268,7 +261,7 @@ def test_other_metrics_do_not_depend_on_the_split(runs: Runs, variant: str, task
         # DPO's policy starts as its own reference: which of two rewards of 0 is larger, decides
         # the rounding, which is that of the batch in which the reference was scored ahead.
         first = {"accuracy"} if task == "dpo" and line["step"] == 1 else set()
-        for name in line.keys() - timings - rounding - first:
+        for name in line.keys() - ignored - first:
             # A reward of DPO is a difference of log-probabilities of 100 nats, 8e-6 of which is the
             # rounding unit of float32.
             assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-5), name
