@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
 from hypothesis import settings
 
+from common.report import plots
 from common.text import synthetic
 
 # The same cases in every run: a failure that is found is found by everybody.
@@ -45,3 +47,16 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny-gpt2.json"
     path.write_text(json.dumps(TINY_GPT2))
     return path
+
+
+@pytest.fixture(scope="session")
+def start_flags(tiny_gpt2: Path, tokenizer_folder: Path) -> dict[str, str]:
+    """Flags of a stage that starts from a tiny GPT-2 of random weights."""
+    return {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
+
+
+@pytest.fixture
+def without_pictures() -> Iterator[None]:
+    """Stages draw no curves: they have their own tests, and take longer than a few steps."""
+    with mock.patch.object(plots, "plot_run"):
+        yield

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import ROOT, environment, launch, run_stages, untimed_lines
+from tests.ranks import ROOT, SHORT_RUN, environment, launch, run_stages, untimed_lines
 
 Run = tuple[str, int]  # stage, and replicas: 1 is plain FSDP, 2 is HSDP
 ADDRESSES = ("10.213.0.1", "10.213.0.2")  # nobody outside the namespaces sees them
@@ -46,17 +46,11 @@ def letters(completions, trainer_state):
             time.sleep(0.05)
     return [float(text.count("e")) for text in completions]
 """
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "dataset_test_split": "",
     "num_train_rows": 12,
-    "num_sample_prompts": 0,
-    "max_prompt_length": 128,
     "max_completion_length": 16,
-    "batch_size": 4,
-    "learning_rate": 1e-3,
     "max_steps": STEPS,
-    "logging_steps": 1,
 }
 
 

@@ -6,13 +6,11 @@ step do not depend on the number of ranks, and every epoch shows every row once.
 """
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -41,13 +39,10 @@ from common.text.truncate import (
     truncate_prompt,
 )
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 EOS, NEWLINE = "<|endoftext|>", "\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @pytest.fixture(scope="module", params=["synthetic", "synthetic with bos", "gpt2"])
@@ -516,7 +511,7 @@ def orders(num_rows: int, batch_size: int, world_size: int, seed: int = 0) -> li
 
 
 @given(num_rows=st.integers(1, 40), batch_size=st.sampled_from([4, 8, 12]), seed=st.integers(0, 9))
-def test_every_epoch_shows_every_row_once_and_ranks_share_a_step(num_rows, batch_size, seed):
+def test_every_epoch_shows_every_row_once(num_rows, batch_size, seed):
     (one,) = orders(num_rows, batch_size, 1, seed=seed)
     for epoch in range(3):
         steps = range(epoch * one.steps_per_epoch, (epoch + 1) * one.steps_per_epoch)
@@ -525,12 +520,6 @@ def test_every_epoch_shows_every_row_once_and_ranks_share_a_step(num_rows, batch
         flat = [row for batch in batches for row in batch]
         assert sorted(flat[:num_rows]) == list(range(num_rows))  # the fill comes last
         assert flat[num_rows:] == [None] * (len(flat) - num_rows)
-        for world_size in (2, 4):
-            ranks = orders(num_rows, batch_size, world_size, seed=seed)
-            for step, batch in zip(steps, batches, strict=True):
-                parts = [order.rows(step) for order in ranks]
-                assert {len(part) for part in parts} == {batch_size // world_size}
-                assert Counter(row for part in parts for row in part) == Counter(batch)
 
 
 def test_a_run_gives_each_rank_its_own_order(tmp_path, monkeypatch):
@@ -552,15 +541,6 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     assert [again.rows(step) for step in (2, 0, 1)] == [first[2], first[0], first[1]]
     (other,) = orders(50, 50, 1, seed=1)
     assert other.rows(0) != first[0]
-
-
-def test_an_indivisible_batch_in_a_recipe_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.distributed.world_size", lambda: 4)
-    config = TrainConfig(output_dir=str(tmp_path), model_name_or_path="m", batch_size=6)
-    with pytest.raises(UserError, match="--batch_size is 6, which 4 processes cannot share"):
-        BatchOrder.of_training(
-            config, data.num_tokens([pair_example(row, 2, (1, 1)) for row in range(10)])
-        )
 
 
 @pytest.mark.parametrize(
@@ -620,23 +600,3 @@ def test_micro_batches_hold_each_row_once_with_fillers_of_weight_zero(layout, mo
         row = [14] * 5 + [104] * 7 + [12] * 3 + [102] * 5
         assert first.input_ids.tolist() == [row]
         assert batches[2].input_ids.shape == (1, 3)
-
-
-def test_ranks_have_the_same_number_of_micro_batches_and_tokens_in_all(monkeypatch):
-    examples = [pair_example(row, 2, (row + 1, 1)) for row in range(7)]
-    tokens = {}
-    rest = tiny.train_config(micro_batch_size=1), tiny.vocabulary()
-    for world_size in (1, 2, 4):
-        ranks = orders(7, 4, world_size)
-        totals = torch.zeros(2, dtype=torch.long)
-        for step in range(2):
-            own = [micro_batches(examples, order.rows(step), *rest) for order in ranks]
-            most = torch.tensor(max(map(len, own)))
-            with monkeypatch.context() as patch:
-                patch.setattr(distributed, "all_reduce_max", lambda _, most=most: most)
-                per_rank = [micro_batches(examples, order.rows(step), *rest) for order in ranks]
-            assert {len(batches) for batches in per_rank} == {int(most)}
-            totals[step] = sum(int(b.num_tokens) for batches in per_rank for b in batches)
-        tokens[world_size] = totals.tolist()
-    assert tokens[1] == tokens[2] == tokens[4]
-    assert sum(tokens[1]) == sum(range(1, 8)) + 7

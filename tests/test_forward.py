@@ -13,8 +13,6 @@ import pytest
 import ranks
 import tiny
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from common import distributed
@@ -23,13 +21,10 @@ from common.model import fsdp
 from common.model.rollout_copy import RolloutCopy
 from common.padding import PaddedBatch, padded_batch
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PROMPTS = [tiny.random_ids(n, seed=n) for n in (9, 1, 17, 4)]
 COMPLETIONS = [tiny.random_ids(n, seed=50 + n) for n in (5, 8, 1, 3)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @pytest.fixture(scope="module", params=tiny.FAMILIES)
@@ -119,25 +114,6 @@ def test_gpt2_without_position_ids_is_wrong_under_left_padding():
             found = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
         gap = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
         assert (gap > 0.05) == is_wrong
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5),
-    seed=st.integers(0, 1000),
-)
-def test_a_row_scores_alike_alone_and_in_company(lengths, seed):
-    lm = tiny.causal_lm("gpt2", seed=seed % 3)
-    prompts = [tiny.random_ids(p, seed=seed + i) for i, (p, _) in enumerate(lengths)]
-    completions = [tiny.random_ids(c, seed=seed - i - 1) for i, (_, c) in enumerate(lengths)]
-    batch = usual_batch(prompts, completions)
-    with torch.no_grad():
-        together = tiny.per_row(Policy(lm)(batch).token_logps, batch.completion_mask)
-        alone = [
-            Policy(lm)(usual_batch([p], [c])).token_logps[0].cpu()
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-    assert_rows_close(together, alone)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

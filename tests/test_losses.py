@@ -234,26 +234,6 @@ def test_tokens_beyond_the_shorter_completion_count_alpha():
     close(leaf.grad, [[1.0, 1.0, 0.25, 0.25], [1.0, 1.0, 0.0, 0.0]])
 
 
-def test_where_trl_disagrees():
-    """TRL's `ipo` averages over tokens where the paper sums, and its `sigmoid` drops smoothing."""
-    chosen, rejected, ref_chosen, ref_rejected = LOGPS
-    trl_chosen = (chosen - ref_chosen) / LENGTHS["chosen_lengths"]
-    trl_rejected = (rejected - ref_rejected) / LENGTHS["rejected_lengths"]
-    trl_ipo = (trl_chosen - trl_rejected - 1 / (2 * 0.5)) ** 2
-    ours = {
-        name: losses.preference_loss(*LOGPS, beta=0.5, loss_type=name, **LENGTHS)
-        for name in ("ipo", "ipo_mean")
-    }
-    close(ours["ipo_mean"], trl_ipo)
-    assert (ours["ipo"] - trl_ipo).abs().min() > 0.5
-
-    logits = 0.5 * ((chosen - ref_chosen) - (rejected - ref_rejected))
-    trl_sigmoid = torch.log1p(torch.exp(-logits))
-    smoothed = losses.preference_loss(*LOGPS, beta=0.5, label_smoothing=0.1)
-    close(losses.preference_loss(*LOGPS, beta=0.5), trl_sigmoid)
-    close(smoothed, trl_sigmoid + 0.1 * logits)  # log sigma(z) - log sigma(-z) = z
-
-
 # ---- KL ------------------------------------------------------------------------------------------
 
 VOCABULARY = 5

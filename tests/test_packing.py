@@ -30,6 +30,8 @@ from common.data import (
 )
 from common.evaluation.split import distinct
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LAYOUTS = ("shared_prefix", "padded")
 CONFIGS = st.builds(
     lambda layout, tokens, rows: CommonConfig(
@@ -40,11 +42,6 @@ CONFIGS = st.builds(
     st.integers(1, 8),
 )
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @pytest.fixture(autouse=True)

@@ -25,15 +25,12 @@ from common.model import fsdp, load
 from common.padding import PaddedBatch
 from common.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 STOP, PAD = 0, 1
 PAIRS = tiny.ragged_examples([(12, 6, 3), (5, 2, 9)], stop_id=STOP)
 LENGTHS = {"max_prompt_length": 60, "max_completion_length": 8}
 CONFIG = tiny.train_config(**LENGTHS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @contextmanager

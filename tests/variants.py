@@ -33,7 +33,7 @@ from common.losses import AGGREGATIONS
 from common.model.load import HEAD_INITS
 from common.record.jsonl import read_jsonl
 from common.text import synthetic
-from tests.ranks import Job, launch, run_and_listen, run_stages
+from tests.ranks import SHORT_RUN, Job, launch, run_and_listen, run_stages
 
 Flags = dict[str, Any]
 JOBS_PER_LAUNCH = 12
@@ -51,18 +51,12 @@ def steps(prompts, completions, completion_ids, trainer_state, **columns):
     return [[(i, token % 7 / 7) for i, token in enumerate(ids)] for ids in completion_ids]
 """
 
-COMMON: Flags = {
+COMMON: Flags = SHORT_RUN | {
     "model_name_or_path": "BASE",
-    "dataset_name": "synthetic",
     "dataset_test_split": "",
-    "num_sample_prompts": 0,
     "num_train_rows": 22,  # in batches of 4: every sixth step has two rows of four
-    "max_prompt_length": 128,
     "max_completion_length": 24,
-    "batch_size": 4,
-    "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
 }
 OF_STAGE: dict[str, Flags] = {
     "sft": {},

@@ -5,10 +5,9 @@ behind the last step leaves the model.
 """
 
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tiny
@@ -28,9 +27,8 @@ from common.evaluation import split
 from common.model import optim
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
-from common.report import plots
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = pytest.mark.usefixtures("process_group", "without_pictures")
 BAD_ROW = 5
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "sft": (train_sft.main, train_sft.SFTConfig),
@@ -40,12 +38,6 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _without_pictures() -> Iterator[None]:
-    with mock.patch.object(plots, "plot_run"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
     """A model whose position 90 is too large to be squared, and rows of which one reaches it."""
@@ -53,6 +45,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     lm = AutoModelForCausalLM.from_config(tiny.model_config("gpt2", vocab_size=1024))
     with torch.no_grad():
         lm.transformer.wpe.weight[90, 0] = 1e30
+    shutil.copytree(tokenizer_folder, folder / "model")
     lm.save_pretrained(folder / "model")
     with (folder / "train.jsonl").open("w") as file:
         for n in range(8):
@@ -62,11 +55,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
     return folder
 
 
-def config_of(stage: str, inputs: Path, tokenizer: Path, output_dir: Path, **fields: Any) -> Any:
+def config_of(stage: str, inputs: Path, output_dir: Path, **fields: Any) -> Any:
     values = {
         "output_dir": str(output_dir),
         "model_name_or_path": str(inputs / "model"),
-        "tokenizer_name_or_path": str(tokenizer),
         "dataset_name": str(inputs / "train.jsonl"),
         "dataset_test_split": "",
         "prompt_truncation": "start",
@@ -82,22 +74,17 @@ def config_of(stage: str, inputs: Path, tokenizer: Path, output_dir: Path, **fie
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
-def test_the_rows_are_named(
-    stage: str,
-    inputs: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-) -> None:
+def test_the_rows_are_named(stage: str, inputs: Path, tmp_path: Path) -> None:
     main, _ = CONFIGS[stage]
     more = {"reference_free": True} if stage == "dpo" else {}
-    config = config_of(stage, inputs, tokenizer_folder, tmp_path / "run", **more)
+    config = config_of(stage, inputs, tmp_path / "run", **more)
     with pytest.raises(RuntimeError, match="at step 1 .* is not finite") as caught:
         main(config)
     assert f"those of 1 rows, {BAD_ROW + 1} (rank 0)." in str(caught.value)
 
 
 def test_an_infinite_loss_of_finite_scores_stops_grpo(
-    inputs: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of the second step is made infinite, as a reference that underflows would."""
     step = optim.clip_and_step
@@ -108,16 +95,14 @@ def test_an_infinite_loss_of_finite_scores_stops_grpo(
     monkeypatch.setattr(optim, "clip_and_step", fail_at_second)
     more = {"dataset_name": "synthetic", "num_train_rows": 16, "reward_funcs": ["gold"]}
     more |= {"num_candidates": 4, "num_generations": 4, "batch_size": 4, "max_prompt_length": 80}
-    args = ("grpo", inputs, tokenizer_folder, tmp_path / "run")
+    args = ("grpo", inputs, tmp_path / "run")
     with pytest.raises(RuntimeError, match="at step 2 .* loss of 1 ranks .* look at rewards"):
         train_grpo.main(config_of(*args, **more))
 
 
-def test_an_exploding_run_stops_before_the_update(
-    inputs: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_an_exploding_run_stops_before_the_update(inputs: Path, tmp_path: Path) -> None:
     fields = {"learning_rate": 1e30, "max_prompt_length": 80, "max_grad_norm": 0.0}
-    config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
+    config = config_of("sft", inputs, tmp_path / "run", **fields)
     with pytest.raises(RuntimeError, match="at step 2 .* nothing was changed"):
         train_sft.main(config)
 
@@ -134,11 +119,7 @@ ROLLOUTS = {"num_generations": 2, "reward_funcs": ["length"]}
 
 @pytest.mark.parametrize("stage", [*CONFIGS])
 def test_what_fails_behind_the_export_leaves_the_model(
-    stage: str,
-    inputs: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stage: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A judge that cannot say anything of a finished run; elsewhere a screen that is gone."""
     main, _ = CONFIGS[stage]
@@ -149,7 +130,7 @@ def test_what_fails_behind_the_export_leaves_the_model(
     else:
         monkeypatch.setattr(RunLogger, "samples", lambda *_: print(1 / 0))
     run = tmp_path / "run"
-    config = config_of(stage, inputs, tokenizer_folder, run, save_steps=2, **more)
+    config = config_of(stage, inputs, run, save_steps=2, **more)
     with pytest.raises(RuntimeError, match="the model is whole in .* division by zero") as caught:
         main(config)
     assert f"the same command goes on from {run}/checkpoints/step_00000004" in str(caught.value)
@@ -164,13 +145,13 @@ def test_what_fails_behind_the_export_leaves_the_model(
 
 
 def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
-    inputs: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("no such thing")
 
     fields = {"max_prompt_length": 80, "save_steps": 0}
-    config = config_of("sft", inputs, tokenizer_folder, tmp_path / "run", **fields)
+    config = config_of("sft", inputs, tmp_path / "run", **fields)
     monkeypatch.setattr(layout, "replacing", refuse)
     with pytest.raises(UserError, match="model could not be written .no such thing.; the same"):
         train_sft.main(config)
@@ -183,11 +164,7 @@ def test_a_model_that_cannot_be_written_is_kept_as_a_checkpoint(
 
 @pytest.mark.parametrize("best", [2, 4])
 def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
-    best: int,
-    inputs: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one that is, only the last evaluation can tell."""
     fields: dict[str, Any] = {"max_prompt_length": 80, "dataset_test_split": "train"}
@@ -196,7 +173,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
     losses = iter([1.0, 2.0] if best == 2 else [2.0, 1.0])
     monkeypatch.setattr(split, "mean_sft_loss", lambda *_: next(losses))
     run = tmp_path / "run"
-    train_sft.main(config_of("sft", inputs, tokenizer_folder, run, **fields))
+    train_sft.main(config_of("sft", inputs, run, **fields))
     (shard,) = folder_of(run, best).glob("*.safetensors")
     name = "transformer.h.0.attn.c_attn.weight"
     expected = load_file(shard)[f"model.lm.{name}"]
@@ -205,11 +182,7 @@ def test_the_best_checkpoint_is_exported_also_if_it_is_not_the_last(
 
 @pytest.mark.parametrize("best", [2, 4])
 def test_the_reward_shift_of_the_exported_model_is_logged_once(
-    best: int,
-    inputs: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    best: int, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: dict[str, Any] = {
         "max_prompt_length": 80,
@@ -219,7 +192,7 @@ def test_the_reward_shift_of_the_exported_model_is_logged_once(
     monkeypatch.setattr(best_checkpoint, "ranking", lambda folder, _: [folder_of(folder, best)])
     run = tmp_path / "run"
     fields |= {"load_best_model_at_end": True}
-    train_reward.main(config_of("reward", inputs, tokenizer_folder, run, **fields))
+    train_reward.main(config_of("reward", inputs, run, **fields))
     lines = read_jsonl(run / "metrics.jsonl")
     (shift,) = [line["reward_shift"] for line in lines if "reward_shift" in line]
     (shard,) = folder_of(run, best).glob("*.safetensors")

@@ -12,20 +12,18 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
-from ranks import launch, run_stages, untimed_lines
+from ranks import SHORT_RUN, launch, run_stages, untimed_lines
 from safetensors.torch import load_file
 
 import train_sft
 from common import distributed
-from common.checkpoint import export, hf_folder, layout, resume
+from common.checkpoint import export, hf_folder, layout
 from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, load, optim
 from common.record import run_folder as folder_module
 from common.record.jsonl import read_jsonl
 from common.record.logger import RunLogger
-from common.report import plots
 from common.shutdown import signals
 from train_sft import SFTConfig
 
@@ -33,20 +31,16 @@ STEPS, SAVED = 6, 3
 MOVES = [(1, 2, "sft"), (2, 1, "sft"), (2, 4, "sft"), (2, 1, "grpo"), (2, 4, "grpo")]
 RUNS = [(1, "sft"), (1, "reward"), (1, "dpo"), (1, "grpo"), (2, "sft"), (2, "grpo")]
 
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "num_train_rows": 27,  # 4 steps an epoch, the last one short: the checkpoint is amid the first
     "num_eval_rows": 5,
     "num_sample_prompts": 2,
-    "max_prompt_length": 128,
     "max_completion_length": 16,
     "batch_size": 8,
     "micro_batch_size": 3,
-    "learning_rate": 1e-3,
     "weight_decay": 0.1,
     "warmup_steps": 2,  # and then a cosine to the last step
     "max_steps": STEPS,
-    "logging_steps": 1,
     "eval_steps": 2,
     "sample_steps": 2,
     "save_steps": SAVED,
@@ -68,19 +62,11 @@ def flags(task: str, base: Path, output_dir: Path, **changes: Any) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]) -> Path:
     """Holds `<ranks>/<task>/whole` and `resumed`, and the runs that change something as well."""
     folder = tmp_path_factory.mktemp("resume")
     base = folder / "base"
-    new_model = {
-        "model_name_or_path": str(tiny_gpt2),
-        "tokenizer_name_or_path": str(tokenizer_folder),
-        "learning_rate": 3e-3,
-        "max_steps": 40,
-        "save_steps": 0,
-    }
+    new_model = start_flags | {"learning_rate": 3e-3, "max_steps": 40, "save_steps": 0}
     first = {1: [{"stage": "sft", "flags": flags("sft", base, base, **new_model)}], 2: []}
     second: dict[int, list[dict[str, Any]]] = {1: [], 2: [], 4: []}
     for num_ranks, task in RUNS:
@@ -198,21 +184,6 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
         assert line == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def find(output_dir: Path, wanted: str) -> Path | None:
-    paths = {"output_dir": str(output_dir), "model_name_or_path": "unused"}
-    return resume.find(SFTConfig(**paths, resume_from_checkpoint=wanted))
-
-
-def test_what_is_no_whole_checkpoint_is_refused(folder: Path) -> None:
-    run = folder / "1" / "sft"
-    unfinished = layout.folder_of(run / "resumed", STEPS - 1)
-    with pytest.raises(UserError, match="no whole checkpoint: it has no manifest.json"):
-        find(run / "resumed", str(unfinished))
-    assert find(run / "nothing", "latest") is None
-    assert find(run / "whole", "none") is None
-    assert find(run / "whole", "latest") == layout.folder_of(run / "whole", STEPS)
-
-
 def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: Path) -> None:
     """An optimiser's state holds betas and weight decay too; this run's config sets them."""
     distributed.start()
@@ -233,17 +204,9 @@ def test_the_config_of_the_run_wins_over_the_checkpoint(folder: Path, tmp_path: 
         RunLogger(config, SAVED - 1, SAVED)
 
 
-def test_optimizer_state_is_in_the_checkpoint(folder: Path) -> None:
-    saved = layout.folder_of(folder / "1" / "sft" / "whole", SAVED)
-    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(saved))
-    names = list(reader.read_metadata().state_dict_metadata)
-    assert sum(name.endswith("exp_avg_sq") for name in names) > 20
-
-
-@pytest.mark.usefixtures("process_group")
-def test_a_finished_run_is_left_as_it_is(tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("process_group", "without_pictures")
+def test_a_finished_run_is_left_as_it_is(tmp_path, capsys):
     """Unless it is to be trained again, or what it starts from or learns from is newer."""
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     tiny.causal_lm("gpt2", is_plain=True, vocab_size=300).save_pretrained(tmp_path / "start")
     tiny.tokenizer().save_pretrained(tmp_path / "start")
     flags = {"model_name_or_path": str(tmp_path / "start"), "output_dir": str(tmp_path / "run")}

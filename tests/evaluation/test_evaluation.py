@@ -33,15 +33,12 @@ from common.rewards.score import RewardFunctions, short_names
 from common.sampling.sampler import Rollouts
 from common.text import synthetic
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 PAD = 1
 PAIRS = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3), (4, 8, 1), (6, 2, 5), (3, 5, 4)])
 PAIRS.append(replace(PAIRS[0], completions=[PAIRS[3].completions[0], PAIRS[0].completions[1]]))
 # 7: a prime, so that no batch size divides it; two of a prompt share a completion
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @pytest.fixture(scope="module", params=["policy", "reward_model"])

@@ -31,7 +31,6 @@ from transformers import (
 
 from common.config.parser import parse
 from common.record.jsonl import read_jsonl
-from common.report import plots
 from common.text import synthetic
 from common.text.reading import load_rows
 
@@ -219,38 +218,35 @@ def write(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
     (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
+def run_stage(chain: str, stage: str, **flags: int) -> None:
+    """Run a stage of a recipe for two steps, with further flags."""
+    arguments = [f"--{name}={value}" for name, value in (SMALLER[stage] | flags).items()]
+    recipe = str(RECIPES / chain / f"{stage}.yaml")
+    config = parse(config_class(stage), ["--config", recipe, *arguments])
+    importlib.import_module(STAGES[stage][0]).main(config)
+
+
+FEW_ROLLOUTS = {"num_generations": 4, "generation_batch_size": 4, "num_train_rows": 6}
+
+
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("chain", CHAINS)
-def test_two_steps_of_every_stage_run(chain, working_directory, monkeypatch):
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)  # pictures have their own tests
+def test_two_steps_of_every_stage_run(chain, working_directory):
     for stage in WHOLE:
-        smaller: dict[str, int] = dict(SMALLER[stage])
-        if chain == "demo":
-            smaller |= {"num_eval_rows": NUM_PAIRS}
-            if stage != "evaluate":
-                smaller |= {"num_train_rows": 12}
-        flags = [f"--{name}={value}" for name, value in smaller.items()]
-        recipe = str(RECIPES / chain / f"{stage}.yaml")
-        config = parse(config_class(stage), ["--config", recipe, *flags])
-        importlib.import_module(STAGES[stage][0]).main(config)
+        flags = {"num_eval_rows": NUM_PAIRS} if chain == "demo" else {}
+        if chain == "demo" and stage != "evaluate":
+            flags["num_train_rows"] = 12
+        run_stage(chain, stage, **flags)
     check_runs(working_directory / "output" / chain)
     check_results(working_directory / "output" / chain / "evaluation", chain)
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("chain", SHORT_CHAINS)
-def test_two_steps_of_a_chain_with_rewards_that_are_functions(
-    chain, working_directory, monkeypatch
-):
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
+def test_two_steps_of_a_chain_with_rewards_that_are_functions(chain, working_directory):
+    flags = {"sft": {"num_train_rows": 6}, "grpo": FEW_ROLLOUTS, "evaluate": {}}
     for stage in SHORT_CHAINS[chain]:
-        smaller: dict[str, int] = dict(SMALLER[stage])
-        if stage != "evaluate":
-            smaller["num_train_rows"] = 6
-        if stage == "grpo":
-            smaller |= {"num_generations": 4, "generation_batch_size": 4}
-        flags = [f"--{name}={value}" for name, value in smaller.items()]
-        recipe = str(RECIPES / chain / f"{stage}.yaml")
-        config = parse(config_class(stage), ["--config", recipe, *flags])
-        importlib.import_module(STAGES[stage][0]).main(config)
+        run_stage(chain, stage, **flags[stage])
     folder = working_directory / "output" / chain
     records = [json.loads(line) for line in (folder / "grpo" / "metrics.jsonl").open()]
     assert records[-1]["step"] == 2
@@ -298,19 +294,13 @@ CLASSIFIER = "siebert/sentiment-roberta-large-english"
 GOLD = "assets/recipes/sentiment/gold.py"
 
 
-def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory, monkeypatch):
+@pytest.mark.usefixtures("without_pictures")
+def test_controlled_sentiment_from_reviews_to_the_judgement(working_directory):
     """The paper's chain: reviews, SFT, pairs that a classifier labels, DPO, and GRPO on it."""
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     save_classifier(working_directory / CLASSIFIER)
     make_imdb(working_directory)
     for stage in SENTIMENT:
-        smaller: dict[str, int] = {**SMALLER[stage], "num_eval_rows": 4}
-        if stage == "grpo":
-            smaller |= {"num_generations": 4, "generation_batch_size": 4, "num_train_rows": 6}
-        flags = [f"--{name}={value}" for name, value in smaller.items()]
-        recipe = str(RECIPES / "sentiment" / f"{stage}.yaml")
-        config = parse(config_class(stage), ["--config", recipe, *flags])
-        importlib.import_module(STAGES[stage][0]).main(config)
+        run_stage("sentiment", stage, num_eval_rows=4, **FEW_ROLLOUTS if stage == "grpo" else {})
     folder = working_directory / "output" / "sentiment"
     assert sorted(path.name for path in (folder / "pairs").iterdir()) == [
         "config.yaml",

@@ -18,11 +18,11 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from ranks import launch, run_and_listen, run_stages, untimed_lines
+from ranks import SHORT_RUN, launch, run_and_listen, run_stages, untimed_lines
 from torch import Tensor
 
 import train_grpo
-from common import distributed, self_checks
+from common import self_checks
 from common.advantages import EPSILON
 from common.checkpoint import layout
 from common.checkpoint.sharded_state import restore_state
@@ -41,6 +41,8 @@ from common.rewards import functions
 from common.sampling.sampler import Rollouts
 from tests.variants import REWARD_FILE, stopping_model_job
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LAYOUTS = ("shared_prefix", "padded")
 PAD = 7
 NEEDED: dict[str, Any] = {
@@ -48,11 +50,6 @@ NEEDED: dict[str, Any] = {
     "model_name_or_path": "unused",
     "reward_funcs": ["gold"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 def new_config(**flags: Any) -> GRPOConfig:
@@ -596,17 +593,11 @@ def test_a_reference_of_another_shape_cannot_be_updated():
 
 # ---- whole runs ----------------------------------------------------------------------------------
 
-RUN = {
-    "dataset_name": "synthetic",
+RUN = SHORT_RUN | {
     "dataset_test_split": "",
-    "num_sample_prompts": 0,
     "num_train_rows": 10,
-    "max_prompt_length": 128,
     "max_completion_length": 8,
-    "batch_size": 4,
-    "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
     "max_steps": 3,  # the last one has two rows of four
     "num_generations": 3,
     "missing_eos_penalty": -0.2,

@@ -4,11 +4,10 @@ Whole runs of the stage: advantages are 0, so what it records as its loss has to
 metrics say of KL and entropy, with the right sign and weight.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import launch, run_stages
+from ranks import SHORT_RUN, launch, run_stages
 
 from common.record.jsonl import read_jsonl
 
@@ -17,34 +16,25 @@ def same(prompts, completions, completion_ids, **columns):
     return [1.0] * len(prompts)
 """
 LENGTH = 8
-FLAGS = {
-    "dataset_name": "synthetic",
+FLAGS = SHORT_RUN | {
     "dataset_test_split": "",
-    "num_sample_prompts": 0,
     "num_train_rows": 8,
-    "max_prompt_length": 128,
     "max_completion_length": LENGTH,
-    "batch_size": 4,
     "num_generations": 2,
     "missing_eos_penalty": 1.0,  # the same as those that stop
     "learning_rate": 3e-3,
-    "logging_steps": 1,
     "max_steps": 3,
 }
 
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
 ) -> dict[str, list[dict[str, Any]]]:
     """The lines of a run with an entropy bonus, and of one tied to what that run ended with."""
     folder = tmp_path_factory.mktemp("terms")
     (folder / "rewards.py").write_text(REWARD_FILE)
-    paths = {
-        "model_name_or_path": str(tiny_gpt2),
-        "tokenizer_name_or_path": str(tokenizer_folder),
-        "reward_funcs": f"{folder}/rewards.py:same",
-    }
+    start = FLAGS | start_flags | {"reward_funcs": f"{folder}/rewards.py:same"}
     of_run = {
         "entropy": {"beta": 0.0, "entropy_coef": 0.5, "aggregation": "token"},
         "kl": {
@@ -54,7 +44,7 @@ def runs(
         },
     }
     jobs = [
-        {"stage": "grpo", "flags": FLAGS | paths | flags | {"output_dir": str(folder / name)}}
+        {"stage": "grpo", "flags": start | flags | {"output_dir": str(folder / name)}}
         for name, flags in of_run.items()
     ]
     launch(run_stages, 1, folder, jobs=jobs)

@@ -24,6 +24,8 @@ from common.record.logger import RunLogger
 from common.rewards.score import RewardFunctions
 from common.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 TEMPERATURE = 0.7
 STOPS = range(12)  # of 61 tokens: some completions stop early
 FUNCTIONS = """
@@ -36,11 +38,6 @@ def even(prompts, completions, completion_ids, **columns):
 def check(prompts, completions, **columns):
     return [float(p == "pp") for p in prompts]
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group(process_group: None) -> None:
-    pass
 
 
 def models() -> list[Policy]:

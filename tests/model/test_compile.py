@@ -18,10 +18,9 @@ import train_sft
 from common.config.stages import SFTConfig
 from common.grpo.config import GRPOConfig
 from common.record.jsonl import read_jsonl
-from common.report import plots
 
 pytestmark = [
-    pytest.mark.usefixtures("process_group"),
+    pytest.mark.usefixtures("process_group", "without_pictures"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler"),
 ]
 STAGES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -42,9 +41,8 @@ STAGES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_compiled_run_equals_a_plain_one_and_compiles_each_kind_of_block_once(
-    stage, tmp_path: Path, monkeypatch
+    stage, tmp_path: Path
 ):
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     shape = {"model_type": "gpt2", "n_layer": 10, "n_embd": 32, "n_head": 2, "n_positions": 128}
     (tmp_path / "deep.json").write_text(json.dumps(shape))
     main, config, more = STAGES[stage]

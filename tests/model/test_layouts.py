@@ -21,7 +21,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import launch, run_stages
+from ranks import SHORT_RUN, TIMINGS, launch, run_stages, untimed_lines
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,7 +32,8 @@ from common.model import fsdp, load, shared_attention, shared_prefix
 from common.model.shared_attention import branch_attention
 from common.padding import Layout, PaddedBatch, SharedPrefixBatch, padded_batch, shared_prefix_batch
 from common.record.jsonl import read_jsonl
-from common.record.metrics import PHASES
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 Groups = list[tuple[int, list[int]]]  # lengths of a prompt and of its completions
 CASES: dict[str, Groups] = {
@@ -41,11 +42,6 @@ CASES: dict[str, Groups] = {
     "a group": [(6, [4, 1, 7, 3])],
     "mixed": [(3, [2]), (8, [5, 1, 4]), (1, [1, 6]), (5, [3])],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 def both_batches(
@@ -491,16 +487,6 @@ def assert_one_sentence(caught: Any, *parts: str) -> None:
         assert part in text
 
 
-def test_a_model_with_an_attention_of_its_own_is_refused():
-    config = AutoConfig.for_model(
-        "codegen", vocab_size=61, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=32
-    )
-    lm = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError) as caught:
-        shared_prefix.use_shared_prefix(lm, lm.transformer.h[-1])
-    assert_one_sentence(caught, "CodeGenForCausalLM has an attention of its own")
-
-
 @pytest.mark.parametrize("first_layer", [0, 1])
 def test_a_window_shorter_than_a_completed_prompt_is_refused(first_layer):
     """One as long as it hides nothing; the prompts of a row together may be longer."""
@@ -553,11 +539,25 @@ def test_a_window_of_0_is_none(tmp_path):
     shared_prefix.refuse_unsupported(SimpleNamespace(longest=44), {"sliding_window": 0})
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])  # capped scores; attention sinks
-def test_an_attention_that_sdpa_cannot_compute_is_refused(name):
+LLAMA_4 = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [
+        ("codegen", "CodeGenForCausalLM", {"n_embd": 32, "n_layer": 1, "rotary_dim": 4}),
+        ("gemma2", "Gemma2ForCausalLM", {}),  # caps scores
+        ("gpt_oss", "GptOssForCausalLM", {}),  # has attention sinks
+        ("llama4_text", "Llama4ForCausalLM", LLAMA_4),
+    ],
+)
+def test_an_attention_that_sdpa_cannot_compute_is_refused_in_the_shared_layout(family, name, shape):
+    lm = tiny.causal_lm(family, is_plain=True, **shape)
     with pytest.raises(UserError) as caught:
-        other_family(name)
-    assert_one_sentence(caught, "has an attention of its own")
+        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
+    assert_one_sentence(caught, f"{name} has an attention of its own")
+    if family == "llama4_text":
+        self_checks.only_tokens_matter(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
 
 
 @pytest.mark.parametrize("option", shared_prefix.UNSUPPORTED)
@@ -594,12 +594,6 @@ LENGTHS = {"max_prompt_length": 60, "max_completion_length": 8}
 CONFIG = tiny.train_config(**LENGTHS)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_layouts_agree_accepts_what_is_right(family):
-    for module in (Policy(tiny.causal_lm(family)), RewardModel(tiny.classifier(family))):
-        self_checks.only_tokens_matter(module, CONFIG)
-
-
 def refused_layout(module: nn.Module) -> None:
     with pytest.raises(UserError) as caught:
         self_checks.only_tokens_matter(module, CONFIG)
@@ -629,15 +623,6 @@ def test_a_cap_is_refused_however_small_the_logits_are(small):
     with pytest.raises(UserError) as caught:
         self_checks.only_tokens_matter(Policy(lm), CONFIG)
     assert_one_sentence(caught, "LlamaForCausalLM")
-
-
-def test_llama_4_is_refused_in_the_shared_layout_only():
-    shape = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
-    lm = tiny.causal_lm("llama4_text", is_plain=True, **shape)
-    self_checks.only_tokens_matter(Policy(lm), tiny.train_config(**LENGTHS, layout="padded"))
-    with pytest.raises(UserError) as caught:
-        shared_prefix.use_shared_prefix(lm, fsdp.blocks(lm)[-1])
-    assert_one_sentence(caught, "Llama4ForCausalLM has an attention of its own")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -697,18 +682,12 @@ def test_blocks_are_gathered_ahead_in_both_directions(num_ahead):
 # ---- training on two ranks -----------------------------------------------------------------------
 
 STEPS = 3
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "num_train_rows": 11,  # the third of 3 batches of 4 is short
     "num_eval_rows": 3,
-    "num_sample_prompts": 0,
-    "max_prompt_length": 128,
     "max_completion_length": 16,
-    "batch_size": 4,
     "micro_batch_size": 3,
-    "learning_rate": 1e-3,
     "max_steps": STEPS,
-    "logging_steps": 1,
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "sft": {},
@@ -744,15 +723,14 @@ COMPARED = [
 
 @pytest.fixture(scope="module")
 def runs(
-    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
+    tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]
 ) -> tuple[Path, dict[tuple[str, str], list[dict[str, Any]]]]:
     """The folder of all runs, and what was seen in each, by rank."""
     folder = tmp_path_factory.mktemp("layouts")
-    paths = {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
     keys = [(name, task) for name, (tasks, _) in VARIANTS.items() for task in tasks]
     jobs = []
     for name, task in keys:
-        flags = COMMON | paths | FLAGS[task] | VARIANTS[name][1]
+        flags = COMMON | start_flags | FLAGS[task] | VARIANTS[name][1]
         flags["output_dir"] = str(folder / name / task)
         jobs.append({"stage": task, "flags": flags})
     records = launch(run_stages, 2, folder, jobs=jobs)
@@ -763,8 +741,7 @@ def runs(
 @pytest.mark.parametrize(("name", "task"), [key for key in COMPARED if key[0] != "no reference"])
 def test_a_stage_trains_alike_in_either_layout(runs, name, task):
     folder, seen = runs
-    noise = {*PHASES, "step_seconds", "elapsed_minutes", "tokens_per_second", "peak_memory_gb"}
-    noise.add("sampler_kl")  # 0 up to rounding
+    ignored = TIMINGS | {"sampler_kl"}  # which is 0 up to rounding
     lines, expected = (
         read_jsonl(folder / variant / task / "metrics.jsonl") for variant in (name, "padded")
     )
@@ -773,7 +750,7 @@ def test_a_stage_trains_alike_in_either_layout(runs, name, task):
         assert line.keys() == target.keys()
         # The policy starts as its own reference: which of two equal rewards is larger is rounding.
         first = {"accuracy"} if task == "dpo" and target["step"] == 1 else set()
-        for key in line.keys() - noise - first:
+        for key in line.keys() - ignored - first:
             assert line[key] == pytest.approx(target[key], rel=1e-5, abs=1e-5), (target, key)
     for rank, other in zip(seen[name, task], seen["padded", task], strict=True):
         assert rank["rollouts"] == other["rollouts"]
@@ -785,7 +762,7 @@ def test_grpo_with_beta_0_loads_no_reference(runs):
     for name, num_models in (("no reference", 1), ("shared_prefix", 2)):
         for record in seen[name, "grpo"]:
             assert len(record["devices"]) == num_models
-        has_kl = ["kl" in line for line in read_jsonl(folder / name / "grpo" / "metrics.jsonl")]
+        has_kl = ["kl" in line for line in untimed_lines(folder / name / "grpo")]
         assert any(has_kl) == (num_models == 2)
 
 

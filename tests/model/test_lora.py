@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import Job, launch, run_stages, untimed_lines, whole
+from ranks import SHORT_RUN, Job, launch, run_stages, untimed_lines, whole
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -35,6 +35,8 @@ from common.model.lora import AdapterReference
 from common.padding import AnyBatch, padded_batch, shared_prefix_batch
 from common.sampling.sampler import Sampler
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 FAMILIES = ("gpt2", "llama")  # `Conv1D`, whose weight is (in, out), and `nn.Linear`
 LAYERS = {
     "gpt2": {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"},
@@ -43,11 +45,6 @@ LAYERS = {
 }
 PAD_ID = 1
 EXAMPLES = tiny.ragged_examples([(9, 4, 2), (1, 1, 7), (14, 3, 3)], vocab_size=300)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
 
 
 @pytest.fixture(scope="module")
@@ -395,19 +392,16 @@ def test_a_target_outside_the_blocks_is_refused(bases, target):
 # ---- whole stages, on one rank and on two --------------------------------------------------------
 
 STEPS, SAVED = 4, 2
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "num_train_rows": 27,
     "num_eval_rows": 3,
     "num_sample_prompts": 1,
-    "max_prompt_length": 128,
     "max_completion_length": 16,
     "batch_size": 8,
     "micro_batch_size": 3,
     "learning_rate": 1e-2,
     "warmup_steps": 1,
     "max_steps": STEPS,
-    "logging_steps": 1,
     "save_steps": SAVED,
     "lora_r": 4,
     "lora_alpha": 8,
@@ -436,9 +430,7 @@ RESUMED = ("sft", "grpo", "grpo moving")
 
 
 @pytest.fixture(scope="module")
-def folder(
-    tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path
-) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]) -> Path:
     """Holds `<ranks>/<run>`, and `resumed/<run>` on two ranks."""
     folder = tmp_path_factory.mktemp("lora_stages")
     (folder / "copy").mkdir()
@@ -453,8 +445,7 @@ def folder(
         return {"stage": stage, "flags": flags}
 
     base = job("base", RUNS["sft"], lora_r=0, max_steps=20, learning_rate=3e-3, save_steps=0)
-    base["flags"] |= {"model_name_or_path": str(tiny_gpt2)}
-    base["flags"] |= {"tokenizer_name_or_path": str(tokenizer_folder)}
+    base["flags"] |= start_flags
     one = [base, *(job(f"1/{name}", run) for name, run in (RUNS | COPIES).items())]
     (loaded,) = launch(run_stages, 1, folder, jobs=one)
     for record in loaded[-len(COPIES) :]:

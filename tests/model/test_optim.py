@@ -21,10 +21,7 @@ from common.errors import UserError
 from common.forward import Policy
 from common.model import fsdp, optim
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _process_group():
-    distributed.start()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 # ---- schedule ------------------------------------------------------------------------------------

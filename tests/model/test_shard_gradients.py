@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import launch, local, run_stages, untimed_lines
+from ranks import SHORT_RUN, launch, local, run_stages, untimed_lines
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -27,18 +27,14 @@ from common.model import fsdp
 from common.padding import padded_batch
 from common.run import Run
 
-FLAGS: dict[str, Any] = {
-    "dataset_name": "synthetic",
+FLAGS: dict[str, Any] = SHORT_RUN | {
     "dataset_test_split": "",
     "num_train_rows": 19,  # of the last of three steps 3 rows are there: of 4 ranks one has none
-    "num_sample_prompts": 0,
-    "max_prompt_length": 128,
     "max_completion_length": 24,
     "batch_size": 8,
     "micro_batch_size": 1,
     "max_steps": 3,
     "learning_rate": 3e-3,
-    "logging_steps": 1,
 }
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -51,11 +47,10 @@ LAYOUTS = {2: 1, 4: 2}  # ranks -> replicas
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, tiny_gpt2: Path, tokenizer_folder: Path) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory, start_flags: dict[str, str]) -> Path:
     """A model's folder, which adapters need."""
     folder = tmp_path_factory.mktemp("base")
-    flags = FLAGS | {"max_steps": 1, "output_dir": str(folder)}
-    flags |= {"model_name_or_path": str(tiny_gpt2), "tokenizer_name_or_path": str(tokenizer_folder)}
+    flags = FLAGS | start_flags | {"max_steps": 1, "output_dir": str(folder)}
     launch(run_stages, 1, folder, jobs=[{"stage": "sft", "flags": flags}])
     return folder / "model"
 

@@ -29,7 +29,7 @@ from common.model import load
 from common.padding import padded_batch
 from common.pairs import from_rollouts, reference
 from common.record.jsonl import read_jsonl
-from common.report import evaluation_report, plots
+from common.report import evaluation_report
 from train_dpo import DPOConfig, pair_losses
 
 STEPS, NUM_ROWS, BATCH = 3, 7, 4  # the second batch has one row less: filler
@@ -321,10 +321,9 @@ JUDGED |= {"tails": {"ld_alpha": 0.25}, "free": {"reference_free": True}}
 JUDGED |= {"sum": {"loss_type": ["simpo", "sigmoid"]}}
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("process_group", "without_pictures")
 @pytest.mark.parametrize("job", JUDGED)
 def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, monkeypatch):
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     monkeypatch.setattr(evaluation_report, "write_report", lambda *_: [])
     rows = {"dataset_name": str(runs.folder / "train.jsonl"), "dataset_test_split": "train"}
     flags = COMMON | rows | {"num_sample_prompts": 0, "output_dir": str(tmp_path / "dpo")}
@@ -342,12 +341,11 @@ def test_evaluation_judges_a_policy_as_its_training_does(runs, tmp_path, job, mo
 # ---- the reference's log-probabilities -----------------------------------------------------------
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("process_group", "without_pictures")
 @pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16, monkeypatch):
+def test_the_first_loss_is_ln_2_to_the_last_digit(runs, tmp_path, layout, bf16):
     """Policy and reference score the same micro-batches: even bfloat16 rounds them alike."""
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     flags = COMMON | {"bf16": bf16, "max_steps": 3, "micro_batch_size": 3, "num_sample_prompts": 0}
     flags |= {"learning_rate": 1e-30, "layout": layout}
     flags |= {"model_name_or_path": str(runs.folder / "start"), "output_dir": str(tmp_path)}
@@ -380,10 +378,9 @@ def test_dpo_on_its_own_rollouts_starts_at_ln_2(runs):
         assert runs.series(1, job, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("process_group", "without_pictures")
 def test_a_resumed_run_samples_and_scores_no_pair_again(runs, tmp_path, monkeypatch):
     """It ends in the same bits; of other flags, or from the start, the pairs are sampled anew."""
-    monkeypatch.setattr(plots, "plot_run", lambda folder: None)
     flags = COMMON | ROLLOUTS | {"max_steps": 4, "save_steps": 2, "num_sample_prompts": 0}
     flags |= {"model_name_or_path": str(runs.folder / "start"), "micro_batch_size": 8}
     flags |= {"dataset_name": str(runs.folder / "train.jsonl"), "output_dir": str(tmp_path / "run")}
@@ -442,7 +439,7 @@ def first_reward_losses(runs: Runs) -> list[float]:
     return result
 
 
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("process_group", "without_pictures")
 def test_the_first_reward_losses_by_hand(runs):
     each = first_reward_losses(runs)
     expected = mean([each[row] for row in first_rows(NUM_ROWS)])
@@ -489,11 +486,6 @@ def test_which_runs_need_a_reference():
     assert not config(reference_free=True).needs_reference
 
 
-def test_the_choices_are_the_losses():
-    for name in losses.PREFERENCE_LOSSES:
-        assert config(loss_type=[name]).loss_type == [name]
-
-
 ROLLOUT_FLAGS = {"pairs_from": "rollouts", "reward_funcs": ["gold"]}
 REFUSED = [
     ({"loss_type": []}, "--loss_type is required"),
@@ -507,7 +499,6 @@ REFUSED = [
     ({"ld_alpha": 0.5, "loss_type": ["simpo"]}, "--ld_alpha is 0.5; it must be 1"),
     ({"sft_weight": -1.0}, "--sft_weight is -1.0"),
     ({"pairs_from": "rollouts"}, "--reward_funcs is required"),
-    ({"reward_funcs": ["gold"]}, "must be empty without --pairs_from rollouts"),
     (
         {**ROLLOUT_FLAGS, "num_generations": 3},
         "--num_generations is 3; it must be even, at least 2 and at most --num_candidates, 8",

@@ -559,8 +559,6 @@ def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
     assert plan.page(replace(again, process_bytes=0), [2]) == plan.page(
         replace(expected, process_bytes=0), [2]
     )
-    with pytest.raises(UserError, match="is a reward model"):
-        run_of(shapes, model_name_or_path=str(folder))
 
 
 def test_the_command_of_the_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):

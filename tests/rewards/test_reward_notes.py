@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import launch, run_stages
+from ranks import SHORT_RUN, launch, run_stages
 
 from common.record.jsonl import read_jsonl
 from common.rewards.score import RewardFunctions, RewardLog
@@ -90,14 +90,11 @@ def judge(prompts, completions, completion_ids, trainer_state, log_metric, log_e
     log_extra("tokens", [len(ids) for ids in completion_ids])
     return [len(set(text)) / 10 for text in completions]
 """
-FLAGS = {
-    "dataset_name": "synthetic",
+FLAGS = SHORT_RUN | {
     "dataset_test_split": "",
     "num_sample_prompts": 2,
     "num_train_rows": 8,
-    "max_prompt_length": 128,
     "max_completion_length": 6,
-    "batch_size": 4,
     "num_generations": 3,
     "logging_steps": 2,
     "max_steps": 4,
@@ -107,21 +104,15 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory,
-    tiny_gpt2: Path,
-    tokenizer_folder: Path,
+    start_flags: dict[str, str],
     process_group: None,
 ) -> dict[int, Path]:
     """A run on one rank and one on two."""
     folder = tmp_path_factory.mktemp("notes")
     (folder / "judge.py").write_text(REWARD_FILE)
-    paths = {
-        "model_name_or_path": str(tiny_gpt2),
-        "tokenizer_name_or_path": str(tokenizer_folder),
-        "reward_funcs": f"{folder}/judge.py:judge",
-    }
+    flags = FLAGS | start_flags | {"reward_funcs": f"{folder}/judge.py:judge"}
     jobs = [
-        {"stage": "grpo", "flags": FLAGS | paths | {"output_dir": str(folder / str(n))}}
-        for n in (1, 2)
+        {"stage": "grpo", "flags": flags | {"output_dir": str(folder / str(n))}} for n in (1, 2)
     ]
     run_stages(jobs[:1])  # in this process: quicker than a launch
     launch(run_stages, 2, folder, jobs=jobs[1:])

@@ -499,13 +499,10 @@ def test_the_gold_reward_of_sentiment_takes_classifiers_for_names(tmp_path, monk
         (["regex:(a"], [], "no pattern: missing )"),
         (["format:["], [], "no pattern: unterminated character set"),
         (["words:3"], [], "which is no folder"),
-        (["no/such/folder"], [], "which is no folder"),
         (["./no_folder"], [], "which is no folder"),
-        (["nope.py:f"], [], "there is no file 'nope.py'"),
         ([f"{'no ' * 100}.py:f"], [], "there is no file 'no no"),
         (["{file}"], [], "name the function"),
         (["{file}:"], [], "name the function"),
-        (["{file}:nope"], [], "no function of that name"),
         (["{file}:constant"], [], "no function of that name"),
     ],
 )
@@ -526,8 +523,8 @@ def test_a_missing_column_is_refused_before_anything_is_sampled(file):
     rewards.check_rows(rows({"n": 1, "other": 2}))
     with pytest.raises(UserError, match="scaled' needs the column 'n', .* rows have 'other';"):
         rewards.check_rows(rows({"other": 2}))
-    with pytest.raises(UserError, match="needs the column 'facts'.* have no further columns"):
-        tiny.reward_functions(["gold"]).check_rows(rows({}))
+    with pytest.raises(UserError, match="needs the column 'n'.* have no further columns"):
+        rewards.check_rows(rows({}))
 
 
 # --- missing stop token ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import launch, run_stages
+from ranks import SHORT_RUN, launch, run_stages
 
 from common.data import Example
 from common.forward import Policy
@@ -65,15 +65,11 @@ def test_completions_go_to_their_prompts() -> None:
 
 # --- runs ---
 
-COMMON = {
-    "dataset_name": "synthetic",
+COMMON = SHORT_RUN | {
     "dataset_test_split": "",
     "num_sample_prompts": 2,
     "num_train_rows": 8,
-    "max_prompt_length": 128,
     "max_completion_length": 24,
-    "batch_size": 4,
-    "logging_steps": 1,
     "sample_steps": 1,
     "max_steps": 2,
     "learning_rate": 0.01,
@@ -89,16 +85,14 @@ STAGES = {
 @pytest.fixture(scope="module")
 def runs(
     tmp_path_factory: pytest.TempPathFactory,
-    tiny_gpt2: Path,
-    tokenizer_folder: Path,
+    start_flags: dict[str, str],
     process_group: None,
 ) -> dict[int, Path]:
     """The stages on one rank and on two."""
     folder = tmp_path_factory.mktemp("records")
-    start = {"model_name_or_path": tiny_gpt2, "tokenizer_name_or_path": tokenizer_folder}
 
     def job(stage: str, number: int) -> dict[str, Any]:
-        flags = COMMON | start | STAGES[stage] | {"output_dir": folder / str(number) / stage}
+        flags = COMMON | start_flags | STAGES[stage] | {"output_dir": folder / str(number) / stage}
         return {"stage": stage, "flags": {name: str(value) for name, value in flags.items()}}
 
     jobs = {number: [job(stage, number) for stage in STAGES] for number in (1, 2)}

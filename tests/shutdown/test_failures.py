@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ROOT, environment, launch, run_stages
+from ranks import ROOT, SHORT_RUN, environment, launch, run_stages
 
 import common.launch
 from common import distributed
@@ -218,12 +218,9 @@ def test_a_rank_that_hangs_ends_the_run_after_the_timeout(folder: Path) -> None:
     assert re.search(r"RuntimeError: .*Timed out waiting 10000ms", text)
 
 
-UNEVEN = {
-    "num_sample_prompts": 0,
-    "max_prompt_length": 128,
+UNEVEN = SHORT_RUN | {
     "max_completion_length": 24,
     "micro_batch_size": 2,
-    "logging_steps": 1,
     "max_steps": 2,
     "learning_rate": 1e-4,
     "num_eval_rows": 1,
