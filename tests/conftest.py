@@ -9,6 +9,7 @@ import pytest
 import tiny
 from hypothesis import settings
 
+from common.evaluation import intervals
 from common.report import plots
 from common.text import synthetic
 
@@ -60,3 +61,9 @@ def without_pictures() -> Iterator[None]:
     """Stages draw no curves: they have their own tests, and take longer than a few steps."""
     with mock.patch.object(plots, "plot_run"):
         yield
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough resamples of a bootstrap for a simulation of many samples."""
+    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)

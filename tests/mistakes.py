@@ -73,9 +73,7 @@ def leaves(completions, **columns):
 def working_folder(folder: Path) -> Iterator[Path]:
     """Work in a folder with good and malformed rows, models and files."""
     for name, rows in ROWS.items():
-        (folder / name).mkdir()
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (folder / name / "train.jsonl").write_text(text)
+        tiny.write_rows(folder / name / "train.jsonl", rows)
     for name, text in FILES.items():
         (folder / name).write_text(text)
     make_models(folder)
@@ -164,7 +162,7 @@ class Refusals:
         assert status == 2, errors
         assert "Traceback" not in errors
         (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-        check_sentence(line)
+        tiny.check_sentence(line)
         assert everything() == before
         return line
 
@@ -177,10 +175,3 @@ def everything() -> dict[str, tuple[int, int]]:
             status = os.lstat(os.path.join(parent, name))
             found[os.path.join(parent, name)] = (status.st_size, status.st_mtime_ns)
     return found
-
-
-def check_sentence(message: str) -> None:
-    assert "\n" not in message
-    assert message.endswith(".")
-    assert len(message) < 450
-    assert message.count(". ") == 0, "more than one sentence"

@@ -281,9 +281,7 @@ def assert_one_sentence(error: Exception, *words: str) -> None:
 @settings(max_examples=200)
 @given(rows=ROWS, kind=KINDS)
 def test_any_rows_are_read_or_refused(folder, rows, kind):
-    file = folder / "rows.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert_read_or_refused(file, kind)
+    assert_read_or_refused(tiny.write_rows(folder / "rows.jsonl", rows), kind)
 
 
 @settings(max_examples=150)

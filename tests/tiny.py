@@ -5,10 +5,11 @@ distributions are far from uniform and a wrong position, mask or shift shows.
 """
 
 import functools
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,24 @@ def on_gpu(tensor: Tensor) -> Tensor:
 def reward_functions(names: Sequence[str], weights: Sequence[float] = ()) -> RewardFunctions:
     """The functions of these names, for a policy with `tokenizer`."""
     return RewardFunctions.find(names, weights, vocabulary(), train_config())
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines; folders are made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def check_sentence(message: object, *parts: str) -> None:
+    """Check that a message is one sentence of moderate length that holds these parts."""
+    text = str(message)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert len(text) < 400
+    assert text.count(". ") == 0, "more than one sentence"
+    for part in parts:
+        assert part in text
 
 
 def per_row(values: Tensor, mask: Tensor) -> list[Tensor]:

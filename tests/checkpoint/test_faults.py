@@ -4,7 +4,6 @@ A loss or gradient that is not finite ends the run with the step, the ranks and 
 behind the last step leaves the model.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> 
         lm.transformer.wpe.weight[90, 0] = 1e30
     shutil.copytree(tokenizer_folder, folder / "model")
     lm.save_pretrained(folder / "model")
-    with (folder / "train.jsonl").open("w") as file:
-        for n in range(8):
-            prompt = "the cat sat on the mat. " * (20 if n == BAD_ROW else 1 + n % 3)
-            row = {"prompt": prompt, "completion": " yes", "chosen": " yes", "rejected": " no no"}
-            file.write(json.dumps(row) + "\n")
+    prompts = ["the cat sat on the mat. " * (20 if n == BAD_ROW else 1 + n % 3) for n in range(8)]
+    completions = {"completion": " yes", "chosen": " yes", "rejected": " no no"}
+    tiny.write_rows(folder / "train.jsonl", [{"prompt": p, **completions} for p in prompts])
     return folder
 
 

@@ -4,7 +4,6 @@ Targets: plain loops over single rows. Reward models used as reward functions gi
 the reward model itself, of the policy's ids where vocabularies agree and of the text where not.
 """
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -228,7 +227,7 @@ def test_a_run_s_cost_is_read_from_its_metrics(tmp_path):
         {"step": 2, "elapsed_minutes": 1.5, "peak_memory_gb": 2.0},
         {"step": 2, "eval_loss": 2.0},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    tiny.write_rows(tmp_path / "metrics.jsonl", records)
     assert run_folder.run_cost(tmp_path) == {"elapsed_minutes": 1.5, "peak_memory_gb": 2.0}
     assert run_folder.folder_of_run("a/sft/model") == (Path("a/sft"), math.inf)
     found = run_folder.folder_of_run("a/sft/checkpoints/step_00000012/model")

@@ -83,17 +83,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = fsdp.shard(RewardModel(lm), tiny.train_config(), distributed.mesh())
         export.save_pretrained(model, tiny.vocabulary(), path / "reward" / "model")
     (path / "judge.py").write_text(JUDGE)
-    (path / "prompts").mkdir()
-    (path / "prompts" / "validation.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in ROWS)
-    )
+    tiny.write_rows(path / "prompts" / "validation.jsonl", ROWS)
     pairs = [
         {"prompt": row["prompt"], "chosen": " a key", "rejected": " a dog"} for row in ROWS[:3]
     ]
-    (path / "pairs").mkdir()
-    (path / "pairs" / "validation.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in pairs)
-    )
+    tiny.write_rows(path / "pairs" / "validation.jsonl", pairs)
     return path
 
 

@@ -10,15 +10,8 @@ import pytest
 from scipy.stats import binomtest
 from statsmodels.stats.contingency_tables import mcnemar
 
-from common.evaluation import intervals
 from common.evaluation.intervals import bootstrap_means, percentile_interval
 from common.evaluation.summary import mcnemar_p_value, paired_differences
-
-
-@pytest.fixture
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for a simulation of many samples."""
-    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(

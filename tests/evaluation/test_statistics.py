@@ -9,7 +9,6 @@ import statsmodels.api as sm
 import torch
 from statsmodels.stats.proportion import proportion_confint
 
-from common.evaluation import intervals
 from common.evaluation.intervals import (
     bootstrap_means,
     cluster_numbers,
@@ -20,12 +19,6 @@ from common.evaluation.intervals import (
     preference_accuracy,
     wilson_interval,
 )
-
-
-@pytest.fixture
-def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for a simulation of many samples."""
-    monkeypatch.setattr(intervals, "NUM_RESAMPLES", 400)
 
 
 @pytest.mark.parametrize(

@@ -119,17 +119,13 @@ def working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
         for i in range(NUM_CNN_DM)
     ]
     for name in ("trl-lib/tldr", "data/scitldr"):
-        write(
-            folder / name, "train", [{k: r[k] for k in ("prompt", "completion")} for r in summaries]
-        )
-        write(
-            folder / name,
-            "validation",
-            [{k: r[k] for k in ("prompt", "completion")} for r in summaries[:4]],
-        )
+        rows = [{k: r[k] for k in ("prompt", "completion")} for r in summaries]
+        tiny.write_rows(folder / name / "train.jsonl", rows)
+        tiny.write_rows(folder / name / "validation.jsonl", rows[:4])
     for name in ("trl-lib/tldr-preference", "data/summeval_preference"):
-        write(folder / name, "train", pairs)
-        write(folder / name, "validation", [*pairs[: NUM_PAIRS - NUM_CNN_DM], *articles])
+        tiny.write_rows(folder / name / "train.jsonl", pairs)
+        held_out = [*pairs[: NUM_PAIRS - NUM_CNN_DM], *articles]
+        tiny.write_rows(folder / name / "validation.jsonl", held_out)
     with tiny.working_directory(folder):
         yield folder
 
@@ -160,7 +156,7 @@ def make_one_sentence(folder: Path) -> None:
     abstract = "We train it. It is fast. " + "This one is too long for the text. " * 6
     row = {"prompt": f"TITLE: T\n\nPOST: {abstract.strip()}\n\nTL;DR:", "completion": " Own."}
     for split in ("train", "validation"):
-        write(folder / "abstracts", split, [row] * 6)
+        tiny.write_rows(folder / "abstracts" / f"{split}.jsonl", [row] * 6)
     script = RECIPES / "one-sentence" / "make_rows.py"
     cache = {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": ""}
     command = [sys.executable, str(script), "--source", "abstracts"]
@@ -211,11 +207,6 @@ def save_model(folder: Path) -> None:
         )
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def write(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def run_stage(chain: str, stage: str, **flags: int) -> None:

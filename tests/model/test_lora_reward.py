@@ -5,7 +5,6 @@ and that a resumed run is the one that never stopped.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, process_group: None) -> Pat
     folder = tmp_path_factory.mktemp("lora_reward")
     tiny.causal_lm("gpt2", vocab_size=300, is_plain=True).save_pretrained(folder / "base")
     tiny.tokenizer().save_pretrained(folder / "base")
-    with (folder / "pairs.jsonl").open("w") as file:
-        for i in range(6):
-            row = {"prompt": f"Post {i}.\nTL;DR:", "chosen": f" it is {i}", "rejected": " nothing"}
-            file.write(json.dumps(row) + "\n")
+    rows = [
+        {"prompt": f"Post {i}.\nTL;DR:", "chosen": f" it is {i}", "rejected": " nothing"}
+        for i in range(6)
+    ]
+    tiny.write_rows(folder / "pairs.jsonl", rows)
     paths = {
         "model_name_or_path": str(folder / "base"),
         "dataset_name": str(folder / "pairs.jsonl"),

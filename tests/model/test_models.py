@@ -456,15 +456,6 @@ def test_a_head_in_float32_under_bfloat16_does_not_tie(tmp_path):
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def assert_one_sentence(error: Exception, *parts: str) -> None:
-    text = str(error)
-    assert text.endswith(".")
-    assert "\n" not in text
-    assert len(text) < 400
-    for part in parts:
-        assert part in text
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -479,7 +470,7 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(path, words, mon
     monkeypatch.setattr(sources, "is_reachable", lambda: pytest.fail("asked the hub"))
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, "policy", tiny.tokenizer(), short_config())
-    assert_one_sentence(caught.value, words)
+    tiny.check_sentence(caught.value, words)
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -515,7 +506,7 @@ def test_angles_of_the_longest_row_are_refused(family, fields, tmp_path):
     read(short_config(max_prompt_length=12))
     with pytest.raises(UserError) as caught:
         read(short_config(max_prompt_length=13))
-    assert_one_sentence(caught.value, "more than the 32 positions")
+    tiny.check_sentence(caught.value, "more than the 32 positions")
 
 
 def tokenizer_with_a_gap(largest: int) -> PreTrainedTokenizerFast:
@@ -530,7 +521,7 @@ def test_ids_without_an_embedding_are_refused_however_few_tokens_there_are(kind,
     models.read_model_config(path, kind, tokenizer_with_a_gap(299), short_config())
     with pytest.raises(UserError) as caught:
         models.read_model_config(path, kind, tokenizer_with_a_gap(300), short_config())
-    assert_one_sentence(caught.value, "ids up to 300", "embeddings for 300")
+    tiny.check_sentence(caught.value, "ids up to 300", "embeddings for 300")
 
 
 def test_a_shape_gets_an_embedding_for_every_id(tmp_path):
@@ -566,7 +557,7 @@ def test_stop_tokens(tmp_path):
     assert stops_of(path, "<|endoftext|>") == [0]
     with pytest.raises(UserError) as caught:
         stops_of(path, "zqzq xj")
-    assert_one_sentence(caught.value, "'zqzq xj'", "--stop_token")
+    tiny.check_sentence(caught.value, "'zqzq xj'", "--stop_token")
 
 
 def test_a_model_stops_at_every_id_of_its_own_before_and_after_export(tmp_path):

@@ -157,7 +157,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Ru
     save_model(folder / "start", tokenizer_folder, seed=1)
     save_model(folder / "other", tokenizer_folder, seed=2)
     pairs = make_pairs()
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    tiny.write_rows(folder / "train.jsonl", pairs)
     (folder / "judge.py").write_text(REWARD_FUNCTION)
     uneven = uneven_first_step(pairs, AutoTokenizer.from_pretrained(tokenizer_folder))
     names = {

@@ -1,6 +1,5 @@
 """Figures and the report show what was recorded: the right numbers, in files that can be read."""
 
-import json
 import math
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 from PIL import Image
 
 from common.config.parser import parse
@@ -32,10 +32,7 @@ from evaluate import EvaluateConfig
 
 
 def record(run_dir: Path, lines: list[dict[str, Any]]) -> Path:
-    run_dir.mkdir(parents=True)
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run_dir / "metrics.jsonl").write_text(text)
-    return run_dir
+    return tiny.write_rows(run_dir / "metrics.jsonl", lines).parent
 
 
 def pixels(path: Path) -> np.ndarray:

@@ -7,7 +7,6 @@ judge of pairs and of rollouts.
 """
 
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,8 +214,7 @@ def judge_of(folder: Path, tokenizer: Any) -> tuple[RewardFunctions, Any]:
 def pair_scores_here(folder: Path) -> torch.Tensor:
     """(N, 2), as `evaluate.py` has them."""
     scorer, config = judge_of(folder, AutoTokenizer.from_pretrained(folder))
-    file = folder.parent / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    file = tiny.write_rows(folder.parent / "train.jsonl", ROWS)
     (function,) = scorer.reward_models.values()
     pairs = load_examples(config, str(file), "train", "preference", scorer.vocabulary)
     return measure.reward_scores(function, pairs, scorer.vocabulary, config).float()
@@ -232,10 +230,8 @@ def test_a_reward_model_that_trl_trained_judges_pairs_as_in_trl(untrained: Path,
 
 def test_a_reward_model_trained_here_judges_pairs_as_in_trl(untrained: Path, tmp_path: Path):
     """The scores that its run wrote, of what was in memory, and those of its folder in TRL."""
-    (tmp_path / "pairs").mkdir()
     for split in ("train", "validation"):
-        lines = "".join(json.dumps(row) + "\n" for row in ROWS)
-        (tmp_path / "pairs" / f"{split}.jsonl").write_text(lines)
+        tiny.write_rows(tmp_path / "pairs" / f"{split}.jsonl", ROWS)
     train_reward.main(
         train_reward.RewardConfig(
             output_dir=str(tmp_path / "run"),

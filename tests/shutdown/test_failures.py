@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from ranks import ROOT, SHORT_RUN, environment, launch, run_stages
@@ -261,10 +262,9 @@ def test_ranks_without_rows_make_the_steps_of_one_process(folder: Path) -> None:
     long = {"prompt": words, "completion": words[:60], "chosen": words[:60], "rejected": " no"}
     rows = [short, long, {**short, "prompt": "of another"}]
     for kind, columns in (("sft", ["completion"]), ("pairs", ["chosen", "rejected"])):
-        (folder / kind).mkdir()
-        text = "".join(json.dumps({k: row[k] for k in ("prompt", *columns)}) + "\n" for row in rows)
+        of_kind = [{k: row[k] for k in ("prompt", *columns)} for row in rows]
         for split in ("train", "validation"):
-            (folder / kind / f"{split}.jsonl").write_text(text)
+            tiny.write_rows(folder / kind / f"{split}.jsonl", of_kind)
     for num_ranks in (1, 2):
         jobs = jobs_on_uneven_rows(folder, str(num_ranks))
         timeouts = launch(run_and_measure, num_ranks, folder, jobs=jobs)

@@ -24,8 +24,9 @@ from typing import Any
 
 import mistakes
 import pytest
+import tiny
 import torch
-from mistakes import STAGES, Refusals, arguments, check_sentence
+from mistakes import STAGES, Refusals, arguments
 from safetensors.torch import load_file, save_file
 
 from common import launch, self_checks
@@ -351,7 +352,7 @@ def test_a_script_prints_the_sentence_alone_and_exits_with_2(flags, sentence, fo
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()  # nor does a library say that it tries again
     assert line.startswith(f"error: {sentence}")
-    check_sentence(line)
+    tiny.check_sentence(line)
     assert not Path("run").exists()
 
 

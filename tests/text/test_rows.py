@@ -486,8 +486,7 @@ def test_a_split_may_be_some_of_its_rows_as_in_datasets(tmp_path):
     """Its slices are those of a list, which `datasets` takes too."""
     datasets = pytest.importorskip("datasets")
     rows = [{"prompt": f"row {i}"} for i in range(9)]
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file = write_jsonl(tmp_path / "train.jsonl", rows)
     for name in (str(file), str(tmp_path), "synthetic"):
         whole = load_rows(name, "train", kind="prompts", num_rows=9)
         for start, stop in ((2, 5), ("", 4), (6, "")):

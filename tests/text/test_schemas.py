@@ -148,7 +148,7 @@ def tokenizer():
 def read(tmp_path, tokenizer, kind, rows, **flags):
     """The examples that a stage makes of rows, which are those of its main data set."""
     name = str(tmp_path / "train.jsonl")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(tmp_path / "train.jsonl", rows)
     config = tiny.train_config(max_prompt_length=200, dataset_name=name, **flags)
     return load_examples(
         config, name, "train", kind, tiny.vocabulary([tokenizer.eos_token_id], tokenizer)

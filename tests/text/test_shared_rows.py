@@ -6,7 +6,6 @@ machine in every run, whatever ran before, and nothing of it is left when the ru
 
 import copy
 import datetime
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -72,7 +71,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def load(tmp_path: Path, rows: list[dict[str, Any]], kind: str = "preference", **fields: Any):
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(tmp_path / "train.jsonl", rows)
     limits = {"max_prompt_length": 50, "max_completion_length": 9, "max_dropped_fraction": 0.9}
     its_tokenizer = fields.pop("tokenizer", None) or tokenizer()
     config = tiny.train_config(**(limits | fields))
@@ -174,7 +173,7 @@ def loaded(rows_in: str, temporary: str) -> list[Any]:
 
 def test_one_process_of_a_machine_makes_the_rows_of_all(tmp_path, folder):
     rows = [{"prompt": f"word {n}", "chosen": " a", "rejected": " b"} for n in range(1000)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(tmp_path / "train.jsonl", rows)
     ranks = launch(loaded, 2, tmp_path, rows_in=str(tmp_path), temporary=str(folder))
     (many, few), (other_many, other_few) = ranks
     assert (many[0], other_many[0], few[0], other_few[0]) == (1, 0, 1, 1)

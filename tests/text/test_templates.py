@@ -200,7 +200,7 @@ def tokenizer_of(kind: Kind) -> Any:
 
 
 def load(tmp_path, tokenizer, *rows, kind="sft", stops=(), **limits) -> Any:
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny.write_rows(tmp_path / "train.jsonl", rows)
     config = tiny.train_config(
         dataset_name=str(tmp_path / "train.jsonl"),
         dataset_test_split="",
