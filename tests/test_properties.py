@@ -220,7 +220,9 @@ def test_noise_is_uniform_for_any_seed_and_counters(seed, counters, start):
 
 # ---- whatever a user gives -----------------------------------------------------------------------
 
-TEXTS = st.text(max_size=8) | st.sampled_from(["a", "a b"])
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ["a", "a b", "\ud83d", "x \udc00 y"]  # halves of surrogate pairs
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -266,6 +268,7 @@ def assert_read_or_refused(file: Path, kind: Any) -> None:
         assert all(is_messages(value) for value in values) or all(
             isinstance(value, str) for value in values
         )
+        json.dumps(values, ensure_ascii=False).encode()  # no half of a surrogate pair
     for example in examples:
         values = [rows[example.row][name] for name in ("prompt", *COMPLETION_COLUMNS[kind])]
         assert all(is_messages(v) or v.strip() for v in values)

@@ -1,1 +1,4 @@
-"""From a command line and recipes to a config: `parser.parse`, `stages.TrainConfig`."""
+"""Configs of stages: their fields, groups of flags, recipes and the command line.
+
+Face: parser.parse, recipes.read_recipe, fields, groups, stages. hints serves the parser.
+"""

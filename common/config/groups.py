@@ -16,7 +16,7 @@ WATCHING = "logging, evaluation, checkpoints"
 
 @dataclass
 class OutputFlags:
-    """Where everything is written."""
+    """The output folder."""
 
     _what: ClassVar = "what"
     output_dir: str = free_flag("", "folder this run writes to", required=True, is_path=True)
@@ -34,7 +34,7 @@ class OutputFlags:
 
 @dataclass
 class ModelFlags(OutputFlags):
-    """Where a model comes from."""
+    """The source of a model."""
 
     # Of commands without the flag
     seed = 0
@@ -48,7 +48,7 @@ class ModelFlags(OutputFlags):
 
 @dataclass
 class DataFlags(OutputFlags):
-    """Which rows are read, and how their texts become tokens."""
+    """The rows that are read, and the limits of their tokens."""
 
     _data: ClassVar = "data"
     dataset_name: str = path_flag(
@@ -77,7 +77,7 @@ class DataFlags(OutputFlags):
     max_dropped_fraction: float = flag(0.05, "refuse a split that loses a larger share", ge=0, le=1)
 
     def __post_init__(self) -> None:
-        """Refuse names of columns that say nothing."""
+        """Refuse incomplete and repeated names of columns."""
         super().__post_init__()
         if not all(all(pair.partition("=")) for pair in self.column_map):
             raise self.refused("column_map", "pairs NEW=OLD, as prompt=question completion=answer")
@@ -92,7 +92,7 @@ class DataFlags(OutputFlags):
 
 @dataclass
 class TrainDataFlags(DataFlags):
-    """Which rows are trained on, and how many."""
+    """The rows of training and of evaluation."""
 
     _data: ClassVar = "data"
     dataset_train_split: str = flag("train", "split to train on", required=True)
@@ -102,7 +102,7 @@ class TrainDataFlags(DataFlags):
 
 @dataclass
 class CompletionFlags(OutputFlags):
-    """What is asked of the completions in a data set."""
+    """A condition on the completions of a data set."""
 
     _data: ClassVar = "data"
     require_stop_token: bool = free_flag(
@@ -112,7 +112,7 @@ class CompletionFlags(OutputFlags):
 
 @dataclass
 class ComputeFlags(OutputFlags):
-    """How a forward pass is computed and sharded."""
+    """Precision, micro-batches and sharding of a forward pass."""
 
     _speed: ClassVar = SPEED
     layout: str = free_flag(
@@ -133,7 +133,7 @@ class ComputeFlags(OutputFlags):
 
 @dataclass
 class BackwardFlags(OutputFlags):
-    """How a backward pass is computed and sharded."""
+    """Recomputation and sharding of a backward pass."""
 
     _speed: ClassVar = SPEED
     gradient_checkpointing: bool = free_flag(False, "recompute a block's activations in backward")
@@ -147,17 +147,17 @@ class BackwardFlags(OutputFlags):
 
 @dataclass
 class FrozenFlags(OutputFlags):
-    """Where models that are not trained are held."""
+    """Placement of models that are not trained."""
 
     _speed: ClassVar = SPEED
     offload_frozen: bool = free_flag(
-        False, "keep reference and reward models there; plans count them on the GPU all the same"
+        False, "keep reference and reward models in host memory; plans count them on the GPU"
     )
 
 
 @dataclass
 class SamplingFlags(OutputFlags):
-    """How completions are sampled."""
+    """Batches and graphs of sampling."""
 
     _speed: ClassVar = SPEED
     generation_batch_size: int = free_flag(64, "completions decoded at once on one process", gt=0)
@@ -167,7 +167,7 @@ class SamplingFlags(OutputFlags):
 
 @dataclass
 class BatchFlags(OutputFlags):
-    """How many rows are read at once."""
+    """The size of a batch."""
 
     _optimisation: ClassVar = "optimisation"
     batch_size: int = flag(64, "prompts or pairs per optimiser step, over all processes", gt=0)
@@ -202,7 +202,7 @@ class OptimiserFlags(OutputFlags):
 
 @dataclass
 class LoggingFlags(OutputFlags):
-    """What is logged, evaluated and profiled, and when."""
+    """Logs, evaluations and profiles."""
 
     _logging: ClassVar = WATCHING
     report_to: list[str] = free_flag(["none"], "none, or one or several of these", REPORT_TO)
@@ -216,7 +216,7 @@ class LoggingFlags(OutputFlags):
 
 @dataclass
 class SampleTableFlags(OutputFlags):
-    """When samples are printed while a policy is trained."""
+    """The table of samples."""
 
     _logging: ClassVar = WATCHING
     sample_steps: int = free_flag(0, "steps between printed samples (0: at the end only)")
@@ -224,7 +224,7 @@ class SampleTableFlags(OutputFlags):
 
 @dataclass
 class CheckpointFlags(OutputFlags):
-    """When checkpoints are written, which are kept, and which a run starts from."""
+    """Checkpoints: when to write, which to keep, where to resume."""
 
     _logging: ClassVar = WATCHING
     save_steps: int = free_flag(0, "steps between checkpoints (0: none)")
@@ -262,7 +262,7 @@ class LoraFlags(OutputFlags):
 
 @dataclass
 class HubFlags(OutputFlags):
-    """Whether and where an exported model is uploaded."""
+    """Upload of the exported model."""
 
     _hub: ClassVar = "hub"
     push_to_hub: bool = free_flag(False, "upload the exported model to hub_model_id, at the end")
@@ -270,7 +270,7 @@ class HubFlags(OutputFlags):
     hub_private_repo: bool = free_flag(False, "make it a private one")
 
     def __post_init__(self) -> None:
-        """Refuse half of what uploading takes."""
+        """Refuse an upload without a repository."""
         super().__post_init__()
         if self.push_to_hub and not self.hub_model_id:
             raise UserError("--hub_model_id is required with --push_to_hub: name/of-a-model.")

@@ -45,7 +45,7 @@ class CommonConfig(groups.ComputeFlags, groups.DataFlags, groups.ModelFlags):
 
 @dataclass
 class RowsConfig(groups.BatchFlags, groups.TrainDataFlags, CommonConfig):
-    """The flags of what reads a training split in batches."""
+    """The flags of every command that reads a training split in batches."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ PAIR_METHODS = ("rso_tournament", "best_worst", "all")
 
 @dataclass
 class RolloutPairConfig(FrozenFlags, RowsConfig, EngineConfig):
-    """The flags of what makes pairs of a policy's own completions."""
+    """The flags of sampling preference pairs from a policy."""
 
     _pairs: ClassVar = "pairs"
     pair_method: str = flag(

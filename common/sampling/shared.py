@@ -47,7 +47,10 @@ class SharedDecoder:
         self.graph = StepGraph() if cuda_graphs and device.type == "cuda" else None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token (B',) to every row; logits (B', V) of the next, until the next step."""
+        """Append a token (B',) to every row; logits (B', V) of the next.
+
+        They are valid until the next step.
+        """
         has_grown = self.cache.grow()
         if self.graph is None:
             return self.forward(tokens)
@@ -75,10 +78,10 @@ class SharedDecoder:
 
 
 class StepGraph:
-    """A decoding step as a CUDA graph: hundreds of small kernels that are launched at once.
+    """A decoding step as a CUDA graph, which launches its hundreds of small kernels at once.
 
-    Else launching them takes most of a step. The first step of a shape runs as it is, which lets
-    libraries choose their kernels; the second is captured.
+    Launching them one by one takes most of a step. The first step of a shape runs as it is, and
+    libraries choose their kernels in it; the second is captured.
     """
 
     def __init__(self) -> None:
@@ -86,12 +89,12 @@ class StepGraph:
         self.forget()
 
     def forget(self) -> None:
-        """Capture anew, since tensors of the step were replaced."""
+        """Drop the graph, because the next step has other tensors."""
         self.graph: torch.cuda.CUDAGraph | None = None
         self.is_warm = False
 
     def step(self, forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-        """Logits (B', V) of `forward`, which must not wait for the device; for one step only.
+        """Logits (B', V) of `forward`, valid until the next call; it must not wait for the device.
 
         Raises:
             UserError: the model cannot be captured.
@@ -148,7 +151,7 @@ class DecodingCache:
         self._place_rows()
 
     def grow(self) -> bool:
-        """Count the token of the next forward; whether its shapes differ from the last one's."""
+        """Make room for the next token; True if shapes differ from those of the last forward."""
         self.length += 1
         if not self.is_fixed:
             self.width = self.length
@@ -243,7 +246,7 @@ class DecodingCache:
 
 
 def has_fixed_shapes(device: torch.device) -> bool:
-    """Whether decoding computes as many keys in every step, so that a graph can be replayed."""
+    """Whether every decoding step reads the same number of keys, as a graph must."""
     return device.type != "cpu"
 
 

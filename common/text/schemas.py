@@ -251,6 +251,10 @@ def _fault(row: RawRow, kind: str) -> str:
             return f"column {column!r} holds {kind_of_value}, it must be text or a {LIST}"
         if is_messages(value) != is_messages(row["prompt"]):
             return f"{column!r} and 'prompt' must both be text or both be messages"
+        try:
+            (value if isinstance(value, str) else "".join(map(content, value))).encode()
+        except UnicodeEncodeError:  # JSON may escape half of a pair, which no tokenizer takes
+            return f"column {column!r} holds half of a surrogate pair, which is no character"
         if column != "prompt" and is_messages(value):
             roles = ", ".join(message["role"] for message in value)
             if roles != "assistant" and not (kind == "sft" and roles.startswith("assistant,")):

@@ -1,6 +1,5 @@
 """Sources of rows: local files, folders of `save_to_disk`, data sets of the hub."""
 
-import codecs
 import functools
 import gzip
 import json
@@ -152,10 +151,11 @@ def _json_rows(stream: Any, source: str) -> Iterator[RawRow]:
     for number, line in enumerate(stream, start=1):
         if not line.strip():
             continue
-        is_list = is_first and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-        is_first = False
         try:
-            rows = json.loads(line + stream.read()) if is_list else [json.loads(line)]
+            text = line.decode("utf-8-sig" if is_first else "utf-8")
+            is_list = is_first and text.lstrip().startswith("[")
+            is_first = False
+            rows = json.loads(text + stream.read().decode()) if is_list else [json.loads(text)]
         except (ValueError, RecursionError) as error:
             raise UserError(f"{source}, from line {number} on: {gist(error)}.") from None
         for index, row in enumerate(rows, start=1 if is_list else number):

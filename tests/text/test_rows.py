@@ -210,7 +210,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "b.json").write_text('[{"prompt": "p"}, 3]')
     assert "b.json, row 2: expected named columns" in refusal(str(tmp_path / "b.json"), "train")
     (tmp_path / "c.jsonl").write_bytes(b"\xff\xfe")
-    assert "c.jsonl, from line 1 on: " in refusal(str(tmp_path / "c.jsonl"), "train")
+    message = refusal(str(tmp_path / "c.jsonl"), "train")
+    assert "c.jsonl, from line 1 on: 'utf-8' codec can't decode byte 0xff" in message
     (tmp_path / "l.json").write_bytes(b'[{"prompt": "a"},\n\n{"prompt": "\xe9"}]')
     message = refusal(str(tmp_path / "l.json"), "train")
     assert "l.json, from line 1 on: 'utf-8' codec can't decode byte 0xe9" in message
