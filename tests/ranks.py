@@ -7,6 +7,7 @@ a process of this file that has only imported. Each rank has a server of its own
 started apart hash texts differently, and a set's order that decides something must show.
 """
 
+import faulthandler
 import gc
 import hashlib
 import importlib
@@ -93,7 +94,7 @@ def launch(
             fork_ranks(call_file, num_ranks, timeout)
     except AssertionError as error:
         tracebacks = [path.read_text() for path in call_file.parent.glob("*.error")]
-        raise AssertionError("\n".join(tracebacks) or str(error)) from None
+        raise AssertionError("\n".join([*tracebacks, str(error)])) from None
     return [json.loads(result_file(call_file, rank).read_text()) for rank in range(num_ranks)]
 
 
@@ -102,6 +103,7 @@ def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
 
     Raises:
         AssertionError: a rank failed, or took longer than `timeout` seconds; then all are killed.
+            The message has the exit status or the signal, and the ends of the ranks' logs.
     """
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -122,7 +124,8 @@ def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
             logs = [path.read_text()[-6000:] for path in call_file.parent.glob("*.log")]
             assert ended, "\n".join([f"no end within {timeout} s", *logs])
             for pipe in ended:
-                assert pipe.readline() == "0\n", "\n".join(logs)
+                status = pipe.readline().strip()
+                assert status == "0", "\n".join([f"a rank ended with {ending(status)}", *logs])
                 waiting.remove(pipe)
     except BaseException:
         for server in SERVERS:
@@ -130,6 +133,14 @@ def fork_ranks(call_file: Path, num_ranks: int, timeout: float) -> None:
             server.communicate()
         SERVERS.clear()
         raise
+
+
+def ending(status: str) -> str:
+    """How a rank ended: its exit status, or the name of the signal that killed it."""
+    if not status:
+        return "its server, which printed no status"
+    code = os.waitstatus_to_exitcode(int(status))
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 def start_server() -> subprocess.Popen[str]:
@@ -202,6 +213,7 @@ def serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # or the first collection in each rank copies every page
+    faulthandler.enable()  # on descriptor 2, which each rank sends to its log
     for line in sys.stdin:
         call_file, log, variables = json.loads(line)
         if rank := os.fork():
