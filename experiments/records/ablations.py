@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 
+from common.report import markdown
 from experiments.outcomes import over_seeds
 from experiments.records import make
 from experiments.sweep.effects import Effect, Effects
@@ -25,9 +26,33 @@ STAGES = {
 
 def tables(part: str) -> str:
     """The tables of a sweep's report, each below its title."""
+    return "\n\n".join(f"**{title}**\n\n{table}" for title, table in stage_tables(part))
+
+
+def primary_table() -> str:
+    """The first outcome of each stage of the ablations; the base chain's line names the stage."""
+    rows = []
+    for title, table in stage_tables("ablations"):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        heads, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        for detail, choice, value, *_, verdict, _ in cells:
+            first = f"**{title}**: {heads[2]}" if detail == "base" else detail
+            rows.append(
+                [
+                    first,
+                    choice,
+                    value,
+                    verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}"),
+                ]
+            )
+    return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
+
+
+def stage_tables(part: str) -> list[tuple[str, str]]:
+    """Title and table of each stage in a sweep's report."""
     _, *sections = re.split(r"(?m)^## (.+)$", make.printed(f"{part}/report.md"))
-    titled = zip(sections[::2], sections[1::2], strict=True)
-    return "\n\n".join(f"**{title}**\n\n{table.strip()}" for title, table in titled)
+    tables = map(str.strip, sections[1::2])
+    return list(zip(sections[::2], tables, strict=True))
 
 
 def primary_effects() -> Effects:
@@ -58,7 +83,7 @@ def what_matters() -> str:
         f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
         f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
         f"tests of a stage, {still} of them for all of the sweep "
-        "([every interval](docs/ablations.md))."
+        "([every interval](docs/results.md#details))."
     )
 
 

@@ -17,7 +17,7 @@ from common.record.terminal import NOT_MEASURED
 from common.report import evaluation_report, markdown
 from common.report.figures import draw_accuracy, draw_reward, held_out, reward_functions
 from common.report.plots import save, style, system_colours, titled_figure
-from common.report.tables import accuracy_table, generation_tables, win_rate_table
+from common.report.tables import accuracy_table
 from experiments.outcomes import over_seeds, seeds_interval
 from experiments.records import make
 from experiments.sweep.effects import DPI
@@ -207,12 +207,10 @@ def draw(part: str) -> Path:
 
 OF_SEED_0: dict[str, Callable[[Any], Any]] = {
     "systems": evaluation_report.systems_table,
-    "wins": lambda results: win_rate_table(results.win_rates),
     "accuracy": lambda results: accuracy_table(results.comparison),
-    "generations": lambda results: generation_tables(results)[0],
 }
 TABLES: dict[str, Callable[[], str]] = {
-    "scitldr.beside": partial(beside, "scitldr", "sft", ["dpo", "grpo"]),
+    "scitldr.differences": partial(beside, "scitldr", "sft", ["dpo", "grpo"]),
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
 }
 for part in CHAINS:

@@ -41,6 +41,19 @@ def test_the_tables_are_those_of_the_report():
     assert ablations.tables("ablations") == "**reward**\n\n| a |\n\n**dpo**\n\n| b |"
 
 
+def test_the_page_has_the_first_outcome_of_each_stage():
+    heads = (
+        "| detail | choice | gold, points | KL, nats | matters? | n |\n|---|---|---|---|---|---|\n"
+    )
+    base = "| base | as in the recipe | 94.20 ± 1.69 | 1.65 ± 0.18 |  | 8 |\n"
+    line = "| beta | 0.8 | -3.31 [-4.66, -1.95] | -0.68 * | no larger than 4.70 | 8 |\n"
+    (make.RECORDS / "ablations" / "report.md").write_text(f"# T\n\n## dpo\n\n{heads}{base}{line}")
+    *_, of_base, of_line = ablations.primary_table().splitlines()
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (of_base, of_line)]
+    assert cells[0] == ["**dpo**: gold, points", "as in the recipe", "94.20 ± 1.69", ""]
+    assert cells[1] == ["beta", "0.8", "-3.31 [-4.66, -1.95]", "\N{LESS-THAN OR EQUAL TO} 4.70"]
+
+
 def test_the_primary_outcome_of_a_stage_counts():
     (effects,) = ablations.primary_effects()["reward"].values()
     assert [effect.verdict for effect in effects] == [
