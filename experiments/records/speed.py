@@ -13,6 +13,7 @@ from common.report.plots import COLOURS, save, style, titled_figure
 from experiments.records import make
 from experiments.sweep.effects import DPI
 
+LEFT_OUT = ("unit", "goal", "% of ceiling", "tokens per rollout")  # shown by the record only
 MODELS = {"bench-tiny": "4 layers, 256 wide", "bench-gpt2-small": "GPT-2 small"}
 
 
@@ -40,14 +41,19 @@ def table() -> str:
 
 
 def against_trl(part: str) -> str:
-    """The picture, and what the benchmark printed with a column of the ratio per token."""
+    """The picture, and what the benchmark printed, without `LEFT_OUT`, with a ratio per token."""
     added = ["ratio per token", "---"]
     for row in rows(part):
         added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
     lines = make.printed(f"{part}/table.md").splitlines()
-    with_ratio = [f"{line} {cell} |" for line, cell in zip(lines, added, strict=False)]
-    picture = f"![Speed beside TRL, {MODELS[part]}](../assets/{part}.png)"
-    return "\n".join([picture, "", *with_ratio, *lines[len(added) :]])
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[: len(added)]]
+    shown = [at for at, head in enumerate(cells[0]) if not head.startswith(LEFT_OUT)]
+    table = [
+        f"| {' | '.join([*(line[at] for at in shown), cell])} |"
+        for line, cell in zip(cells, added, strict=True)
+    ]
+    picture = f"![Speed compared with TRL, {MODELS[part]}](../assets/{part}.png)"
+    return "\n".join([picture, "", *table])
 
 
 def draw(part: str) -> Path:

@@ -22,12 +22,12 @@ def test_speed_is_per_token_where_both_sample(tmp_path: Path, monkeypatch: pytes
         for name, (ours, theirs) in lengths.items()
     ]
     (folder / "results.json").write_text(json.dumps({"rows": rows}))
-    (folder / "table.md").write_text("| row |\n| --- |\n| dpo |\n| grpo-1x8 |\n\nmachine\n")
+    table = "| row | goal |\n| --- | --- |\n| dpo | 2 |\n| grpo-1x8 | 2 |\n\nmachine\n"
+    (folder / "table.md").write_text(table)
     lines = [line.split("|")[1:-1] for line in speed.table().splitlines()]
     assert [cell.strip() for cell in lines[2]] == ["4 layers, 256 wide", "3.0 (0.50)", "1.5 (0.50)"]
     assert speed.against_trl("bench-tiny").splitlines()[2:] == [
         *("| row | ratio per token |", "| --- | --- |", "| dpo |  |", "| grpo-1x8 | 1.50 |"),
-        *("", "machine"),
     ]
     assert speed.draw("bench-tiny") == tmp_path / "assets" / "bench-tiny.png"
     assert (tmp_path / "assets" / "bench-tiny.png").read_bytes().startswith(b"\x89PNG")
