@@ -1,7 +1,7 @@
 r"""From one GPU to 64, by arithmetic: which flags, what a rank holds, how long a step takes.
 
     python -m experiments.plan.ladder
-    python -m experiments.plan.ladder --into docs/ladder.md
+    python -m experiments.plan.ladder --into docs/memory.md
     python -m experiments.plan.ladder --models 8B 14B 32B 70B --ranks 8 64 --stages SFT DPO GRPO
 
 Nothing here was measured. Memory is what `experiments.plan` plans for a GPU. A row has the first
@@ -24,7 +24,7 @@ from common.config.stages import SFTConfig, TrainConfig
 from common.grpo.config import GRPOConfig
 from common.pairs.config import DPOConfig
 from common.pairs.reward_config import RewardConfig
-from common.record.terminal import format_number, markdown_table
+from common.record.terminal import markdown_table
 from experiments.plan import page as plan
 from experiments.plan.memory import Moment, host_bytes, peak
 from experiments.plan.work import FLOAT32, Run, micro_batch, step_flops
@@ -79,6 +79,7 @@ MODELS = {
     "70B": llama(80, 8192, 28672, 64, 128256),
 }
 ON_PAGE, RANKS = ["124M", "774M", "8B", "70B"], [1, 8, 64]
+STAGES_ON_PAGE = ["SFT", "GRPO"]  # the others need about the flags of SFT
 
 
 @functools.cache
@@ -131,27 +132,24 @@ def sent_bytes(run: Run, ranks: int) -> float:
 def cells(name: str, ranks: int, tried: Iterable[tuple[str, Run]]) -> list[str]:
     """A row of the table."""
     flags, run, most = fitting(tried, ranks)
-    work = {name: n for name, n in step_flops(run).items() if name != "sampling"}
-    seconds = sum(work.values()) / ranks / FLOPS / UTILISATION
+    if run.shards_gradients:
+        flags = f"{flags} --shard_gradients true".strip()
+    work = sum(n for name, n in step_flops(run).items() if name != "sampling")
     return [
         name,
         f"{ranks}",
-        flags or "no more",
-        "sharded" if run.shards_gradients else "whole",
+        flags or "none",
         plan.gigabytes(most.total),
-        most.name,
         plan.gigabytes(host_bytes(run, ranks)[-1]),
         plan.gigabytes(sent_bytes(run, ranks)),
-        format_number(sum(work.values()) / 1e12),
-        f"{seconds:.3g}",
-        "",
+        f"{work / ranks / FLOPS / UTILISATION:.3g}",
     ]
 
 
 def table(stage: str, models: Sequence[str], all_ranks: Sequence[int], folder: Path) -> str:
     """A stage for all models on all numbers of GPUs."""
-    headers = ["model", "GPUs", "flags", "gradients", "GB of a GPU", "when", "GB on its host"]
-    headers += ["GB sent a step", "TFLOP a step", "s a step by arithmetic", "s measured"]
+    headers = ["model", "GPUs", "flags", "GB of a GPU", "GB on its host", "GB sent a step"]
+    headers += ["s a step by arithmetic"]
     rows = []
     for name in models:
         path = folder / f"{name}.json"
@@ -164,7 +162,7 @@ def page(stages: Sequence[str], models: Sequence[str], all_ranks: Sequence[int])
     """The tables of all stages, each under its heading."""
     with tempfile.TemporaryDirectory() as folder:
         return "\n\n".join(
-            f"## {stage}\n\n{table(stage, models, all_ranks, Path(folder))}" for stage in stages
+            f"### {stage}\n\n{table(stage, models, all_ranks, Path(folder))}" for stage in stages
         )
 
 
@@ -174,12 +172,12 @@ def main() -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=ON_PAGE)
     add("--ranks", nargs="+", type=int, default=RANKS)
-    add("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    add("--into", type=Path, help="a page whose tables these replace, as docs/ladder.md")
+    add("--stages", nargs="+", choices=STAGES, default=STAGES_ON_PAGE)
+    add("--into", type=Path, help="a page whose tables these replace, as docs/memory.md")
     args = parser.parse_args()
     tables = page(args.stages, args.models, args.ranks)
     if args.into:
-        before = args.into.read_text().partition("\n## ")[0]
+        before = args.into.read_text().partition("\n### ")[0]
         args.into.write_text(f"{before}\n{tables}\n")
     else:
         print(tables)

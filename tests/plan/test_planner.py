@@ -563,7 +563,7 @@ def test_a_reward_model_can_start_from_one(shapes: Path, tmp_path: Path):
 
 def test_the_command_of_the_page_runs_in_a_fresh_checkout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    page = (Path(__file__).parents[2] / "docs" / "memory_plan.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     blocks = r"```sh\npython -m experiments.plan ([^`]*--ranks[^`]*)```\n\n```\n([^`]*)```"
     ((command, table),) = re.findall(blocks, page)
     output = plan_script(command.replace("\\\n", " ").split())
