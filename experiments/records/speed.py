@@ -1,4 +1,4 @@
-"""Speed compared with TRL: the benchmark's tables and pictures, by sampled token where both sides sample.
+"""Speed compared with TRL: tables and pictures, by sampled token where both sides sample.
 
 `tables.py` draws `assets/<part>.png`, to be read on a phone.
 """
