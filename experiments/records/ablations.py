@@ -23,10 +23,12 @@ STAGES = {
 }
 
 
-def tables(part: str) -> str:
-    """The tables of a sweep's report, each below its title."""
+def tables(part: str, only: str = "") -> str:
+    """The tables of a sweep's report, each below its title; or the one with the title `only`."""
     _, *sections = re.split(r"(?m)^## (.+)$", make.printed(f"{part}/report.md"))
-    titled = zip(sections[::2], sections[1::2], strict=True)
+    titled = list(zip(sections[::2], sections[1::2], strict=True))
+    if only:
+        return dict(titled)[only].strip()
     return "\n\n".join(f"**{title}**\n\n{table.strip()}" for title, table in titled)
 
 

@@ -167,7 +167,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablations": partial(ablations.tables, "ablations"),
     "ablations.short": ablations.what_matters,
     "ablations.papers": papers.table,
-    "iterative": partial(ablations.tables, "iterative"),
+    "iterative": partial(ablations.tables, "iterative", "grpo"),
     "overoptimization": turns,
     "bench-tiny.short": speed.table,
     "one-sentence": reward_curve.shown,
