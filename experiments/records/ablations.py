@@ -24,8 +24,10 @@ STAGES = {
 }
 
 
-def tables(part: str) -> str:
-    """The tables of a sweep's report, each below its title."""
+def tables(part: str, only: str = "") -> str:
+    """The tables of a sweep's report, each below its title; or the one with the title `only`."""
+    if only:
+        return dict(stage_tables(part))[only]
     return "\n\n".join(f"**{title}**\n\n{table}" for title, table in stage_tables(part))
 
 

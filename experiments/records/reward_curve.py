@@ -105,7 +105,7 @@ def table(policies: list[Point]) -> str:
     return markdown.table(heads, [policy.row() for policy in policies])
 
 
-def beside() -> str:
+def differences() -> str:
     """Differences of the same seed: GRPO's gain, and GRPO compared with the best of n.
 
     The last is at GRPO's first evaluation that is on every seed farther away than the best of most

@@ -17,14 +17,17 @@ from common.errors import UserError
 from experiments.stages import config_class
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from-trl.md"
-ROW = re.compile(r"\| `(\w+)` \| (.+?) \| (.+) \|")
+NAMES = r"(`\w+`(?:, `\w+`)*)"
+ROW = re.compile(rf"\| {NAMES} \| (.+?) \| (.+) \|")  # TRL's flags, ours, a note
+ABSENT = re.compile(rf"- {NAMES}: (.+)")  # flags without a counterpart, and the reason
+SAME = re.compile(r"The same here: (.+)")  # flags of the same name, with differences in brackets
 STAGES = {
     "sft": "train_sft.py",
     "reward model": "train_reward.py",
     "dpo": "train_dpo.py",
     "grpo": "train_grpo.py",
 }
-EVERY, SCRIPTS = "all four stages", "trl's scripts"
+EVERY, SEVERAL, SCRIPTS = "all four stages", "several stages", "trl's scripts"
 
 
 class Row(NamedTuple):
@@ -38,11 +41,20 @@ class Row(NamedTuple):
 
 def read_page() -> list[Row]:
     rows, section = [], ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    wrapped = r"(?<=[^\n])\n *(?=[^\n#| -])"
+    for line in re.sub(wrapped, " ", PAGE.read_text(encoding="utf-8")).splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ").lower()
+        elif same := SAME.match(line):
+            listed = re.sub(r"\([^()]*\)", "", same[1].partition(". ")[0])
+            names = re.findall(r"`(\w+)`", listed)
+            rows += [Row(section, name, f"--{name}", line) for name in names]
+        elif found := ABSENT.fullmatch(line):
+            names = re.findall(r"\w+", found[1])
+            rows += [Row(section, name, "\N{EN DASH}", found[2]) for name in names]
         elif found := ROW.fullmatch(line):
-            rows.append(Row(section, *(cell.replace("`", "") for cell in found.groups())))
+            here, note = (cell.replace("`", "") for cell in found.groups()[1:])
+            rows += [Row(section, name, here, note) for name in re.findall(r"\w+", found[1])]
     return rows
 
 
@@ -61,10 +73,13 @@ def test_the_page_has_every_flag_of_trl_and_no_other() -> None:
     from trl.scripts.grpo import GRPOScriptArguments
 
     classes = (trl.SFTConfig, trl.RewardConfig, trl.DPOConfig, trl.GRPOConfig)
-    of_all = flags_in(EVERY)
+    of_all, of_several = flags_in(EVERY), flags_in(SEVERAL)
     for stage, cls in zip(STAGES, classes, strict=True):
-        assert flags_in(stage) | of_all == fields_of(cls), stage
-        assert not flags_in(stage) & of_all, stage
+        shared = of_all | of_several & fields_of(cls)
+        assert flags_in(stage) | shared == fields_of(cls), stage
+        assert not flags_in(stage) & shared, stage
+    for flag in of_several:
+        assert 2 <= sum(flag in fields_of(cls) for cls in classes) <= 3, flag
     of_scripts = fields_of(trl.ModelConfig, trl.DatasetMixtureConfig, GRPOScriptArguments)
     assert flags_in(SCRIPTS) == of_scripts
     known = of_scripts | fields_of(*classes)

@@ -39,6 +39,7 @@ def test_the_tables_are_those_of_the_report():
     text = "# T\n\nfacts\n\n![a](b.png)\n\n## reward\n\n| a |\n\n## dpo\n\n| b |\n"
     (make.RECORDS / "ablations" / "report.md").write_text(text)
     assert ablations.tables("ablations") == "**reward**\n\n| a |\n\n**dpo**\n\n| b |"
+    assert ablations.tables("ablations", "dpo") == "| b |"
 
 
 def test_the_page_has_the_first_outcome_of_each_stage():

@@ -63,7 +63,7 @@ def test_policies_are_means_over_seeds(recorded: Path):
 
 
 def test_differences_are_of_the_same_seed(recorded: Path):
-    assert rows(reward_curve.beside()) == [
+    assert rows(reward_curve.differences()) == [
         ["GRPO, trained, 16 samples, compared with the chat model", "30.0 [30.0, 30.0]"],
         ["GRPO, trained, 16 samples, compared with best of 16", "-15.0 [-78.5, 48.5]"],
         # At step 5 one seed is no farther away than log 16 - 15 / 16 = 1.835.
