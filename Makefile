@@ -16,6 +16,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOCK := assets/requirements.lock
 # The GPUs that may be used, as a power of two up to 8 (which divides the batches), else two CPU
 # processes.
 GPUS := $(shell all=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'); \
@@ -75,23 +76,27 @@ bench: $(BENCH_VENV)/.installed
 
 setup: $(VENV)/.installed
 
-# Redone only when a requirements file changes.
-$(VENV)/.installed: requirements.txt tests/requirements.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+# Redone only when a requirements file changes. The lock's hashes are left out: they are those of
+# PyPI's wheels, and torch may come from another index, as its builds for CPUs do.
+define install
+	$(PYTHON) -m venv $(1)
+	grep -v -e --hash $(LOCK) | tr -d '\\' > $(1)/constraints.txt
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check -r $(2) -c $(1)/constraints.txt
+endef
+
+$(VENV)/.installed: requirements.txt $(LOCK) tests/requirements.txt
+	$(call install,$(VENV),tests/requirements.txt)
 	touch $@
 
-$(BENCH_VENV)/.installed: requirements.txt experiments/bench/requirements.txt
-	$(PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-r experiments/bench/requirements.txt
+$(BENCH_VENV)/.installed: requirements.txt $(LOCK) experiments/bench/requirements.txt
+	$(call install,$(BENCH_VENV),experiments/bench/requirements.txt)
 	touch $@
 
 # torchvision and its like come with vLLM for other builds of torch; nothing here needs them.
-$(VLLM_VENV)/.installed: requirements.txt tests/requirements.txt tests/requirements-vllm.txt
-	$(PYTHON) -m venv $(VLLM_VENV)
-	for file in requirements requirements-vllm; do $(VLLM_VENV)/bin/python -m pip install --quiet \
-		--disable-pip-version-check -r tests/$$file.txt || exit; done
+$(VLLM_VENV)/.installed: requirements.txt $(LOCK) tests/requirements.txt tests/requirements-vllm.txt
+	$(call install,$(VLLM_VENV),tests/requirements.txt)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r tests/requirements-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

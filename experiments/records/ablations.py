@@ -5,6 +5,8 @@ sweep's `plots/forest.png`.
 """
 
 import re
+import textwrap
+import textwrap
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -80,13 +82,13 @@ def what_matters() -> str:
     listed = "; ".join(f"{detail}: {', '.join(choices)}" for detail, choices in by_detail.items())
     details = {(effect.variant.stage, effect.variant.detail) for effect in found}
     still = sum(over_seeds(effect.by_seed, len(found)).excludes_zero for effect in clear)
-    return (
-        f"**Which details matter?** On the embedded task {len(by_detail)} of {len(details)}, by "
+    sentences = (
+        f"**Which details matter?** On the demo's task {len(by_detail)} of {len(details)} do, by "
         f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
         f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
-        f"tests of a stage, {still} of them for all of the sweep "
-        "([every interval](docs/results.md#details))."
+        f"tests of a stage, {still} of them for all tests ([all intervals](docs/results.md#details))."
     )
+    return textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def draw() -> Path:

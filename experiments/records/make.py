@@ -37,7 +37,7 @@ RECORDS = ROOT / "assets" / "results"
 RECORD, STARTS, REWARDS = "record.json", "starts.json", "rewards.jsonl"
 # The code of figures, as git's paths; a test checks that these modules import no other tests.
 CODE = (
-    *(":(glob)*.py", "common", "assets/recipes", "requirements.txt", "experiments"),
+    *(":(glob)*.py", "common", "assets/recipes", "assets/requirements.lock", "experiments"),
     *(":(exclude)experiments/records", "tests/fault_drill.py", "tests/variants.py"),
     "tests/ranks.py",
 )

@@ -1,0 +1,111 @@
+"""Claim: every command in the README and in `docs/` is valid, and the README's block can be pasted.
+
+The pages' shell blocks are run by bash in an empty folder, with programs that only note how they
+were called; a noted flag, module or make target must exist. The block of "Your model and your data"
+is run in earnest, on a tiny model and few rows.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import transformers
+
+from common.config.parser import parse
+from common.config.stages import SFTConfig
+from common.evaluation.config import EvaluateConfig
+from common.grpo.config import GRPOConfig
+from common.pairs.config import DPOConfig
+from common.pairs.reward_config import RewardConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CONFIGS = {
+    "train_sft.py": SFTConfig,
+    "train_reward.py": RewardConfig,
+    "train_dpo.py": DPOConfig,
+    "train_grpo.py": GRPOConfig,
+    "evaluate.py": EvaluateConfig,
+}
+KEPT_AWAY = (".git", ".venv", "output", "data")
+NOTED = ("python", "torchrun", "make", "pip", "git", "sbatch", "vllm")
+NOTE = f"""#!{sys.executable}
+import json, sys
+with open("calls.jsonl", "a") as file:
+    print(json.dumps([sys.argv[0].rpartition("/")[2], *sys.argv[1:]]), file=file)
+"""
+FEW_ROWS = f'#!/bin/sh\nexec {sys.executable} "$@" --num_eval_rows 8 --max_steps 1\n'
+FEW_PROMPTS = f'#!/bin/sh\nexec {sys.executable} "$@" --num_eval_rows 8 --num_prompts 4\n'
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def paste(block: str, folder: Path, programs: Path) -> None:
+    """Run a block in a folder that has the project's files."""
+    for path in ROOT.iterdir():
+        if path.name not in KEPT_AWAY and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv/bin").mkdir(parents=True, exist_ok=True)
+    (folder / ".venv/bin/activate").touch()
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        ["bash", "-e", "-c", block], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+def check(call: list[str], folder: Path) -> None:
+    """Refuse a call whose flags, module, file or target do not exist."""
+    name, *words = call
+    scripts = [place for place, word in enumerate(words) if word in CONFIGS]
+    if name == "make":
+        subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
+    elif words[:1] == ["-m"]:
+        ours = words[1].startswith(("common.", "experiments."))
+        assert not ours or find_spec(words[1]), words
+    elif scripts:
+        after = scripts[0] + (2 if name == "sbatch" else 1)  # the job's output_dir comes first
+        parse(CONFIGS[words[scripts[0]]], words[after:])
+    elif name == "python" and words[0] != "-":
+        assert (folder / words[0]).exists(), words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist(page, tmp_path, monkeypatch):
+    for name in NOTED:
+        program(tmp_path / "programs", name, NOTE)
+    monkeypatch.chdir(ROOT)
+    for number, block in enumerate(BLOCK.findall(page.read_text())):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        paste(block, folder, tmp_path / "programs")
+        for line in (folder / "calls.jsonl").read_text().splitlines():
+            check(json.loads(line), folder)
+
+
+def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tiny_gpt2, tokenizer_folder):
+    """On a random model in the place of the demo's, eight rows and one step."""
+    start = tmp_path / "output/demo/sft/model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
+    fields = json.loads(tiny_gpt2.read_text()) | {"vocab_size": len(tokenizer)}
+    fields |= {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = transformers.AutoConfig.for_model(**fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(start)
+    tokenizer.save_pretrained(start)
+    (block,) = (text for text in BLOCK.findall(PAGES[0].read_text()) if "MODEL=" in text)
+    *training, evaluation = re.split(r"(?m)^(?=python )", block)
+    program(tmp_path / "training", "python", FEW_ROWS)
+    program(tmp_path / "evaluation", "python", FEW_PROMPTS)
+    paste("".join(training), tmp_path, tmp_path / "training")
+    paste(training[0] + evaluation, tmp_path, tmp_path / "evaluation")
+    assert (tmp_path / "output/mine/evaluation/report.html").exists()
