@@ -6,7 +6,6 @@ sweep's `plots/forest.png`.
 
 import re
 import textwrap
-import textwrap
 from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
@@ -86,7 +85,8 @@ def what_matters() -> str:
         f"**Which details matter?** On the demo's task {len(by_detail)} of {len(details)} do, by "
         f"{len(found[0].by_seed)} paired seeds, in points of accuracy or gold reward: {listed}. "
         f"These {len(clear)} of {len(found)} choices are significant after correcting for all "
-        f"tests of a stage, {still} of them for all tests ([all intervals](docs/results.md#details))."
+        f"tests of a stage, {still} of them for all tests "
+        "([all intervals](docs/results.md#details))."
     )
     return textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
 
