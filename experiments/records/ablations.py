@@ -36,18 +36,11 @@ def primary_table() -> str:
     """The first outcome of each stage of the ablations; the base chain's line names the stage."""
     rows = []
     for title, table in stage_tables("ablations"):
-        lines = [line for line in table.splitlines() if line.startswith("|")]
-        heads, _, *cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-        for detail, choice, value, *_, verdict, _ in cells:
+        heads, *lines = make.cells(table)
+        for detail, choice, value, *_, verdict, _ in lines:
             first = f"**{title}**: {heads[2]}" if detail == "base" else detail
-            rows.append(
-                [
-                    first,
-                    choice,
-                    value,
-                    verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}"),
-                ]
-            )
+            bound = verdict.replace("no larger than", "\N{LESS-THAN OR EQUAL TO}")
+            rows.append([first, choice, value, bound])
     return markdown.table(["detail", "choice", "difference to the base [95%]", "matters?"], rows)
 
 

@@ -1,4 +1,4 @@
-"""A chain of stages: tables of every seed, of means over seeds, of its texts; and a picture."""
+"""A chain of stages: tables of means over seeds and of its texts, and a picture."""
 
 import json
 import re
@@ -50,16 +50,6 @@ def evaluations(part: str) -> dict[str, Results]:
         file.parents[1].name.removeprefix("seed_"): Results(**json.loads(file.read_text()))
         for file in files
     }
-
-
-def by_seed(part: str) -> str:
-    """A line per seed and system."""
-    rows, headers = [], ["seed"]
-    for seed, results in evaluations(part).items():
-        table = evaluation_report.systems_table(results)
-        headers = ["seed", *table.headers]
-        rows += [[seed, *row] for row in table.rows]
-    return markdown.table(headers, rows)
 
 
 def measured(results: Results) -> dict[str, dict[str, Any]]:
@@ -221,6 +211,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "scitldr.picture": lambda: "![Accuracy and reward of seed 0](../assets/scitldr.png)",
 }
 for part in CHAINS:
-    TABLES |= {f"{part}.seeds": partial(by_seed, part), f"{part}.mean": partial(means, part)}
+    TABLES[f"{part}.mean"] = partial(means, part)
     TABLES |= {f"{part}.{name}": partial(of_seed_0, part, f) for name, f in OF_SEED_0.items()}
     TABLES[f"{part}.samples"] = partial(samples, part)

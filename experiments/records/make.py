@@ -248,6 +248,13 @@ def printed(file: str) -> str:
     return (RECORDS / file).read_text().strip()
 
 
+def cells(text: str) -> list[list[str]]:
+    """The cells of the Markdown table in a text: the line of its heads, then the others."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    heads, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [heads, *rows]
+
+
 def write_json(file: Path, value: Any) -> None:
     """Write indented JSON."""
     file.write_text(json.dumps(value, indent=1) + "\n")

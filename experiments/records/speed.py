@@ -42,15 +42,14 @@ def table() -> str:
 
 def against_trl(part: str) -> str:
     """The picture, and what the benchmark printed, without `LEFT_OUT`, with a ratio per token."""
+    heads, *lines = make.cells(make.printed(f"{part}/table.md"))
     added = ["ratio per token", "---"]
     for row in rows(part):
         added.append(f"{ratio(row):.2f}" if row["trl"]["completion_length"] else "")
-    lines = make.printed(f"{part}/table.md").splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[: len(added)]]
-    shown = [at for at, head in enumerate(cells[0]) if not head.startswith(LEFT_OUT)]
+    shown = [at for at, head in enumerate(heads) if not head.startswith(LEFT_OUT)]
     table = [
         f"| {' | '.join([*(line[at] for at in shown), cell])} |"
-        for line, cell in zip(cells, added, strict=True)
+        for line, cell in zip([heads, ["---"] * len(heads), *lines], added, strict=True)
     ]
     picture = f"![Speed compared with TRL, {MODELS[part]}](../assets/{part}.png)"
     return "\n".join([picture, "", *table])

@@ -22,6 +22,7 @@ from experiments.records.make import (
     PARTS,
     RECORDS,
     ROOT,
+    cells,
     command_of,
     printed,
     read,
@@ -82,10 +83,8 @@ def source(part: str) -> str:
 
 def columns(part: str) -> dict[str, list[str]]:
     """The table that a command printed, by the heads of its columns."""
-    lines = printed(f"{part}/printed.md").splitlines()
-    rows = [line.strip("|").split("|") for line in lines if line[:1] == "|"]
-    heads, _, *cells = [[cell.strip() for cell in row] for row in rows]
-    return dict(zip(heads, map(list, zip(*cells, strict=True)), strict=True))
+    heads, *rows = cells(printed(f"{part}/printed.md"))
+    return dict(zip(heads, map(list, zip(*rows, strict=True)), strict=True))
 
 
 def records() -> str:
@@ -116,12 +115,12 @@ def too_far() -> str:
     for line in read_metrics(RECORDS / "too-far"):
         if line["step"] % STEPS or "eval_kl" not in line:
             continue
-        cells = []
+        intervals = []
         for name, scale, digits in heads.values():
             ends = {end: line[name.format(f"_{end}")] for end in ("low", "high")}
             found = {"mean": line[name.format("")], **ends}
-            cells.append(interval_cell(found, scale, digits))
-        rows.append([str(line["step"]), *cells])
+            intervals.append(interval_cell(found, scale, digits))
+        rows.append([str(line["step"]), *intervals])
     return markdown.table(["step", *heads], rows)
 
 

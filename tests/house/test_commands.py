@@ -5,34 +5,24 @@ were called; a noted flag, module or make target must exist. The block of "Your 
 is run in earnest, on a tiny model and few rows.
 """
 
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import transformers
+import tiny
+from mistakes import STAGES
+from transformers import AutoTokenizer
 
 from common.config.parser import parse
-from common.config.stages import SFTConfig
-from common.evaluation.config import EvaluateConfig
-from common.grpo.config import GRPOConfig
-from common.pairs.config import DPOConfig
-from common.pairs.reward_config import RewardConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-CONFIGS = {
-    "train_sft.py": SFTConfig,
-    "train_reward.py": RewardConfig,
-    "train_dpo.py": DPOConfig,
-    "train_grpo.py": GRPOConfig,
-    "evaluate.py": EvaluateConfig,
-}
 KEPT_AWAY = (".git", ".venv", "output", "data")
 NOTED = ("python", "torchrun", "make", "pip", "git", "sbatch", "vllm")
 NOTE = f"""#!{sys.executable}
@@ -67,15 +57,16 @@ def paste(block: str, folder: Path, programs: Path) -> None:
 def check(call: list[str], folder: Path) -> None:
     """Refuse a call whose flags, module, file or target do not exist."""
     name, *words = call
-    scripts = [place for place, word in enumerate(words) if word in CONFIGS]
+    scripts = [place for place, word in enumerate(words) if word.removesuffix(".py") in STAGES]
     if name == "make":
         subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
     elif words[:1] == ["-m"]:
         ours = words[1].startswith(("common.", "experiments."))
-        assert not ours or find_spec(words[1]), words
+        assert not ours or importlib.util.find_spec(words[1]), words
     elif scripts:
         after = scripts[0] + (2 if name == "sbatch" else 1)  # the job's output_dir comes first
-        parse(CONFIGS[words[scripts[0]]], words[after:])
+        stage = words[scripts[0]].removesuffix(".py")
+        parse(getattr(importlib.import_module(stage), STAGES[stage]), words[after:])
     elif name == "python" and words[0] != "-":
         assert (folder / words[0]).exists(), words
 
@@ -93,14 +84,12 @@ def test_the_commands_of_a_page_exist(page, tmp_path, monkeypatch):
             check(json.loads(line), folder)
 
 
-def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tiny_gpt2, tokenizer_folder):
+def test_the_lines_for_your_own_model_run_as_they_stand(tmp_path, tokenizer_folder):
     """On a random model in the place of the demo's, eight rows and one step."""
     start = tmp_path / "output/demo/sft/model"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_folder)
-    fields = json.loads(tiny_gpt2.read_text()) | {"vocab_size": len(tokenizer)}
-    fields |= {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = transformers.AutoConfig.for_model(**fields)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    lm = tiny.causal_lm("gpt2", is_plain=True, vocab_size=len(tokenizer), n_positions=192)
+    lm.save_pretrained(start)
     tokenizer.save_pretrained(start)
     (block,) = (text for text in BLOCK.findall(PAGES[0].read_text()) if "MODEL=" in text)
     *training, evaluation = re.split(r"(?m)^(?=python )", block)
